@@ -1,0 +1,106 @@
+"""`hf-descent COMMAND ...`, also as `python -m hf_descent.cli` (the form that `accelerate launch -m` takes).
+
+A command is a module of this package. It either trains from a recipe and exposes `argument_types` (dataclasses, which
+give the flags, and whose values a `--config` file may set) with `run(*dataclass_instances)`, or is a plain tool and
+exposes `add_arguments(parser)` with `run(args)`. Modules are imported only when their command is called.
+"""
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+COMMANDS = {
+    "demo": "train ERM and constrained models on real data bundled with a dependency, and compare them",
+    "classify": "fine-tune a text classifier from a recipe",
+}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
+    """Turns a command line into the command's module and the arguments of its `run`.
+
+    Args:
+        argv (sequence of `str`, *optional*):
+            The command line without the program's name. `None`: that of this process.
+
+    Raises:
+        ValueError: a `--config` file cannot be read, or it or the command line sets something the command lacks.
+        SystemExit: by argparse, on an unknown command or a value of the wrong type.
+    """
+    parser = argparse.ArgumentParser(
+        prog="hf-descent",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Train transformers whose layers are constrained to descend.",
+        epilog="commands:\n" + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items()),
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
+    args = parser.parse_args(argv)
+
+    module = importlib.import_module(f"hf_descent.{args.command}")
+    prog, summary = f"hf-descent {args.command}", COMMANDS[args.command]
+    if hasattr(module, "argument_types"):
+        return module, parse_recipe(module.argument_types, args.arguments, prog=prog, description=summary)
+    command_parser = argparse.ArgumentParser(prog=prog, description=summary)
+    module.add_arguments(command_parser)
+    return module, (command_parser.parse_args(args.arguments),)
+
+
+def parse_recipe(argument_types: Sequence[type], argv: Sequence[str], **parser_kwargs) -> tuple:
+    """Parses flags into dataclasses; a YAML file named by `--config` gives defaults, and flags win over it.
+
+    Args:
+        argument_types (sequence of `type`):
+            Dataclasses as `transformers.HfArgumentParser` takes them.
+        argv (sequence of `str`):
+            The flags.
+        parser_kwargs:
+            Passed to the parser (`prog`, `description`, ...).
+
+    Raises:
+        ValueError: the file is missing, is not a mapping, or has keys that no dataclass has; or a flag is unknown.
+    """
+    from transformers import HfArgumentParser  # takes seconds: not for `hf-descent --help`
+
+    # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
+    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.add_argument("--config", help="YAML file with values for any of the arguments; flags win over it.")
+    parser = HfArgumentParser(argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs)
+
+    config_path = config_parser.parse_known_args(argv)[0].config
+    if config_path is not None:
+        values = load_recipe(config_path)
+        fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
+        if unknown := sorted(set(values) - fields):
+            raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
+        # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
+        parser.set_defaults(**values)
+    return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
+
+
+def load_recipe(path: str) -> dict[str, Any]:
+    """Reads a recipe: a YAML mapping of argument names to values.
+
+    Raises:
+        ValueError: the file is missing or does not hold a mapping with string keys.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"`--config` is {path!r}, and there is no such file.")
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ValueError(f"{path} must hold lines of the form `argument: value`.")
+    return values
+
+
+def main(argv: Sequence[str] | None = None):
+    module, arguments = parse_arguments(argv)
+    module.run(*arguments)
+
+
+if __name__ == "__main__":
+    main()

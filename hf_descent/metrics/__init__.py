@@ -1,0 +1,1 @@
+"""Metrics as `evaluate.Metric` modules that need no download."""

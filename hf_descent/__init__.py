@@ -1,0 +1,44 @@
+"""Layerwise descent training for HuggingFace transformers: every layer lowers the task loss, read by one shared head.
+
+Reading order: `problem`, `multipliers`, `objectives`, `schedule`, `readout`, `noise`, `configs`, `descent_state`,
+`trainer`, `evaluation`, `cli`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+
+__version__ = "0.1.0.dev0"
+
+_EXPORTS = {
+    "DescentConfig": "configs",
+    "DescentProblem": "problem",
+    "DescentTrainer": "trainer",
+    "EmbeddingNoise": "noise",
+    "Multipliers": "multipliers",
+    "layer_logits": "readout",
+    "layer_losses": "losses",
+    "layer_profile": "evaluation",
+    "noise_curve": "evaluation",
+}
+__all__ = sorted(_EXPORTS)
+
+if TYPE_CHECKING:
+    from .configs import DescentConfig
+    from .evaluation import layer_profile, noise_curve
+    from .losses import layer_losses
+    from .multipliers import Multipliers
+    from .noise import EmbeddingNoise
+    from .problem import DescentProblem
+    from .readout import layer_logits
+    from .trainer import DescentTrainer
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+
+
+def __dir__():
+    return [*globals(), *_EXPORTS]

@@ -1,0 +1,216 @@
+"""Arguments of the descent objective, mixed into the ecosystem's training arguments."""
+
+import dataclasses
+import inspect
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from .objectives import OBJECTIVES
+from .problem import check_alpha, check_constrained_layers, check_initial_loss_bound
+
+
+def _help_from_docstring(cls: type) -> type:
+    """Use each argument's paragraph of the class docstring as its command-line help, so that the two cannot differ."""
+    paragraphs = re.split(r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__ or "").replace("\n    ", "\n\t"))
+    helps = {p.split(" ", 1)[0]: " ".join(p.split(":\n", 1)[-1].split("\n\n")[0].split()) for p in paragraphs}
+    for argument in dataclasses.fields(cls):
+        argument.metadata = {**argument.metadata, "help": helps.get(argument.name, "").replace("%", "%%")}
+    return cls
+
+
+@_help_from_docstring
+@dataclass
+class DescentArguments:
+    """Arguments of layerwise descent training (arXiv 2601.17257).
+
+    Arguments that take a number, a list or "auto" also accept the JSON text of it. Defaults are the package's
+    tuning-free settings ("auto"), chosen by measurement; the paper's settings are in `recipes/`. Where the paper states
+    a form (Adam on raw violations, `negative_weights="keep"`, warm-up of one epoch) the argument says so.
+
+    > Parameters that control the problem
+
+    objective (`str`, *optional*, defaults to `"descent"`):
+        What is minimised: "descent" (the constrained problem), or a baseline in the same trainer: "erm" (plain
+        training), "deep_supervision" (fixed weights), "fixed" (frozen multipliers), "hinge", "quadratic" (penalties
+        on the violations; under gradient accumulation these two are evaluated per micro-batch).
+    descent_alpha (`float`, `list[float]` or `"auto"`, *optional*, defaults to `"auto"`):
+        Layerwise step size alpha_l in (0, 1): each layer must bring the loss to (1 - alpha_l) times that of the layer
+        before. A number, one per layer, or "auto": the geometric schedule from f_0 to the loss reached in warm-up.
+    initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
+        The reference f_0 > 0 that takes the place of the loss before the first layer, in units of the task loss.
+        "auto": the loss of the best constant predictor, measured on the labels during warm-up.
+    descent_strength (`float`, *optional*, defaults to `1.0`):
+        Strength of the "auto" schedule, > 0: the share of the decrease from f_0 to the warm-up loss (in logarithms)
+        that the layers must make.
+    constrained_layers (`list[int]`, *optional*):
+        The constrained layers, 1-based and increasing; each is compared with the one before it in the list. All
+        layers where not given.
+    feasibility_tolerance (`float`, *optional*, defaults to `0.01`):
+        A layer counts as feasible when its violation is at most this fraction of f_0.
+
+    > Parameters that control the dual step
+
+    dual_learning_rate (`float`, *optional*, defaults to `0.02`):
+        Step size of the multipliers. It is constant: the scheduler of the primal optimizer does not touch it.
+    dual_optim (`str`, *optional*, defaults to `"adam"`):
+        Ascent rule of the multipliers: "adam" (the paper's) or "sgd" (plain projected ascent).
+    normalize_violations (`bool`, *optional*, defaults to `True`):
+        Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
+        loss. The paper's rule is Adam on raw violations (`False`).
+    dual_warmup_steps (`float`, *optional*, defaults to `0.1`):
+        Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
+        epoch. The "auto" settings need a warm-up.
+    resilience (`float`, *optional*, defaults to `0.05`):
+        Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
+        multiplier. 0 keeps them hard.
+    resilience_form (`str`, *optional*, defaults to `"weight_decay"`):
+        How the relaxation is reached: "weight_decay" of the multipliers (the paper's language runs) or explicit
+        "slack" variables (its video runs). Both settle at the same point.
+    slack_learning_rate (`float`, *optional*, defaults to `0.02`):
+        Step size of the explicit slacks.
+    slack_restart (`bool`, *optional*, defaults to `True`):
+        Clamp the explicit slacks to zero after every epoch, as the paper does.
+    multiplier_max (`float`, *optional*):
+        Cap on every multiplier; no cap where not given.
+
+    > Parameters that control the primal step
+
+    negative_weights (`str`, *optional*, defaults to `"clip"`):
+        What to do with a negative weight of a layer loss in the Lagrangian, which pushes that loss up: "keep" it (the
+        paper's form) or "clip" it at 0 in the primal step.
+    penalty_coefficient (`float`, *optional*, defaults to `1.0`):
+        Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic".
+    fixed_multipliers (`str` or `list[float]`, *optional*):
+        Multipliers of the objective "fixed": one per layer, or the folder of a constrained run, whose final
+        multipliers and step sizes are used.
+    stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
+        Stop training when a layer loss is not finite. Otherwise the multipliers skip such a step, and the layer is
+        reported once.
+
+    > Parameters that control the noise
+
+    noise_gamma (`float` or `list[float]`, *optional*, defaults to `0.0`):
+        Noise on the input embeddings (or pixels) in training, in units of the clean signal's standard deviation: one
+        level, or [low, high] for a level drawn uniformly per sample.
+    noise_sigma (`float`, *optional*):
+        The standard deviation of the clean signal. Estimated once from the training data where not given, and saved
+        in the model's config as `noise_sigma`.
+    eval_gammas (`list[float]`, *optional*):
+        Noise levels of `evaluate_robustness`.
+    """
+
+    objective: str = field(default="descent")
+    descent_alpha: str = field(default="auto")
+    initial_loss_bound: str = field(default="auto")
+    descent_strength: float = field(default=1.0)
+    constrained_layers: str | None = field(default=None)
+    feasibility_tolerance: float = field(default=0.01)
+    dual_learning_rate: float = field(default=0.02)
+    dual_optim: str = field(default="adam")
+    normalize_violations: bool = field(default=True)
+    dual_warmup_steps: float = field(default=0.1)
+    resilience: float = field(default=0.05)
+    resilience_form: str = field(default="weight_decay")
+    slack_learning_rate: float = field(default=0.02)
+    slack_restart: bool = field(default=True)
+    multiplier_max: float | None = field(default=None)
+    negative_weights: str = field(default="clip")
+    penalty_coefficient: float = field(default=1.0)
+    fixed_multipliers: str | None = field(default=None)
+    stop_on_nonfinite: bool = field(default=False)
+    noise_gamma: str = field(default=0.0)
+    noise_sigma: float | None = field(default=None)
+    eval_gammas: str | None = field(default=None)
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_descent_arguments()
+
+    def check_descent_arguments(self) -> None:
+        """Parse JSON texts and check every descent argument; ValueError names the argument, its value and the remedy.
+
+        Called again when training starts, since a hyperparameter search sets the arguments one by one.
+        """
+        for name in ("descent_alpha", "initial_loss_bound", "constrained_layers", "noise_gamma", "eval_gammas"):
+            setattr(self, name, _parse(name, getattr(self, name)))
+        for name, choices in (
+            ("objective", OBJECTIVES),
+            ("dual_optim", ("adam", "sgd")),
+            ("resilience_form", ("weight_decay", "slack")),
+            ("negative_weights", ("keep", "clip")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        if self.descent_alpha != "auto":
+            check_alpha(self.descent_alpha)
+        if self.initial_loss_bound != "auto":
+            check_initial_loss_bound(self.initial_loss_bound)
+        check_constrained_layers(self.constrained_layers)
+        for name in ("descent_strength", "dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"`{name}` is {value}; it must be a positive number.")
+        for name in ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"`{name}` is {value}; it must not be negative.")
+        for name in ("noise_gamma", "eval_gammas"):
+            levels = getattr(self, name)
+            levels = [] if levels is None else levels if isinstance(levels, list) else [levels]
+            if not all(isinstance(gamma, int | float) and math.isfinite(gamma) and gamma >= 0 for gamma in levels):
+                raise ValueError(f"`{name}` is {getattr(self, name)}; noise levels must be numbers, not negative.")
+        if isinstance(self.noise_gamma, list) and not (
+            len(self.noise_gamma) == 2 and self.noise_gamma[0] <= self.noise_gamma[1]
+        ):
+            raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
+        if self.resilience_form == "slack" and self.resilience == 0:
+            raise ValueError("`resilience_form='slack'` needs `resilience` > 0; use 'weight_decay' for hard constraints.")
+        if self.objective == "fixed" and self.fixed_multipliers is None:
+            raise ValueError("`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list.")
+        if self.is_auto and self.dual_warmup_steps == 0 and self.objective in ("descent", "hinge", "quadratic"):
+            raise ValueError(
+                "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
+                "`dual_warmup_steps` is 0; give it steps or a fraction (0.1), or give both numbers."
+            )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether a part of the problem is measured during warm-up."""
+        return "auto" in (self.descent_alpha, self.initial_loss_bound)
+
+    @classmethod
+    def from_training_arguments(cls, args: TrainingArguments, **fields: Any) -> "DescentArguments":
+        """The same training arguments with the descent arguments added: `fields`, and defaults for the rest.
+
+        Arguments that this class does not have (a subclass's own) stay attributes of the result.
+        """
+        if isinstance(args, cls) and not fields:
+            return args
+        own = {argument.name for argument in dataclasses.fields(cls) if argument.init}
+        given = {argument.name: getattr(args, argument.name) for argument in dataclasses.fields(args) if argument.init}
+        config = cls(**{**{name: value for name, value in given.items() if name in own}, **fields})
+        for name in given.keys() - own:
+            setattr(config, name, given[name])
+        return config
+
+
+@dataclass
+class DescentConfig(DescentArguments, TrainingArguments):
+    __doc__ = "Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following.\n\n" + inspect.cleandoc(
+        DescentArguments.__doc__ or ""
+    )
+
+
+def _parse(name: str, value: Any) -> Any:
+    """A Python value from itself or from its JSON text; "auto" and None stay."""
+    if not isinstance(value, str) or value == "auto":
+        return list(value) if isinstance(value, tuple) else value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise ValueError(f"`{name}` is {value!r}; give a number, a list or 'auto', as JSON on a command line.") from None

@@ -1,0 +1,342 @@
+"""The dual side of one training run: warm-up, problem, multipliers, running averages; what a checkpoint must hold."""
+
+import json
+import math
+import os
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers.utils import logging
+
+from . import objectives
+from .configs import DescentArguments
+from .multipliers import Multipliers
+from .problem import DescentProblem
+from .schedule import ConstantPredictor, geometric_alpha
+
+
+logger = logging.get_logger(__name__)
+
+STATE_NAME = "descent_state.safetensors"
+SUMMARY_NAME = "descent_config.json"
+AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
+
+
+class DescentState:
+    """Everything that descent training carries from step to step beside the model and its optimizer.
+
+    Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
+
+    Args:
+        args (`DescentArguments`): the checked arguments.
+        num_layers (`int`): number of layers L.
+        max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
+        start_step (`int`): the step at which the duals start; warm-up is counted from here.
+        constant_predictor (`ConstantPredictor`): takes the label statistics of warm-up.
+        device (`torch.device`): where the losses arrive.
+    """
+
+    def __init__(
+        self,
+        args: DescentArguments,
+        num_layers: int,
+        max_steps: int,
+        start_step: int,
+        constant_predictor: ConstantPredictor,
+        device: torch.device | str = "cpu",
+    ):
+        self.args = args
+        self.num_layers = num_layers
+        self.device = device
+        warmup = args.dual_warmup_steps
+        warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
+        self.active_from = start_step + warmup
+        self.constant_predictor = constant_predictor
+        self.multipliers = Multipliers(
+            num_layers,
+            args.dual_learning_rate,
+            optim=args.dual_optim,
+            resilience=args.resilience,
+            resilience_form=args.resilience_form,
+            slack_learning_rate=args.slack_learning_rate,
+            maximum=args.multiplier_max,
+            device=device,
+        )
+        self.problem: DescentProblem | None = None
+        if args.objective == "fixed":
+            self._load_fixed_multipliers()
+        elif not args.is_auto:
+            self._set_problem(args.descent_alpha, args.initial_loss_bound)
+        # Running averages of the layer losses, and the weight that makes up for their start at zero.
+        self.averages = torch.zeros(num_layers, device=device)  # [layers]
+        self.average_weight = torch.zeros(1, device=device)
+        self._logged = torch.zeros(num_layers + 1, device=device)  # sums since the last log, and their count
+        self._nonfinite = torch.zeros(num_layers, device=device)  # steps with a non-finite loss, per layer
+        self._said = set()
+
+    # ---- primal side ----
+
+    def inactive(self, step: int) -> bool:
+        """Whether the constraints are still inactive (warm-up) at this step."""
+        return self.args.objective != "deep_supervision" and step < self.active_from
+
+    def needs_labels(self, step: int) -> bool:
+        """Whether the label statistics of this step enter f_0."""
+        return self.problem is None and self.args.initial_loss_bound == "auto" and self.inactive(step)
+
+    def weighted_layers(self, step: int) -> list[int]:
+        """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
+        if self.inactive(step):
+            return [self.num_layers]
+        if self.args.objective == "deep_supervision":
+            return list(range(1, self.num_layers + 1))
+        return sorted({*self.problem.constrained_layers, self.num_layers})
+
+    def objective(self, layer_losses: torch.Tensor, step: int, share: torch.Tensor | float) -> torch.Tensor:
+        """The scalar to minimise, from a micro-batch's part of the layer losses `[L]` and its share of the items.
+
+        The parts of all micro-batches add up to the layer losses of the step; a part divided by its share is the
+        micro-batch's own mean, on which the penalties are evaluated.
+        """
+        if self.inactive(step):
+            return layer_losses[-1]
+        if self.args.objective in ("hinge", "quadratic"):
+            own = layer_losses / share
+            return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
+        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
+        layers = [layer - 1 for layer in self.weighted_layers(step)]
+        return self.weights()[layers] @ layer_losses[layers]
+
+    def weights(self) -> torch.Tensor:
+        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
+        return objectives.linear_weights(
+            self.args.objective,
+            self.problem,
+            self.multipliers.values,
+            self.args.penalty_coefficient,
+            self.args.negative_weights,
+        )
+
+    # ---- dual side ----
+
+    def dual_step(self, layer_losses: torch.Tensor, step: int) -> None:
+        """One step of averages and multipliers on the layer losses `[L]` of an optimizer step; no host reads."""
+        finite = torch.isfinite(layer_losses)  # [layers]
+        self._nonfinite += ~finite
+        usable = finite.all()
+        counted = torch.where(usable, layer_losses, 0.0)
+        weight = (1 - AVERAGE_DECAY) * usable
+        self.averages = (1 - weight) * self.averages + weight * counted
+        self.average_weight = (1 - weight) * self.average_weight + weight
+        self._logged += torch.cat([counted, usable[None]])
+
+        if self.args.objective == "descent" and not self.inactive(step):
+            violations = self.problem.violations(layer_losses)
+            if self.args.normalize_violations:
+                violations = violations / self.problem.initial_loss_bound
+            self.multipliers.step(violations)
+        if self.problem is None and step + 1 >= self.active_from:
+            self._freeze_schedule()
+
+    @property
+    def mean_losses(self) -> torch.Tensor:
+        """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
+        return self.averages / self.average_weight
+
+    def _freeze_schedule(self) -> None:
+        bound, alpha = self.args.initial_loss_bound, self.args.descent_alpha
+        if bound == "auto":
+            bound = self.constant_predictor.loss()
+        if alpha == "auto":
+            layers = self.args.constrained_layers or range(self.num_layers)
+            alpha = geometric_alpha(bound, self.mean_losses[-1].item(), len(layers), self.args.descent_strength)
+        self._set_problem(alpha, bound)
+        logger.info(
+            f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha if isinstance(alpha, list) else f'{alpha:.4g}'}, "
+            f"measured over {self.active_from} warm-up steps at f_L = {self.mean_losses[-1].item():.4g}."
+        )
+
+    def _set_problem(self, alpha, initial_loss_bound) -> None:
+        self.problem = DescentProblem(alpha, initial_loss_bound, self.num_layers, self.args.constrained_layers)
+        self.problem.to(self.device)
+
+    def _load_fixed_multipliers(self) -> None:
+        values, alpha, bound = self.args.fixed_multipliers, self.args.descent_alpha, self.args.initial_loss_bound
+        if isinstance(values, str):
+            summary = read_summary(values)
+            values, alpha, bound = (summary["multipliers"], summary["alpha"], summary["initial_loss_bound"])
+        if alpha == "auto":
+            raise ValueError("`fixed_multipliers` as a list needs `descent_alpha` as numbers; 'auto' is not enough.")
+        if len(values) != self.num_layers:
+            raise ValueError(
+                f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
+            )
+        # f_0 does not enter the weights; any positive number serves.
+        self._set_problem(alpha, 1.0 if bound == "auto" else bound)
+        self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    # ---- reports ----
+
+    def logs(self, step: int) -> dict[str, float]:
+        """Scalars of the steps since the last call, per layer; empty where there was no usable step."""
+        *sums, count = self._logged.tolist()
+        self._logged.zero_()
+        self._report_faults()
+        if count == 0:
+            return {}
+        losses = torch.tensor(sums) / count  # [layers]
+        per_layer = {"layer_loss": losses}
+        logs = {}
+        if self.problem is not None:
+            problem = self.problem
+            violations = problem.violations(losses.to(self.device))
+            per_layer |= {"violation": violations, "multiplier": self.multipliers.values}
+            if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
+                per_layer["weight"] = self.weights()
+            logs["max_violation"] = problem.max_violation(losses.to(self.device)).item()
+            logs["lagrangian"] = problem.lagrangian(losses.to(self.device), self.multipliers.values).item()
+        for name, values in per_layer.items():
+            logs |= {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
+        return logs
+
+    def evaluation(self, layer_losses: torch.Tensor, prefix: str) -> dict[str, float]:
+        """Metrics of held-out layer losses `[L]`: the losses, and feasibility once the problem is known.
+
+        `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
+        negative score, minus its largest violation in units of f_0; a feasible one a positive score that falls with
+        f_L.
+        """
+        metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
+        if self.problem is not None:
+            losses = layer_losses.to(self.device, torch.float32)
+            bound = self.problem.initial_loss_bound
+            violation, last = self.problem.max_violation(losses).item(), layer_losses[-1].item()
+            feasible = violation <= self.args.feasibility_tolerance * bound
+            metrics[f"{prefix}_max_violation"] = violation
+            metrics[f"{prefix}_feasible"] = float(feasible)
+            score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
+            metrics[f"{prefix}_feasible_score"] = score
+        return metrics
+
+    def verdict(self) -> dict[str, float]:
+        """Feasibility of the running averages of training, said in the log; empty before the problem is known."""
+        if self.problem is None or not self.average_weight.item():
+            return {}
+        violations = self.problem.violations(self.mean_losses)  # [layers]
+        metrics = {
+            name: value
+            for name, value in self.evaluation(self.mean_losses, "train").items()
+            if name in ("train_max_violation", "train_feasible")
+        }
+        hardest = int(violations[self.problem._layers].argmax())
+        hardest = self.problem.constrained_layers[hardest]
+        text = (
+            f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
+            f"(f_0 = {self.problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1].item():.3g})"
+        )
+        if metrics["train_feasible"]:
+            logger.info(f"The descent constraints are met at the end of training: {text}.")
+        elif self.args.objective == "descent":
+            logger.warning(
+                f"The descent constraints are NOT met at the end of training: {text}. Infeasible models can be far "
+                "worse than plain ones: train longer, lower `descent_strength` (or `descent_alpha`), raise "
+                "`dual_learning_rate`, or choose a feasible checkpoint by `metric_for_best_model='feasible_score'`."
+            )
+        return metrics
+
+    def _report_faults(self) -> None:
+        faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
+        if faults and "nonfinite" not in self._said:
+            self._said.add("nonfinite")
+            logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
+        cap = self.args.multiplier_max
+        capped = [layer for layer, v in enumerate(self.multipliers.values.tolist(), start=1) if cap and v >= cap]
+        if capped and "cap" not in self._said:
+            self._said.add("cap")
+            logger.warning(
+                f"The multiplier of layer {capped[0]} is at `multiplier_max`={cap}: its constraint may not be met. "
+                "Raise the cap, or lower `descent_strength` (or `descent_alpha`)."
+            )
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a layer loss has not been finite so far (reads from the device)."""
+        return bool(self._nonfinite.any())
+
+    # ---- checkpoints ----
+
+    def summary(self) -> dict:
+        """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
+        summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
+        if self.problem is not None:
+            summary |= self.problem.state_dict()
+        if self.average_weight.item():
+            summary["train_layer_losses"] = self.mean_losses.tolist()
+        return summary
+
+    def save(self, folder: str, **extra) -> None:
+        """Write the state into a checkpoint folder, complete or not at all."""
+        tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
+        tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
+        if self.problem is None and self.constant_predictor.moments is not None:
+            tensors["label_moments"] = self.constant_predictor.moments.cpu()
+        meta = {
+            "active_from": self.active_from,
+            "problem": None if self.problem is None else self.problem.state_dict(),
+            "schedule": self._schedule(),
+            **extra,
+        }
+        path = os.path.join(folder, STATE_NAME)
+        save_file(tensors, path + ".tmp", metadata={"state": json.dumps(meta)})
+        os.replace(path + ".tmp", path)
+
+    def load(self, folder: str) -> None:
+        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match."""
+        path = os.path.join(folder, STATE_NAME)
+        tensors, meta = read_state(folder)
+        saved, own = meta["schedule"], self._schedule()
+        for name, value in own.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"{path} was saved with {name}={saved.get(name)!r} but this run has {value!r}; resume with the "
+                    "saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
+                )
+        try:
+            self.multipliers.load_state_dict(
+                {name.removeprefix("multipliers."): t for name, t in tensors.items() if name.startswith("multipliers.")}
+            )
+            self.averages = tensors["averages"].to(self.averages)
+            self.average_weight = tensors["average_weight"].to(self.average_weight)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path} does not hold a complete dual state ({error}); resume from another one.") from error
+        self.active_from = meta["active_from"]
+        if meta["problem"] is not None:
+            self._set_problem(meta["problem"]["alpha"], meta["problem"]["initial_loss_bound"])
+        if "label_moments" in tensors:
+            self.constant_predictor.moments = tensors["label_moments"].to(self.device)
+
+    def _schedule(self) -> dict:
+        """The settings that a checkpoint must share with the run that resumes from it."""
+        names = ("objective", "descent_alpha", "initial_loss_bound", "descent_strength", "constrained_layers")
+        return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in names}
+
+
+def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """Tensors and settings of the state file in a checkpoint folder; ValueError naming the file when unreadable."""
+    path = os.path.join(folder, STATE_NAME)
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["state"])
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+
+
+def read_summary(folder: str) -> dict:
+    """The `descent_config.json` of a run; ValueError naming the file when it is missing or unreadable."""
+    path = os.path.join(folder, SUMMARY_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); give the folder of a constrained run.") from error

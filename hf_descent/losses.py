@@ -1,0 +1,70 @@
+"""From a model's outputs to its layer losses: how many items a batch holds, and what each layer loses on them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .readout import Readout
+
+
+IGNORE_INDEX = -100
+
+
+def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> torch.Tensor | None:
+    """Number of items that a batch's mean loss averages over, a scalar tensor; `None` for a batch without labels.
+
+    Items are the labels that are not ignored (-100); the samples, where labels are floating (regression,
+    reconstruction). A causal language model predicts no first token (`shifts_labels`).
+    """
+    labels = inputs.get("shift_labels")
+    if labels is None:
+        labels = next((inputs[name] for name in label_names if inputs.get(name) is not None), None)
+        if labels is None:
+            return None
+        if shifts_labels:
+            labels = labels[..., 1:]
+    if labels.is_floating_point() or labels.dim() == 0:
+        return torch.tensor(labels.shape[0] if labels.dim() else 1, device=labels.device)
+    return labels.ne(IGNORE_INDEX).sum()
+
+
+def loss_from_logits(
+    model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The model's own loss function on the logits of a readout; ValueError where the model has none."""
+    loss_function = getattr(model, "loss_function", None)
+    if loss_function is None:
+        raise ValueError(
+            f"`readout` gives logits, but {type(model).__name__} has no `loss_function` to score them with; pass "
+            "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
+        )
+    pooled = getattr(model, "loss_type", None) == "ForSequenceClassification"
+    return loss_function(
+        labels=labels,
+        config=model.config,
+        vocab_size=logits.shape[-1],
+        **{"pooled_logits" if pooled else "logits": logits},
+        **({} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}),
+    )
+
+
+def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The model's own loss when it stops after each layer, on one batch with labels; float32 `[L]`.
+
+    Runs in the model's present mode (train or eval) and under the ambient grad mode; each loss carries its graph.
+
+    Raises:
+        ValueError: when the batch has no labels (the model gives no loss), or the model has no shared readout.
+    """
+    losses = []
+
+    def keep(layer, outputs, hidden):
+        if outputs.get("loss") is None:
+            raise ValueError("`inputs` give no loss; add `labels`.")
+        losses.append(outputs["loss"])
+
+    with Readout.probe(model, inputs).attach(keep):
+        model(**inputs)
+    return torch.stack(losses).float()  # [layers]

@@ -1,0 +1,102 @@
+"""The dual side: one Lagrange multiplier per layer, raised where its constraint is violated.
+
+One dual step (paper, Algorithm 1 and Appendix A.5), on the violations g of the same optimizer step's forward pass:
+
+    lambda <- [lambda + eta d]_+ ,   d = g - c lambda   (weight decay form)   or   d = g - u   (slack form)
+    u      <- [u - eta_u (u / c - lambda)]_+            (slack form only)
+
+`c` is the resilience coefficient (0: hard constraints). Both forms settle at lambda = [g]_+ / c. With `optim="adam"`
+the directions `d` and `u / c - lambda` are passed through Adam, as in the paper: the term c lambda belongs to the
+gradient (coupled), and a multiplier then moves by about eta a step whatever the size of the violation.
+"""
+
+import torch
+
+
+class Multipliers:
+    """Multipliers lambda `[L]` (and slacks u `[L]`) with their optimizer state, in float32.
+
+    Every operation stays on the device: no step reads a value back to the host.
+
+    Args:
+        num_layers (`int`): number of layers L.
+        learning_rate (`float`): dual step size eta > 0.
+        optim (`str`): "adam" or "sgd" (plain projected ascent).
+        resilience (`float`): coefficient c >= 0; 0 keeps the constraints hard.
+        resilience_form (`str`): "weight_decay" or "slack".
+        slack_learning_rate (`float`): step size eta_u > 0 of the slacks.
+        maximum (`float`, *optional*): cap on every multiplier.
+    """
+
+    BETAS = (0.9, 0.999)
+    EPSILON = 1e-8
+    _TENSORS = ("values", "slacks", "mean", "square", "slack_mean", "slack_square", "steps")
+
+    def __init__(
+        self,
+        num_layers: int,
+        learning_rate: float,
+        optim: str = "adam",
+        resilience: float = 0.0,
+        resilience_form: str = "weight_decay",
+        slack_learning_rate: float = 0.02,
+        maximum: float | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.learning_rate = learning_rate
+        self.optim = optim
+        self.resilience = resilience
+        self.uses_slacks = resilience_form == "slack" and resilience > 0
+        self.slack_learning_rate = slack_learning_rate
+        self.maximum = maximum
+        for name in self._TENSORS:
+            setattr(self, name, torch.zeros(1 if name == "steps" else num_layers, device=device))
+
+    @torch.no_grad()
+    def step(self, violations: torch.Tensor) -> None:
+        """One dual step on the violations `[L]`; a step with a non-finite violation changes nothing."""
+        violations = violations.to(self.values)
+        finite = torch.isfinite(violations).all()
+        before = {name: getattr(self, name).clone() for name in self._TENSORS}
+
+        self.steps += 1
+        relaxation = self.slacks if self.uses_slacks else self.resilience * self.values
+        ascent = self._direction(violations - relaxation, self.mean, self.square)  # [layers]
+        if self.uses_slacks:
+            # Simultaneous update: the slacks see the multipliers from before this step.
+            descent = self._direction(self.slacks / self.resilience - self.values, self.slack_mean, self.slack_square)
+            self.slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
+        self.values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
+
+        for name, old in before.items():
+            setattr(self, name, torch.where(finite, getattr(self, name), old))
+
+    def restart_slacks(self) -> None:
+        """Clamp the slacks to zero (paper, Appendix B.2), with their optimizer state, which would undo the clamp."""
+        for slack_state in (self.slacks, self.slack_mean, self.slack_square):
+            slack_state.zero_()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors by name: multipliers, slacks and optimizer state, each float32 (`[L]`, the step count `[1]`)."""
+        return {name: getattr(self, name).detach().cpu().clone() for name in self._TENSORS}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Load what `state_dict` gave; ValueError when names, shapes or values do not make a dual state."""
+        for name in self._TENSORS:
+            current = getattr(self, name)
+            if name not in state or state[name].shape != current.shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                raise ValueError(f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed.")
+            if not torch.isfinite(state[name]).all() or (name in ("values", "slacks") and (state[name] < 0).any()):
+                raise ValueError(f"The dual state '{name}' holds negative or non-finite values: {state[name].tolist()}.")
+            setattr(self, name, state[name].to(current, copy=True))
+
+    def _direction(self, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+        """The gradient `[L]` itself (sgd) or Adam's normalised direction, with the moments updated in place."""
+        if self.optim == "sgd":
+            return gradient
+        beta1, beta2 = self.BETAS
+        mean.lerp_(gradient, 1 - beta1)
+        square.lerp_(gradient.square(), 1 - beta2)
+        denominator = (square / (1 - beta2**self.steps)).sqrt() + self.EPSILON
+        return mean / (1 - beta1**self.steps) / denominator

@@ -1,0 +1,141 @@
+"""The constrained problem: every constrained layer lowers the expected task loss by a factor.
+
+    minimise   E f_L
+    subject to E f_l <= (1 - alpha_l) E f_prev(l)        for every constrained layer l
+
+Conventions, stated once for the whole package:
+
+- layers are numbered l = 1..L; tensors over layers have shape `[L]` and hold layer l at index l-1;
+- `f_0` (`initial_loss_bound`) is a fixed reference value, not a measured loss. It takes the place of the loss before
+  the first constrained layer, which keeps a model from meeting the constraints by raising its early losses;
+- `prev(l)` is the constrained layer before l (l-1 when all layers are constrained);
+- the violation of layer l is `g_l = f_l - (1 - alpha_l) f_prev(l)`: `g_l <= 0` is satisfied. Unconstrained layers have
+  violation 0 and multiplier 0.
+
+Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+class DescentProblem:
+    """Layerwise descent constraints on the losses of one network, as pure tensor maps.
+
+    Args:
+        alpha (`float` or sequence of `float`):
+            Layerwise step size alpha_l in (0, 1): one value, or one per layer.
+        initial_loss_bound (`float`):
+            The reference f_0 > 0, in units of the task loss.
+        num_layers (`int`):
+            Number of layers L.
+        constrained_layers (sequence of `int`, *optional*):
+            The constrained layers, 1-based and increasing; consecutive entries constrain each other. `None`: all.
+
+    Raises:
+        ValueError: naming the argument, its value and the remedy, when an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        alpha: float | Sequence[float],
+        initial_loss_bound: float,
+        num_layers: int,
+        constrained_layers: Sequence[int] | None = None,
+    ):
+        if num_layers < 1:
+            raise ValueError(f"`num_layers` is {num_layers}; the problem needs at least one layer.")
+        self.num_layers = num_layers
+        self.alpha = check_alpha(alpha, num_layers)
+        self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
+        self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
+
+        layers = torch.tensor(self.constrained_layers)  # [constrained], 1-based
+        self._layers = layers - 1
+        self._previous = torch.cat([layers.new_zeros(1), layers[:-1]])  # [constrained], 0 stands for f_0
+        self._contraction = 1.0 - torch.tensor(self.alpha)[self._layers]  # [constrained]
+
+    def to(self, device: torch.device | str) -> "DescentProblem":
+        """Move the constants to `device` and return self."""
+        self._layers, self._previous = self._layers.to(device), self._previous.to(device)
+        self._contraction = self._contraction.to(device)
+        return self
+
+    def violations(self, layer_losses: torch.Tensor) -> torch.Tensor:
+        """g_l = f_l - (1 - alpha_l) f_prev(l) of the losses f `[L]`; `[L]`, 0 at unconstrained layers."""
+        contraction = self._contraction.to(layer_losses.dtype)
+        bounded = torch.cat([layer_losses.new_full((1,), self.initial_loss_bound), layer_losses])  # [1 + layers]
+        violations = bounded[self._layers + 1] - contraction * bounded[self._previous]  # [constrained]
+        return torch.zeros_like(layer_losses).index_copy(0, self._layers, violations)  # [layers]
+
+    def weights(self, multipliers: torch.Tensor) -> torch.Tensor:
+        """Weights w of the Lagrangian as a weighted sum of layer losses, from the multipliers `[L]`; `[L]`.
+
+        w_l = [l = L] + lambda_l - (1 - alpha_next(l)) lambda_next(l). A weight can be negative.
+        """
+        active = multipliers[self._layers]  # [constrained]
+        weights = multipliers.new_zeros(1 + self.num_layers)  # [1 + layers], index 0 collects the constant f_0
+        weights[-1] = 1.0
+        weights.index_add_(0, self._layers + 1, active)
+        weights.index_add_(0, self._previous, -self._contraction.to(active.dtype) * active)
+        return weights[1:]
+
+    def lagrangian(self, layer_losses: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
+        """f_L + sum_l lambda_l g_l (paper, equation 5); a scalar."""
+        return layer_losses[-1] + multipliers @ self.violations(layer_losses)
+
+    def max_violation(self, layer_losses: torch.Tensor) -> torch.Tensor:
+        """The largest violation over the constrained layers, in units of the loss; a scalar tensor."""
+        return self.violations(layer_losses)[self._layers].max()
+
+    def feasible(self, layer_losses: torch.Tensor, tol: float = 0.0) -> bool:
+        """Whether every violation is at most `tol` (in units of the loss); never with a non-finite violation."""
+        return bool(self.max_violation(layer_losses) <= tol)
+
+    def state_dict(self) -> dict:
+        """The problem in plain Python values; the keyword arguments of the constructor."""
+        return {
+            "alpha": self.alpha,
+            "initial_loss_bound": self.initial_loss_bound,
+            "num_layers": self.num_layers,
+            "constrained_layers": self.constrained_layers,
+        }
+
+
+def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -> list[float]:
+    """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
+    values = [float(alpha)] * (num_layers or 1) if isinstance(alpha, int | float) else [float(a) for a in alpha]
+    if num_layers is not None and len(values) != num_layers:
+        raise ValueError(
+            f"`descent_alpha` has {len(values)} values but the model has {num_layers} layers; give one number or one "
+            "per layer."
+        )
+    if not values or not all(0.0 < a < 1.0 for a in values):
+        raise ValueError(f"`descent_alpha` is {alpha}; every step size must lie strictly between 0 and 1.")
+    return values
+
+
+def check_initial_loss_bound(bound: float) -> float:
+    """`bound` as a float, finite and positive; ValueError otherwise."""
+    if not (math.isfinite(bound) and bound > 0):
+        raise ValueError(
+            f"`initial_loss_bound` is {bound}; f_0 must be positive and finite: use the loss of the best constant "
+            "predictor (log of the number of classes for balanced classification) or 'auto'."
+        )
+    return float(bound)
+
+
+def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | None = None) -> list[int] | None:
+    """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
+    if layers is None:
+        return None if num_layers is None else list(range(1, num_layers + 1))
+    layers = list(layers)
+    if not layers or any(b <= a for a, b in zip([0, *layers], layers, strict=False)):
+        raise ValueError(f"`constrained_layers` is {layers}; give at least one layer, 1-based and increasing.")
+    if num_layers is not None and layers[-1] > num_layers:
+        raise ValueError(
+            f"`constrained_layers` names layer {layers[-1]} but the model has {num_layers} layers; layers are 1-based."
+        )
+    return layers

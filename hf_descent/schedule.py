@@ -1,0 +1,84 @@
+"""The "auto" problem: f_0 from the labels, the step sizes from the loss that the model reaches in warm-up.
+
+f_0 is the loss of the best constant predictor, measured on the labels of the warm-up batches; the step sizes alpha are
+the geometric schedule that leads from f_0 to the level that f_L reaches at the end of warm-up, so that the problem is
+one that this model can solve on this task. `descent_strength` scales the logarithm of the total decrease asked for: 1
+asks the last layer to stay at its warm-up level, 0.5 for half of that decrease.
+"""
+
+import math
+
+import torch
+
+
+# Below this many labels per class the label histogram underestimates the entropy, and log of the number of classes
+# (the uniform predictor) is the safer reference.
+MIN_LABELS_PER_CLASS = 10
+# The least total decrease asked for, as f_L / f_0: without it a model that is no better than a constant at the end of
+# warm-up would get alpha <= 0.
+MAX_LOSS_RATIO = 0.98
+
+
+def geometric_alpha(initial_loss_bound: float, final_loss: float, num_constraints: int, strength: float) -> float:
+    """Step size alpha with (1 - alpha)^n = (f_L / f_0)^strength, for n constraints; in (0, 1)."""
+    ratio = final_loss / initial_loss_bound
+    if not math.isfinite(ratio) or ratio <= 0:
+        raise ValueError(
+            f"The loss at the end of warm-up is {final_loss} and f_0 is {initial_loss_bound}: no descent schedule "
+            "leads from one to the other. Set `descent_alpha` and `initial_loss_bound` to numbers."
+        )
+    return 1.0 - min(ratio, MAX_LOSS_RATIO) ** (strength / num_constraints)
+
+
+class ConstantPredictor:
+    """Running statistics of the labels, and the loss of the best constant predictor on them.
+
+    Integer labels give the entropy of their distribution (negative values are ignored labels), labels of several
+    independent classes (`multi_label`) the mean binary entropy, floating labels the variance (mean squared error).
+    The statistics stay on the device of the labels; `loss` reads them back.
+
+    Args:
+        num_classes (`int`): size of the last dimension of the logits.
+        label_smoothing (`float`): smoothing of the targets, as `label_smoothing_factor`.
+    """
+
+    def __init__(self, num_classes: int, label_smoothing: float = 0.0, multi_label: bool = False):
+        self.num_classes = num_classes
+        self.label_smoothing = label_smoothing
+        self.multi_label = multi_label
+        self.moments = None  # integer labels: counts [classes]; floating labels: count, sum, sum of squares [3, dims]
+
+    def update(self, labels: torch.Tensor) -> None:
+        """Count a batch of labels, of any shape."""
+        if labels.is_floating_point():
+            rows = labels.detach().reshape(len(labels), -1).double()  # [batch, dims]
+            moments = torch.stack([torch.ones_like(rows), rows, rows.square()]).sum(1)  # [3, dims]
+        else:
+            flat = labels.detach().reshape(-1)
+            counted = (flat >= 0) & (flat < self.num_classes)
+            moments = torch.zeros(self.num_classes, dtype=torch.float64, device=flat.device)
+            moments.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.double())  # [classes]
+        self.moments = moments if self.moments is None else self.moments + moments
+
+    def loss(self) -> float:
+        """The loss of the best constant predictor on the labels seen, in nats or squared label units."""
+        if self.moments is None or not bool(self.moments.flatten()[0].isfinite()):
+            raise ValueError(
+                "`initial_loss_bound='auto'` needs labels in the training batches and found none; set "
+                "`initial_loss_bound` to the loss of a constant prediction."
+            )
+        if self.moments.dim() == 2:
+            count, total, square = self.moments  # [dims] each
+            mean = total / count
+            if self.multi_label:
+                return _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
+            return (square / count - mean.square()).mean().item()
+        if self.moments.sum() < MIN_LABELS_PER_CLASS * self.num_classes:
+            return math.log(self.num_classes)
+        probabilities = self.moments / self.moments.sum()  # [classes]
+        uniform = 1.0 / self.num_classes
+        return _entropy((1 - self.label_smoothing) * probabilities + self.label_smoothing * uniform).item()
+
+
+def _entropy(probabilities: torch.Tensor) -> torch.Tensor:
+    return -torch.xlogy(probabilities, probabilities).sum(-1)

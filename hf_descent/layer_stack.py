@@ -1,0 +1,228 @@
+"""Where a model's stack of layers is: found on a real forward, not by names.
+
+The stack is the container whose members' outputs are the model's hidden states, or, where the model reports none, the
+longest chain of calls in which each output is the next one's input. Layers are CALLS in order, not modules: ALBERT's
+one shared layer counts as often as it runs.
+"""
+
+import inspect
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+@dataclass
+class LayerStack:
+    """A model's stack. Refers to no more than the model's children, so that a weak reference to the model can die.
+
+    Attributes:
+        name: qualified name of the container.
+        layers: its distinct members.
+        num_layers: CALLS of them in one forward.
+        hidden_index: position of the hidden state among the tensors of a layer's output.
+        ancestors: modules that contain the stack, without the model itself; they run for real in a replay.
+        neighbours: the ancestors' children, the layers included; their calls are recorded and answered.
+        clones: whether the model modifies outputs of its modules in place, so that a record must hand out copies.
+    """
+
+    name: str
+    layers: list[nn.Module]
+    num_layers: int
+    hidden_index: int
+    ancestors: list[nn.Module]
+    neighbours: list[nn.Module]
+    clones: bool = False
+
+    def hidden_state(self, layer_output) -> torch.Tensor:
+        """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""
+        return tensors(layer_output)[self.hidden_index]
+
+
+def find_layer_stack(model, inputs) -> LayerStack:
+    """Run `model(**inputs)` once and find its stack.
+
+    Raises:
+        ValueError: if there is none, or if its layers differ in width or length.
+    """
+    model_name = type(model).__name__
+    members = {path: list(_called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
+    calls, running = [], set()  # calls: (id of module, tensors in, tensors out), in order of completion
+
+    def log(module, call, *args, **kwargs):
+        if id(module) in running:  # `__call__` on its way to `forward`
+            return call(*args, **kwargs)
+        running.add(id(module))
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            running.discard(id(module))
+        calls.append((id(module), tensors((args, kwargs)), tensors(output)))
+        return output
+
+    with intercepted({id(child): child for children in members.values() for child in children}.values(), log):
+        hidden_states = _hidden_states(model, inputs)
+
+    # The first hidden state may be embeddings of another width.
+    if len({state.shape for state in hidden_states[1:]}) > 1:
+        raise _differing_shapes(model_name, "hidden states", (state.shape for state in hidden_states))
+    calls_of = {
+        path: [call for call in calls if call[0] in {id(child) for child in children}]
+        for path, children in members.items()
+    }
+    name, hidden_index = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of) or (None, None)
+    if name is None:
+        raise ValueError(
+            f"{model_name} has no stack of layers (an nn.ModuleList whose members run one after the other) that could "
+            "share a readout. Put its layers into one."
+        )
+    shapes = [outputs[hidden_index].shape for _, _, outputs in calls_of[name]]
+    if len(set(shapes)) > 1:
+        raise _differing_shapes(model_name, f"outputs of `{name}`", shapes)
+
+    path = [model]
+    for attribute in name.split("."):
+        path.append(getattr(path[-1], attribute))
+    neighbours = {id(child): child for ancestor in path for child in _called_children(ancestor)}
+    return LayerStack(
+        name=name,
+        layers=list({id(layer): layer for layer in members[name]}.values()),
+        num_layers=len(shapes),
+        hidden_index=hidden_index,
+        ancestors=path[1:],
+        neighbours=[child for child in neighbours.values() if not any(child is ancestor for ancestor in path)],
+    )
+
+
+@contextmanager
+def intercepted(modules, handler):
+    """Route the calls of `modules` through `handler(module, call, *args, **kwargs)`.
+
+    Both entrances are wrapped on the INSTANCE: what `__call__` runs, outside of the module's hooks, so that an
+    answered module neither fires them nor gathers its shards; and `forward`, which SqueezeBERT calls directly.
+    """
+    originals = []
+    try:
+        for module in modules:
+            entrance = "_call_impl" if module._compiled_call_impl is None else "_compiled_call_impl"
+            for attribute in (entrance, "forward"):
+                originals.append((module.__dict__, attribute, module.__dict__.get(attribute)))
+                module.__dict__[attribute] = partial(handler, module, getattr(module, attribute))
+        yield
+    finally:
+        for instance, attribute, original in originals:
+            if original is None:
+                instance.pop(attribute, None)
+            else:
+                instance[attribute] = original
+
+
+def tensors(tree) -> list[torch.Tensor]:
+    """The tensors of a nested tuple, list, dict or ModelOutput, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(function, tree):
+    """`tree` with `function` applied to its tensors."""
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _may_be_stack(module):
+    if isinstance(module, nn.Sequential):
+        return len(module) > 1 and len({type(child) for child in module}) == 1
+    return isinstance(module, nn.ModuleList)
+
+
+def _called_children(module):
+    """Children of `module`; of those without a forward of their own, the children in turn."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _called_children(child)
+        else:
+            yield child
+
+
+def _hidden_states(model, inputs):
+    outputs = None
+    if hasattr(model, "config") or "output_hidden_states" in inspect.signature(model.forward).parameters:
+        # A forward without that argument raises TypeError.
+        with suppress(TypeError), _recording_hooks_removed(model):
+            outputs = model(**{**inputs, "output_hidden_states": True})
+    if outputs is None:
+        outputs = model(**inputs)
+    states = None
+    if isinstance(outputs, dict):
+        states = outputs.get("decoder_hidden_states") or outputs.get("hidden_states")
+    return [state for state in states or () if isinstance(state, torch.Tensor)]
+
+
+@contextmanager
+def _recording_hooks_removed(model):
+    """Transformers leaves its recording hooks behind the first time that it is asked for hidden states."""
+    installed = "_output_capturing_hooks_installed"
+    before = [(module, set(module._forward_hooks), installed in vars(module)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, hooks, had_recorders in before:
+            for key in module._forward_hooks.keys() - hooks:
+                del module._forward_hooks[key]
+            if not had_recorders:
+                vars(module).pop(installed, None)
+
+
+def _by_hidden_states(calls_of, hidden_states):
+    """(name, index of the hidden state in the output) of the container that made most of the hidden states."""
+    for same in (_share_storage, _equal):
+        # max() keeps the first of equals, and outer containers come first
+        matches = {
+            name: {
+                k: j
+                for k, state in enumerate(hidden_states)
+                for _, _, outputs in calls
+                for j, tensor in enumerate(outputs)
+                if same(tensor, state)
+            }
+            for name, calls in calls_of.items()
+        }
+        name = max(matches, key=lambda path: len(matches[path]), default=None)
+        if name is not None and matches[name]:
+            return name, Counter(matches[name].values()).most_common(1)[0][0]
+    return None
+
+
+def _by_chain(calls_of):
+    """(name, 0) of the container with the longest chain of calls."""
+    chains = {name: len(calls) for name, calls in calls_of.items() if _is_chain(calls)}
+    return (max(chains, key=chains.get), 0) if chains else None
+
+
+def _is_chain(calls):
+    """Each call receives the first tensor that the call before returned, and all of these have one shape."""
+    if not calls or not all(outputs for _, _, outputs in calls):
+        return False
+    return all(
+        before[0].shape == after[0].shape and any(_share_storage(before[0], tensor) for tensor in received)
+        for (_, _, before), (_, received, after) in pairwise(calls)
+    )
+
+
+def _share_storage(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def _equal(a, b):
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _differing_shapes(model_name, what, shapes):
+    shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+    return ValueError(
+        f"{model_name}: {what} differ in shape ({shapes}), so no readout can be shared by its layers. Use an "
+        "architecture whose layers keep width and length."
+    )

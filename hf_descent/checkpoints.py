@@ -1,4 +1,7 @@
-"""Which checkpoints are whole: a process can be killed at any moment of a save."""
+"""What a checkpoint holds beside Trainer's files, and which checkpoints are whole.
+
+A process can be killed at any moment of a save; a run resumes from the newest checkpoint that is complete.
+"""
 
 import json
 import os
@@ -12,6 +15,40 @@ from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
+
+
+class CheckpointMixin:
+    """The dual side of a run in Trainer's checkpoints: saved with the optimizer, resumed exactly."""
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = newest_complete_checkpoint(self.args.output_dir)
+        elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
+            for fault in faults(resume_from_checkpoint):
+                raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            # Trainer removes NEFTune's hook only when training ends well.
+            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
+                handle.remove()
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._state is not None:
+            self._state.save(output_dir, write=self.args.should_save)
+            # For people to read, in trainer_state.json.
+            self.state.stateful_callbacks["DescentState"] = self._state.summary()
+
+    def _load_callback_state(self):
+        # The readable copy is no callback; Trainer would report it as missing.
+        self.state.stateful_callbacks.pop("DescentState", None)
+        super()._load_callback_state()
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self._state is not None and self.args.should_save:
+            self._state.save_summary(output_dir or self.args.output_dir, noise_gamma=self.args.noise_gamma)
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

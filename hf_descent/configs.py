@@ -29,8 +29,8 @@ class DescentArguments:
     """Arguments of layerwise descent training (arXiv 2601.17257).
 
     Arguments that take a number, a list or "auto" also accept the JSON text of it. Defaults are the package's
-    tuning-free settings ("auto"), chosen by measurement; the paper's settings are in `recipes/`. Where the paper states
-    a form (Adam on raw violations, `negative_weights="keep"`, warm-up of one epoch) the argument says so.
+    tuning-free settings ("auto"), chosen by measurement; the paper's settings are in `recipes/`. Where the paper
+    states a form (Adam on raw violations, `negative_weights="keep"`, warm-up of one epoch) the argument says so.
 
     > Parameters that control the problem
 
@@ -169,9 +169,13 @@ class DescentArguments:
         ):
             raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
         if self.resilience_form == "slack" and self.resilience == 0:
-            raise ValueError("`resilience_form='slack'` needs `resilience` > 0; use 'weight_decay' for hard constraints.")
+            raise ValueError(
+                "`resilience_form='slack'` needs `resilience` > 0; use 'weight_decay' for hard constraints."
+            )
         if self.objective == "fixed" and self.fixed_multipliers is None:
-            raise ValueError("`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list.")
+            raise ValueError(
+                "`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list."
+            )
         if self.is_auto and self.dual_warmup_steps == 0 and self.objective in ("descent", "hinge", "quadratic"):
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
@@ -201,8 +205,9 @@ class DescentArguments:
 
 @dataclass
 class DescentConfig(DescentArguments, TrainingArguments):
-    __doc__ = "Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following.\n\n" + inspect.cleandoc(
-        DescentArguments.__doc__ or ""
+    __doc__ = (
+        "Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following.\n\n"
+        + inspect.cleandoc(DescentArguments.__doc__ or "")
     )
 
 
@@ -213,4 +218,6 @@ def _parse(name: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError:
-        raise ValueError(f"`{name}` is {value!r}; give a number, a list or 'auto', as JSON on a command line.") from None
+        raise ValueError(
+            f"`{name}` is {value!r}; give a number, a list or 'auto', as JSON on a command line."
+        ) from None

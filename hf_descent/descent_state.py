@@ -3,11 +3,15 @@
 import json
 import math
 import os
+from collections.abc import Callable
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.utils import logging
+
+import hf_descent
 
 from . import objectives
 from .configs import DescentArguments
@@ -34,6 +38,7 @@ class DescentState:
         max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
         start_step (`int`): the step at which the duals start; warm-up is counted from here.
         constant_predictor (`ConstantPredictor`): takes the label statistics of warm-up.
+        reduce (`Callable`): sums a tensor over processes.
         device (`torch.device`): where the losses arrive.
     """
 
@@ -44,6 +49,7 @@ class DescentState:
         max_steps: int,
         start_step: int,
         constant_predictor: ConstantPredictor,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device | str = "cpu",
     ):
         self.args = args
@@ -53,6 +59,7 @@ class DescentState:
         warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
         self.active_from = start_step + warmup
         self.constant_predictor = constant_predictor
+        self.reduce = reduce
         self.multipliers = Multipliers(
             num_layers,
             args.dual_learning_rate,
@@ -83,7 +90,7 @@ class DescentState:
 
     def needs_labels(self, step: int) -> bool:
         """Whether the label statistics of this step enter f_0."""
-        return self.problem is None and self.args.initial_loss_bound == "auto" and self.inactive(step)
+        return self.problem is None and self.args.initial_loss_bound == "auto" and step < self.active_from
 
     def weighted_layers(self, step: int) -> list[int]:
         """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
@@ -147,6 +154,7 @@ class DescentState:
     def _freeze_schedule(self) -> None:
         bound, alpha = self.args.initial_loss_bound, self.args.descent_alpha
         if bound == "auto":
+            self.constant_predictor.reduce(self.reduce)
             bound = self.constant_predictor.loss()
         if alpha == "auto":
             layers = self.args.constrained_layers or range(self.num_layers)
@@ -233,7 +241,7 @@ class DescentState:
         hardest = self.problem.constrained_layers[hardest]
         text = (
             f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
-            f"(f_0 = {self.problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1].item():.3g})"
+            f"(f_0 = {self.problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1]:.3g})"
         )
         if metrics["train_feasible"]:
             logger.info(f"The descent constraints are met at the end of training: {text}.")
@@ -275,24 +283,36 @@ class DescentState:
             summary["train_layer_losses"] = self.mean_losses.tolist()
         return summary
 
-    def save(self, folder: str, **extra) -> None:
-        """Write the state into a checkpoint folder, complete or not at all."""
+    def save_summary(self, folder: str, **extra) -> None:
+        """Write `descent_config.json` beside the weights: problem, multipliers, training settings and versions."""
+        summary = self.summary() | extra
+        summary["versions"] = {
+            library.__name__: str(library.__version__) for library in (hf_descent, torch, transformers)
+        }
+        with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
+            json.dump(summary, file, indent=2)
+
+    def save(self, folder: str, write: bool = True) -> None:
+        """Write the state into a checkpoint folder, whole or not at all. All processes call, one writes."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
         tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
         if self.problem is None and self.constant_predictor.moments is not None:
-            tensors["label_moments"] = self.constant_predictor.moments.cpu()
+            tensors["label_moments"] = self.reduce(self.constant_predictor.moments).cpu()
         meta = {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
             "schedule": self._schedule(),
-            **extra,
         }
-        path = os.path.join(folder, STATE_NAME)
-        save_file(tensors, path + ".tmp", metadata={"state": json.dumps(meta)})
-        os.replace(path + ".tmp", path)
+        if write:
+            path = os.path.join(folder, STATE_NAME)
+            save_file(tensors, path + ".tmp", metadata={"state": json.dumps(meta)})
+            os.replace(path + ".tmp", path)
 
-    def load(self, folder: str) -> None:
-        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match."""
+    def load(self, folder: str, is_main: bool = True) -> None:
+        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match.
+
+        The label statistics, a sum over processes, go to the main one.
+        """
         path = os.path.join(folder, STATE_NAME)
         tensors, meta = read_state(folder)
         saved, own = meta["schedule"], self._schedule()
@@ -304,16 +324,22 @@ class DescentState:
                 )
         try:
             self.multipliers.load_state_dict(
-                {name.removeprefix("multipliers."): t for name, t in tensors.items() if name.startswith("multipliers.")}
+                {
+                    name.removeprefix("multipliers."): t
+                    for name, t in tensors.items()
+                    if name.startswith("multipliers.")
+                }
             )
             self.averages = tensors["averages"].to(self.averages)
             self.average_weight = tensors["average_weight"].to(self.average_weight)
         except (KeyError, ValueError) as error:
-            raise ValueError(f"{path} does not hold a complete dual state ({error}); resume from another one.") from error
+            raise ValueError(
+                f"{path} does not hold a complete dual state ({error}); resume from another one."
+            ) from error
         self.active_from = meta["active_from"]
         if meta["problem"] is not None:
             self._set_problem(meta["problem"]["alpha"], meta["problem"]["initial_loss_bound"])
-        if "label_moments" in tensors:
+        if "label_moments" in tensors and is_main:
             self.constant_predictor.moments = tensors["label_moments"].to(self.device)
 
     def _schedule(self) -> dict:
@@ -327,7 +353,8 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
     path = os.path.join(folder, STATE_NAME)
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["state"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            return tensors, json.loads(file.metadata()["state"])
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 

@@ -88,7 +88,9 @@ class Multipliers:
                 found = tuple(state[name].shape) if name in state else "nothing"
                 raise ValueError(f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed.")
             if not torch.isfinite(state[name]).all() or (name in ("values", "slacks") and (state[name] < 0).any()):
-                raise ValueError(f"The dual state '{name}' holds negative or non-finite values: {state[name].tolist()}.")
+                raise ValueError(
+                    f"The dual state '{name}' holds negative or non-finite values: {state[name].tolist()}."
+                )
             setattr(self, name, state[name].to(current, copy=True))
 
     def _direction(self, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ asks the last layer to stay at its warm-up level, 0.5 for half of that decrease.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -59,6 +60,11 @@ class ConstantPredictor:
             moments = torch.zeros(self.num_classes, dtype=torch.float64, device=flat.device)
             moments.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.double())  # [classes]
         self.moments = moments if self.moments is None else self.moments + moments
+
+    def reduce(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the statistics by their sum over processes."""
+        if self.moments is not None:
+            self.moments = reduce(self.moments)
 
     def loss(self) -> float:
         """The loss of the best constant predictor on the labels seen, in nats or squared label units."""

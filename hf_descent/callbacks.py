@@ -1,0 +1,25 @@
+"""What the trainer hangs into Trainer's callbacks: the moment of the dual step, and a readable progress bar."""
+
+from transformers import TrainerCallback
+from transformers.trainer_callback import ProgressCallback
+
+
+class StepCallback(TrainerCallback):
+    """Calls the trainer back after the optimizer's step; all state is the trainer's, none is kept here."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._after_optimizer_step()
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self.trainer._after_epoch()
+
+
+class DescentProgressCallback(ProgressCallback):
+    """Leaves the values of single layers to the trackers: a line of 4 L numbers is not readable."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        short = {name: value for name, value in (logs or {}).items() if not name.rsplit("_", 1)[-1].isdecimal()}
+        super().on_log(args, state, control, logs=short, **kwargs)

@@ -1,0 +1,452 @@
+"""Trainer with layerwise descent constraints: what happens in one optimizer step.
+
+Per micro-batch, `compute_loss` runs the model once with its readout attached: inside that forward the tail of the
+model is replayed on every layer's hidden state, which gives f_1..f_L. The objective is their weighted sum
+(`objectives.py`). After the optimizer's step the layer losses of all micro-batches and processes are added up, and the
+multipliers take one step (`descent_state.py`). Checkpoints are in `checkpoints.py`; everything else is Trainer's.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_callback import ProgressCallback
+from transformers.utils import CONFIG_NAME, logging
+
+from .callbacks import DescentProgressCallback, StepCallback
+from .checkpoints import CheckpointMixin
+from .configs import DescentConfig
+from .descent_state import STATE_NAME, DescentState
+from .losses import count_items, loss_from_logits
+from .multipliers import Multipliers
+from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
+from .readout import Readout, output_logits
+from .readout import _probing as probing
+from .schedule import ConstantPredictor
+
+
+logger = logging.get_logger(__name__)
+
+SIGMA_BATCHES = 64  # batches from which the deviation of the clean signal is estimated
+HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+
+
+class DescentMixin(CheckpointMixin):
+    """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
+
+    With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
+    under gradient accumulation or several processes: those are averaged over the items of the whole batch here.
+    """
+
+    _name = "Descent"
+    _tag_names = ["hf_descent", "descent"]
+    _paper = {
+        "title": "A Constrained Optimization Perspective of Unrolled Transformers",
+        "id": "2601.17257",
+        "citation": (
+            "@article{porras2026constrained,\n"
+            "  title={A Constrained Optimization Perspective of Unrolled Transformers},\n"
+            "  author={Porras-Valenzuela, Javier and Hadou, Samar and Ribeiro, Alejandro},\n"
+            "  journal={arXiv preprint arXiv:2601.17257},\n  year={2026}\n}"
+        ),
+    }
+    config_class = DescentConfig
+
+    def __init__(
+        self,
+        model=None,
+        args=None,
+        *positional,
+        readout: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], torch.Tensor] | None = None,
+        layer_loss_fn: Callable[..., torch.Tensor] | None = None,
+        **keywords,
+    ):
+        args = self.config_class.from_training_arguments(args or self.config_class(output_dir="tmp_trainer"))
+        if layer_loss_fn is not None:
+            if keywords.get("compute_loss_func") is not None:
+                raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
+            keywords["compute_loss_func"] = layer_loss_fn
+        self._readout_fn = readout
+        self._state: DescentState | None = None
+        self._readout: Readout | None = None
+        self._noise: EmbeddingNoise | None = None
+        self._resumed_from: str | None = None
+        self._takes_items: bool | None = None
+        self._items: torch.Tensor | None = None  # items of the optimizer step, over micro-batches and processes
+        self._micro_step = 0
+        self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
+        self._eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
+        super().__init__(model, args, *positional, **keywords)
+        if args.objective != "erm":
+            self._refuse_unsupported()
+        self.add_callback(StepCallback(self))
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(DescentProgressCallback)
+
+    @property
+    def multipliers(self) -> Multipliers | None:
+        """The Lagrange multipliers; `multipliers.values` is `[L]`, layer l at index l-1. `None` before training."""
+        return None if self._state is None else self._state.multipliers
+
+    @property
+    def problem(self):
+        """The [`DescentProblem`] being solved; `None` before it is known ("auto": until warm-up ends)."""
+        return None if self._state is None else self._state.problem
+
+    # ---- one optimizer step ----
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._micro_step = 0
+        self._items = None
+        counts = [self._count_items(batch) for batch in batches]
+        if counts and counts[0] is not None and not self._stock_scaling_is_right:
+            self._items = self._reduce(sum(count.to(device) for count in counts))
+        return batches, num_items
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self._reported_loss = self.loss_is_scaled_for_ga = None
+        constrained = self.args.objective != "erm" and (model.training or self._count_items(inputs) is not None)
+        if constrained:
+            self._prepare(model, inputs)
+        with self._training_noise(model) if model.training else contextlib.nullcontext():
+            if constrained:
+                loss, outputs = self._descent_loss(model, inputs)
+            elif not model.training or self._stock_scaling_is_right or self._loss_takes_items(model, inputs):
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            else:
+                share = self._share_of_items(inputs)
+                loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+                loss = torch.where(share > 0, loss, 0.0) * share
+                self.loss_is_scaled_for_ga = True
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args, **kwargs):
+        objective = super().training_step(*args, **kwargs)
+        # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
+        return objective if self._reported_loss is None else self._reported_loss
+
+    def _descent_loss(self, model, inputs) -> tuple[torch.Tensor, Any]:
+        """The objective of a micro-batch (in evaluation: f_L) and the model's outputs."""
+        training, step, state, num_layers = (
+            model.training,
+            self.state.global_step,
+            self._state,
+            self._readout.num_layers,
+        )
+        unwrapped = self.accelerator.unwrap_model(model)
+        labels = inputs.get("labels")
+        takes_items = training and self._loss_takes_items(model, inputs)
+        # The scale is taken before `super().compute_loss` may pop the labels. With `items` the losses are sums over
+        # the micro-batch divided by the items of the whole step, else means of the micro-batch, to be weighted by its
+        # share. DDP averages gradients over processes, hence the world size in both.
+        items = self._items if takes_items else None
+        count = self._count_items(inputs)
+        share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
+        weighted = state.weighted_layers(step) if training else []
+
+        if training and state.needs_labels(step):
+            state.constant_predictor.update(next(inputs[name] for name in self.label_names if name in inputs))
+
+        losses: list[torch.Tensor] = []
+        final: list[torch.Tensor] = []
+
+        def score(layer, outputs, hidden):
+            if layer in weighted and not hidden.requires_grad:
+                raise ValueError(
+                    f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave the "
+                    "layer out of `constrained_layers`, unfreeze the layers up to it, or use gradient checkpointing "
+                    "with `use_reentrant=False`."
+                )
+            losses.append(self._task_loss(unwrapped, outputs, labels, items))
+            if layer == num_layers and self._readout_fn is not None:
+                final.append(outputs["logits"])
+
+        unweighted = [layer for layer in range(1, num_layers + 1) if layer not in weighted]
+        with self._readout.attach(score, no_grad_layers=unweighted if training else ()):
+            if self._readout_fn is not None:
+                outputs = model(**{name: value for name, value in inputs.items() if name not in self.label_names})
+            else:
+                _, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+        if final:
+            outputs["logits"] = final[0]
+
+        parts = torch.stack(losses).float()  # [layers]
+        if not training:
+            self._eval_sums += torch.cat([torch.where(count > 0, parts.detach() * count, 0.0), count[None]])
+            return parts[-1], outputs
+        parts = parts * self.args.world_size if takes_items else torch.where(share > 0, parts, 0.0) * share
+        self._layer_sums = self._layer_sums + parts.detach() / self.args.world_size
+        objective = state.objective(parts, step, share)
+        if self._model_scores and losses[-1] is not outputs["loss"]:
+            # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
+            # as the model itself weighs it.
+            objective = objective + (outputs["loss"] - losses[-1]) * share
+        self._reported_loss = parts[-1].detach()
+        self.loss_is_scaled_for_ga = True
+        return objective, outputs
+
+    def _task_loss(self, model, outputs, labels, items) -> torch.Tensor:
+        """The loss that Trainer would take from these outputs."""
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func(outputs, labels, num_items_in_batch=items)
+        if self.label_smoother is not None and labels is not None:
+            return self.label_smoother(
+                outputs, labels, shift_labels=self._loss_shifts_labels, num_items_in_batch=items
+            )
+        if self._readout_fn is not None:
+            return loss_from_logits(model, outputs["logits"], labels, items)
+        return outputs["loss"]
+
+    def _after_optimizer_step(self) -> None:
+        if self._layer_sums is None:
+            return
+        # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
+        layer_losses, self._layer_sums = self._reduce(self._layer_sums), torch.zeros_like(self._layer_sums)
+        if not self.accelerator.optimizer_step_was_skipped:
+            self._state.dual_step(layer_losses, self.state.global_step)
+
+    def _after_epoch(self) -> None:
+        if self._state is not None and self.args.slack_restart:
+            self._state.multipliers.restart_slacks()
+
+    # ---- items ----
+
+    def _count_items(self, inputs) -> torch.Tensor | None:
+        return count_items(inputs, self.label_names, self._loss_shifts_labels)
+
+    def _share_of_items(self, inputs) -> torch.Tensor:
+        """This micro-batch's share of the items of the step, times the number of processes; a scalar tensor."""
+        count = self._count_items(inputs).float()
+        return count / (count if self._items is None else self._items.clamp(min=1)) * self.args.world_size
+
+    @property
+    def _stock_scaling_is_right(self) -> bool:
+        args = self.args
+        return args.objective == "erm" and args.gradient_accumulation_steps == 1 and args.world_size == 1
+
+    def _loss_takes_items(self, model, inputs) -> bool:
+        """Whether the loss honours `num_items_in_batch`, found out once on a real batch."""
+        if self._takes_items is None:
+            self._takes_items = False
+            if self.model_accepts_loss_kwargs or self.compute_loss_func is not None or self.label_smoother is not None:
+                model, labels = self.accelerator.unwrap_model(model), inputs.get("labels")
+                kept = {name: value for name, value in inputs.items() if name != "labels" or self._model_scores}
+                values = []
+                with probing(model):
+                    for items in (torch.tensor(1.0), torch.tensor(2.0)):
+                        kwargs = {"num_items_in_batch": items} if self.model_accepts_loss_kwargs else {}
+                        values.append(self._task_loss(model, model(**kept, **kwargs), labels, items))
+                # A batch without labels: its sum is zero where its mean is not a number.
+                self._takes_items = (bool(values[0] != values[1]) and bool(values[0].isfinite())) or bool(
+                    values[0] == 0
+                )
+            if not self._takes_items and not self._stock_scaling_is_right:
+                logger.info(
+                    "The loss ignores `num_items_in_batch`: micro-batches are weighted by their share of the items."
+                )
+        return self._takes_items
+
+    @property
+    def _model_scores(self) -> bool:
+        """Whether the loss is the one that the model's forward returns."""
+        return self.compute_loss_func is None and self.label_smoother is None and self._readout_fn is None
+
+    def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, "sum") if self.args.world_size > 1 else tensor
+
+    # ---- what is found out at the start ----
+
+    def _inner_training_loop(self, batch_size=None, *args, **kwargs):
+        # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
+        self.args.check_descent_arguments()
+        self._state = self._readout = self._noise = self._takes_items = None
+        self._layer_sums = self._eval_sums = self._items = None
+        self._resumed_from = kwargs.get("resume_from_checkpoint")
+        return super()._inner_training_loop(batch_size, *args, **kwargs)
+
+    def _refuse_unsupported(self) -> None:
+        args, parallelism = self.args, getattr(self.accelerator, "parallelism_config", None)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of "
+                "its replicas are lost. Use `accelerate launch` or `torchrun` (one process a device), or set "
+                "`CUDA_VISIBLE_DEVICES` to one device."
+            )
+        if args.fp16 and args.device.type == "cpu":
+            raise ValueError("`fp16=True` has no effect on CPU; use `bf16=True` or full precision.")
+        if args.torch_compile:
+            raise ValueError(
+                "`torch_compile=True` is not supported with layer losses, which run the model's tail once per layer; "
+                "set `torch_compile=False`, or compile the layers yourself."
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "FSDP and DeepSpeed are not supported by the replay readout; use DDP, or `objective='erm'`."
+            )
+        if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError("Tensor, context and sequence parallelism are not supported; use data parallelism.")
+
+    def _prepare(self, model, inputs) -> None:
+        """Find the readout on the first batch, and build or load the dual side."""
+        model = self.accelerator.unwrap_model(model)
+        if self._readout is None:
+            self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
+        if self._state is not None:
+            return
+        num_layers, device = self._readout.num_layers, self.args.device
+        with probing(model):
+            logits = output_logits(model(**inputs))
+        # Positions in the sequence are the classes of extractive question answering.
+        num_classes = logits.shape[1] if "start_positions" in inputs else logits.shape[-1]
+        predictor = ConstantPredictor(
+            num_classes,
+            self.args.label_smoothing_factor,
+            getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification",
+        )
+        state = DescentState(
+            self.args, num_layers, self.state.max_steps, self.state.global_step, predictor, self._reduce, device
+        )
+        if self._resumed_from is not None:
+            if os.path.isfile(os.path.join(self._resumed_from, STATE_NAME)):
+                state.load(self._resumed_from, is_main=self.args.process_index == 0)
+            else:
+                logger.warning(
+                    f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up."
+                )
+        self._layer_sums = torch.zeros(num_layers, device=device)
+        self._eval_sums = torch.zeros(num_layers + 1, device=device)
+        self._state = state
+
+    def _training_noise(self, model):
+        gamma = self.args.noise_gamma
+        if gamma in (0, [0, 0]):
+            return contextlib.nullcontext()
+        if self._noise is None:
+            model = self.accelerator.unwrap_model(model)
+            self._noise = EmbeddingNoise(model, gamma, seed=self.args.seed, sigma=self.noise_sigma(model))
+        # Keyed by where training stands, the noise of a resumed run needs no saved generator.
+        self._noise.reseed(self.args.process_index, self.state.global_step, self._micro_step)
+        self._micro_step += 1
+        return self._noise
+
+    def noise_sigma(self, model=None) -> float:
+        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once."""
+        model = self.accelerator.unwrap_model(self.model) if model is None else model
+        config = getattr(model, "config", None)
+        sigma = self.args.noise_sigma or self._saved_sigma() or getattr(config, "noise_sigma", None)
+        if sigma is None:
+            # In dataset order and with its own seed, so that a resumed run finds the same value.
+            with probing(model):
+                transformers.set_seed(self.args.seed)
+                batches = (self._prepare_inputs(batch) for batch in self.get_eval_dataloader(self.train_dataset))
+                moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES).to(self.args.device))
+            sigma = deviation_from_moments(moments)
+            logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
+        if config is not None:
+            config.noise_sigma = sigma
+        return sigma
+
+    def _saved_sigma(self) -> float | None:
+        if self._resumed_from is None or not os.path.isfile(path := os.path.join(self._resumed_from, CONFIG_NAME)):
+            return None
+        with open(path, encoding="utf-8") as file:
+            return json.load(file).get("noise_sigma")
+
+    # ---- evaluation and logs ----
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        if self._eval_sums is not None:
+            self._eval_sums.zero_()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._eval_sums is not None:
+            *sums, count = self._reduce(self._eval_sums).tolist()
+            if count:
+                output.metrics.update(self._state.evaluation(torch.tensor(sums) / count, metric_key_prefix))
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self.args.objective == "erm":
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        # Hidden states asked for in the model's config would pile up as predictions.
+        if ignore_keys is None:
+            ignore_keys = getattr(
+                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+            )
+        return super().prediction_step(model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
+
+    def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
+        """Metric and loss of the model on noisy inputs, for each noise level.
+
+        Args:
+            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
+            gammas: noise levels; `args.eval_gammas` where not given.
+            kwargs: passed to [`noise_curve`].
+
+        Returns:
+            [`NoiseCurve`], also logged under `eval_`.
+        """
+        from .evaluation import noise_curve
+
+        gammas = self.args.eval_gammas if gammas is None else gammas
+        if not gammas:
+            raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
+        model = self.accelerator.unwrap_model(self.model)
+        loader = self.get_eval_dataloader(eval_dataset)
+        kwargs = {"sigma": self.noise_sigma(model), "seed": self.args.seed, "readout": self._readout_fn, **kwargs}
+        curve = noise_curve(model, loader, gammas, **kwargs)
+        self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
+        return curve
+
+    def log(self, logs, start_time=None):
+        if self._state is not None and "loss" in logs:
+            logs.update(self._state.logs(self.state.global_step))
+            if self.args.stop_on_nonfinite and self._state.has_faults:
+                self.control.should_training_stop = True
+        elif self._state is not None and "train_runtime" in logs:
+            logs.update(self._state.verdict())
+        super().log(logs, start_time)
+
+    def hyperparameter_search(
+        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", **kwargs
+    ):
+        if compute_objective is None and self.args.objective != "erm":
+            if direction != "minimize":
+                raise ValueError(
+                    f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
+                )
+            compute_objective = _eval_loss
+        return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, **kwargs)
+
+
+def _eval_loss(metrics: dict[str, float]) -> float:
+    return metrics["eval_loss"]
+
+
+class DescentTrainer(DescentMixin, Trainer):
+    """[`~transformers.Trainer`] whose model lowers the task loss with every layer (arXiv 2601.17257, Algorithm 1).
+
+    Args:
+        model, args, ...:
+            As for [`~transformers.Trainer`]; plain `TrainingArguments` get the defaults of [`DescentConfig`].
+        readout (`Callable`, *optional*, keyword only):
+            `readout(model, hidden, inputs) -> logits`, read off every layer's hidden state `[batch, seq, hidden]` in
+            place of the model's own tail, e.g. one linear layer on the first token.
+        layer_loss_fn (`Callable`, *optional*, keyword only):
+            `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
+            model's own where not given. The same contract as `compute_loss_func`.
+
+    Example:
+
+    ```python
+    trainer = DescentTrainer(model, DescentConfig(output_dir="out"), train_dataset=train, eval_dataset=test)
+    trainer.train()
+    trainer.multipliers.values  # [L]
+    ```
+    """

@@ -1,0 +1,231 @@
+"""The arithmetic of `fused.py`: hidden states to losses and gradients, one tile of logits at a time.
+
+Gradients beside the loss: the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Skipping negligible ones: that of
+Cut Cross-Entropy (Wijmans et al., arXiv 2411.09009).
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import nn
+
+
+# Logits alive at once. Fewer rows per tile reread the head, and its gradient, once more per tile.
+TILE_ELEMENTS = {"cpu": 2**25}
+DEFAULT_TILE_ELEMENTS = 2**27
+# Elementwise work inside a tile goes by slices that stay in the last-level cache.
+SLICE_ELEMENTS = {"cpu": 2**20}
+DEFAULT_SLICE_ELEMENTS = 2**26
+# Gathering the classes above the threshold stops paying when most of them are.
+DENSE_SHARE = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLoss:
+    """How head outputs become losses: `cross_entropy(softcap * tanh(logit_scale * head(x) / softcap))`.
+
+    Args:
+        logit_scale (`float`): Factor on the head's output (Cohere; the inverse of Granite's `logits_scaling`).
+        softcap (`float`, *optional*): Gemma's `final_logit_softcapping`.
+        label_smoothing (`float`): The epsilon of transformers' `LabelSmoother`.
+        gradient_threshold (`float`, *optional*): Leave classes out of the two backward products of a tile, as long as
+            all of them together hold less than this share of the gradient of its logits (sum of absolute entries). In
+            a trained model that is most of the vocabulary; a tile whose distributions are flat takes the dense
+            products. `LayerLossSums.skipped` tells the share left out.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    gradient_threshold: float | None = None
+
+
+PLAIN_CROSS_ENTROPY = HeadLoss()
+
+
+class Workspace:
+    """Memory for one tile of logits, kept between calls: on a CPU, touching fresh pages costs more than a softmax."""
+
+    def __init__(self):
+        self._memory = None
+
+    def tile(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised `[rows, columns]` tensor, valid until the next call."""
+        memory = self._memory
+        if memory is None or memory.numel() < rows * columns or memory.dtype != dtype or memory.device != device:
+            self._memory = memory = None  # gone before its successor is allocated
+            self._memory = memory = torch.empty(rows * columns, dtype=dtype, device=device)
+        return memory[: rows * columns].view(rows, columns)
+
+
+@dataclasses.dataclass
+class LayerRead:
+    """One layer's part: what to read, the weight of each token in the objective, and what comes of it."""
+
+    hidden: torch.Tensor  # [batch, seq, hidden]
+    rows: torch.Tensor  # [tokens]
+    targets: torch.Tensor  # [tokens]
+    coefficients: torch.Tensor | None = None  # [tokens]; None: value only
+    losses: torch.Tensor | None = None  # [tokens]
+    gradient: torch.Tensor | None = None  # [tokens, hidden]
+
+
+class TiledReader:
+    """Reads hidden states tile by tile, and accumulates the gradients of the parameters that all layers share."""
+
+    def __init__(self, norm, head, head_loss: HeadLoss, workspace: Workspace, trains: bool):
+        self.norm, self.head_loss, self.workspace, self.trains = norm, head_loss, workspace, trains
+        device = head.weight.device
+        self.autocast_off = torch.autocast(device.type, enabled=False)
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else head.weight.dtype
+        self.weight = head.weight.detach().to(dtype)  # [vocab, hidden]
+        self.bias = None if head.bias is None else head.bias.detach().to(dtype)  # [vocab]
+        self.accumulator_dtype = torch.promote_types(dtype, torch.float32)
+        self.rows_per_tile = max(1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight))
+        self.rows_per_slice = max(1, SLICE_ELEMENTS.get(device.type, DEFAULT_SLICE_ELEMENTS) // len(self.weight))
+
+        norm_parameters = norm.parameters() if isinstance(norm, nn.Module) else ()
+        self.norm_parameters = [parameter for parameter in norm_parameters if parameter.requires_grad]
+        self.parameters = [head.weight, head.bias, *self.norm_parameters]
+        self.gradients = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            if trains and parameter is not None and parameter.requires_grad
+            else None
+            for parameter in self.parameters
+        ]
+        self.skipped, self.total = torch.zeros(2, dtype=self.accumulator_dtype, device=device)
+
+    def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Fill in losses and gradients of all `reads`; entropies and hits of the last one where asked for."""
+        *inner, final = reads
+        for trains in (False, True):
+            self._run_packed(
+                [read for read in inner if (self.trains and read.coefficients is not None) == trains], trains
+            )
+        statistics = [self.weight.new_empty(len(final.rows), dtype=self.accumulator_dtype) for _ in range(2)]
+        statistics = statistics if token_statistics else None
+        self._run_group([final], self.trains and final.coefficients is not None, statistics)
+        return (None, None) if statistics is None else (statistics[0], statistics[1].bool())
+
+    def _run_packed(self, reads: list[LayerRead], trains: bool):
+        """Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate."""
+        group = []
+        for read in reads:
+            if group and sum(len(other.rows) for other in [*group, read]) > self.rows_per_tile:
+                self._run_group(group, trains)
+                group = []
+            group.append(read)
+        if group:
+            self._run_group(group, trains)
+
+    def _run_group(self, group: list[LayerRead], trains: bool, statistics: list[torch.Tensor] | None = None):
+        with torch.set_grad_enabled(trains):
+            inputs = [read.hidden.detach().flatten(0, -2).index_select(0, read.rows) for read in group]
+            normed = [self.norm(x.requires_grad_(trains)) for x in inputs]  # each [tokens, hidden]
+        with self.autocast_off:
+            x = torch.cat([y.detach() for y in normed]).to(self.weight.dtype)  # [group tokens, hidden]
+            targets = torch.cat([read.targets for read in group])  # [group tokens]
+            coefficients = torch.cat([read.coefficients for read in group])[:, None] if trains else None
+            losses = x.new_empty(len(x), dtype=self.accumulator_dtype)  # [group tokens]
+            x_grad = torch.empty_like(x, dtype=self.accumulator_dtype) if trains else None
+            num_tiles = max(1, math.ceil(len(x) / self.rows_per_tile))
+            columns = [x, targets, losses, coefficients, x_grad, *(statistics or (None, None))]
+            tiles = [[None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns]
+            for tile in zip(*tiles):
+                self._tile(*tile)
+
+        sizes = [len(read.rows) for read in group]
+        for read, layer_losses in zip(group, losses.split(sizes)):
+            read.losses = layer_losses
+        if trains:
+            x_grads = [grad.to(y.dtype) for grad, y in zip(x_grad.split(sizes), normed)]
+            gradients = torch.autograd.grad(normed, [*inputs, *self.norm_parameters], x_grads)
+            for read, gradient in zip(group, gradients):
+                read.gradient = gradient
+            for total, gradient in zip(self.gradients[2:], gradients[len(group) :]):
+                total.add_(gradient)
+
+    def _tile(self, x, targets, losses, coefficients, x_grad, entropies, hits):
+        logits = self.workspace.tile(len(x), len(self.weight), x.dtype, x.device)  # [rows, vocab]
+        scale = self.head_loss.logit_scale
+        if self.bias is None:
+            logits.addmm_(x, self.weight.t(), beta=0, alpha=scale)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), beta=scale, alpha=scale, out=logits)
+        slices = [
+            None if t is None else t.split(self.rows_per_slice) for t in (logits, targets, losses, entropies, hits)
+        ]
+        for slice_ in zip(*(t or [None] * len(slices[0]) for t in slices)):
+            self._cross_entropy_(*slice_)
+        if x_grad is not None:
+            self._products(logits, x, scale * coefficients, x_grad)
+
+    def _cross_entropy_(self, logits, targets, losses, entropies, hits):
+        """Turn `logits` into the gradient of the losses with respect to them, before `logit_scale`, in place."""
+        softcap, smoothing = self.head_loss.softcap, self.head_loss.label_smoothing
+        targets = targets[:, None]  # [rows, 1]
+        scores = logits.to(self.accumulator_dtype)  # [rows, vocab]
+        if softcap is not None:
+            tanh = torch.tanh(scores / softcap)
+            scores = torch.mul(tanh, softcap, out=scores)
+        label_scores, highest = scores.gather(1, targets), scores.amax(1, keepdim=True)  # [rows, 1]
+        mean = scores.mean(1, keepdim=True) if smoothing else 0.0
+        if entropies is not None:
+            hits.copy_(scores.argmax(1, keepdim=True).eq(targets).squeeze(1))
+            probabilities = torch.softmax(scores, 1)
+            expected = torch.linalg.vecdot(probabilities, scores)[:, None]
+        else:
+            probabilities = torch.softmax(scores, 1, out=scores)
+        # The largest probability is at least 1 / vocab, so its logarithm is exact where the label's may underflow.
+        normaliser = highest - probabilities.amax(1, keepdim=True).log()  # [rows, 1], log sum exp
+        losses.copy_((normaliser - (1 - smoothing) * label_scores - smoothing * mean).squeeze(1))
+        if entropies is not None:
+            entropies.copy_((normaliser - expected).squeeze(1))
+
+        gradient = probabilities.scatter_add_(1, targets, torch.full_like(label_scores, smoothing - 1))
+        if smoothing:
+            gradient.sub_(smoothing / gradient.shape[1])
+        if softcap is not None:
+            gradient.mul_(tanh.square_().neg_().add_(1))
+        if gradient is not logits:
+            logits.copy_(gradient)
+
+    def _products(self, logits_grad, x, coefficients, x_grad):
+        """Both backward products of a tile; the weights of tokens go on their short sides `[rows, hidden]`."""
+        head_grad, bias_grad = self.gradients[:2]
+        if bias_grad is not None:
+            bias_grad.add_((logits_grad.t() @ coefficients.to(x.dtype)).squeeze(1))
+        weight, classes = self.weight, None
+        if self.head_loss.gradient_threshold is not None:
+            classes = self._kept_classes(logits_grad)
+        if classes is not None:
+            logits_grad, weight = logits_grad.index_select(1, classes), weight.index_select(0, classes)
+        x_grad.copy_(logits_grad @ weight).mul_(coefficients)
+
+        if head_grad is not None:
+            scaled = (x * coefficients).to(x.dtype)
+            if classes is not None:
+                head_grad.index_add_(0, classes, (logits_grad.t() @ scaled).to(head_grad.dtype))
+            elif head_grad.dtype == x.dtype:
+                head_grad.addmm_(logits_grad.t(), scaled)
+            elif x.device.type == "cuda":
+                torch.addmm(head_grad, logits_grad.t(), scaled, out_dtype=head_grad.dtype, out=head_grad)
+            else:
+                head_grad.addmm_(logits_grad.t().to(head_grad.dtype), scaled.to(head_grad.dtype))
+
+    def _kept_classes(self, logits_grad) -> torch.Tensor | None:
+        """The classes whose gradient counts, `[kept]`; `None` for all where leaving out the others would not pay."""
+        mass = torch.linalg.vector_norm(logits_grad, 1, dim=0, dtype=self.accumulator_dtype)  # [vocab]
+        ascending, order = mass.sort()
+        cumulative = ascending.cumsum(0)
+        self.total += cumulative[-1]
+        first_kept = torch.searchsorted(cumulative, self.head_loss.gradient_threshold * cumulative[-1]).item()
+        if len(order) - first_kept > DENSE_SHARE * len(order):
+            return None
+        self.skipped += cumulative[first_kept - 1]
+        return order[first_kept:].sort().values
+
+    def skipped_share(self) -> torch.Tensor:
+        """Share of the logits' gradient that `gradient_threshold` left out, summed over tiles."""
+        return self.skipped / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)

@@ -83,7 +83,7 @@ class EmbeddingNoise:
         seed: int | None = None,
         sigma: float | None = None,
     ):
-        self._model = _inner_model(model)
+        self._model = inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
         self._lookups = _find_lookups(self._model) if self._main_input == "input_ids" else []
         self.gamma = gamma
@@ -190,7 +190,8 @@ class EmbeddingNoise:
         if call.has_signal and not (self._calls or self._reached or failed) and self._is_active():
             raise ValueError(
                 f"The noise did not reach the input of {type(module).__name__}: its forward does not call the module "
-                "that `get_input_embeddings()` returns. Override that method, or use noise level 0."
+                "that `get_input_embeddings()` returns (override that method), or was compiled by an earlier call without "
+                "the noise (attach it first). Or use noise level 0."
             )
 
     def _perturb_lookup(self, module, args, output):
@@ -241,7 +242,7 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
     Raises:
         ValueError: a batch lacks the model's main input.
     """
-    model = _inner_model(model)
+    model = inner_model(model)
     main_input = getattr(model, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
     for batch in islice(batches, max_batches):
@@ -322,7 +323,7 @@ def _table_deviation(lookup: nn.Module) -> float:
         return deviation_from_moments(sum(_moments(lookup(chunk)) for chunk in ids.split(TABLE_CHUNK)))
 
 
-def _inner_model(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """The transformers model inside DDP, compile and PEFT wrappers, which `generate` calls past its PEFT wrapper."""
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     return model.get_base_model() if hasattr(model, "get_base_model") else model

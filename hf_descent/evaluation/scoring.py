@@ -1,0 +1,229 @@
+"""What every evaluation shares: batches, a model's loss and metric as sums over items, results on disk."""
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
+from transformers.data import default_data_collator
+from transformers.trainer_utils import RemoveColumnsCollator
+from transformers.utils import find_labels
+
+from ..losses import IGNORE_INDEX, count_items, loss_from_logits
+from ..noise import inner_model
+from ..readout import Readout, output_logits
+
+
+Metric = str | Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Scorer:
+    """Loss and metric of one model's outputs, as float64 sums that add up over batches and processes.
+
+    Args:
+        model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
+        metric (`str` or function): "accuracy" (integer labels, of samples or tokens), "rmse" (floating labels), or a
+            function (logits `[..., classes]`, labels `[...]` with -100 where there is none) -> (sum, count).
+        scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
+        label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
+        layer_loss_fn (function, *optional*): (outputs, labels) -> mean loss, in place of the model's own.
+
+    Raises:
+        ValueError: an unknown metric; in use, a batch without labels or labels that do not suit the metric.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        metric: Metric = "accuracy",
+        scale: float = 1.0,
+        label_names: Sequence[str] | None = None,
+        layer_loss_fn: Callable[..., torch.Tensor] | None = None,
+    ):
+        if isinstance(metric, str) and metric not in ("accuracy", "rmse"):
+            raise ValueError(
+                f"`metric` is {metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
+            )
+        self.metric_name = metric if isinstance(metric, str) else metric.__name__
+        self._metric = {"accuracy": _accuracy, "rmse": _squared_error}.get(metric, metric)
+        self._scale, self._layer_loss_fn = scale, layer_loss_fn
+        self._model = inner_model(model)
+        self._label_names = find_labels(type(self._model)) if label_names is None else label_names
+        self._shifts_labels: bool | None = None  # unknown before the first batch with labels
+
+    def __call__(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
+        """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU."""
+        logits, labels = self._scored(outputs, inputs)
+        items = int(count_items(inputs, self._label_names, bool(self._shifts_labels)))
+        loss_sum = self._loss(outputs, inputs) * items if items else 0.0  # the mean over no items is not a number
+        total, count = self._metric(logits, labels)
+        return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
+
+    def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
+        """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
+        return inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
+
+    def value(self, sums: torch.Tensor) -> torch.Tensor:
+        """The metric from (sum, count, ...), `[..., 4]` -> `[...]`."""
+        mean = sums[..., 0] / sums[..., 1]
+        return self._scale * mean.sqrt() if self.metric_name == "rmse" else mean
+
+    def sample_losses(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Mean loss of each sample over its own items, float32 `[batch]`; not a number for a sample without items.
+
+        Cross-entropy for integer labels, mean squared error for floating ones (binary cross-entropy where
+        `config.problem_type` says multi-label).
+        """
+        logits, labels = self._scored(outputs, inputs)
+        if not labels.is_floating_point():
+            losses = _cross_entropy(logits, labels)  # [batch, ...]
+            counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)  # [batch]
+            return losses.reshape(len(labels), -1).sum(1) / counts
+        logits = logits.float().reshape(labels.shape)
+        multi_label = getattr(self._model.config, "problem_type", None) == "multi_label_classification"
+        loss = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
+        return loss(logits, labels, reduction="none").reshape(len(labels), -1).mean(1)
+
+    def _loss(self, outputs, inputs) -> float:
+        labels = inputs.get("labels")
+        if self._layer_loss_fn is not None:
+            loss = self._layer_loss_fn(outputs, labels)
+        elif outputs.get("loss") is not None:
+            loss = outputs["loss"]
+        else:  # a readout of the user's own
+            loss = loss_from_logits(self._model, outputs["logits"], labels)
+        return float(loss)
+
+    def _scored(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits `[..., classes]` and the labels `[...]` that they predict."""
+        logits = output_logits(outputs)
+        if inputs.get("start_positions") is not None:
+            # As the models do: negative positions count as the first token, those past the end are left out.
+            positions = [inputs["start_positions"].view(-1), inputs["end_positions"].view(-1)]
+            labels = torch.stack(positions, dim=1).clamp(min=0)  # [batch, 2]
+            return logits.transpose(1, 2), labels.where(labels < logits.shape[1], IGNORE_INDEX)
+        if inputs.get("shift_labels") is not None:
+            return logits, inputs["shift_labels"]
+        labels = next((inputs[name] for name in self._label_names if inputs.get(name) is not None), None)
+        if labels is None:
+            raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self._label_names}.")
+        if self._shifts(logits, labels, outputs, inputs):
+            return logits[:, :-1], labels[:, 1:]
+        return logits, labels
+
+    def _shifts(self, logits, labels, outputs, inputs) -> bool:
+        """Whether token t is predicted at t-1; class names do not tell (XLNet's and BART's causal LMs do not)."""
+        if labels.is_floating_point() or labels.ndim != 2 or logits.shape[:2] != labels.shape:
+            return False
+        if self._shifts_labels is None:
+            loss = self._loss(outputs, inputs)
+            plain, shifted = (
+                abs(float(_cross_entropy(x, y).sum() / (y != IGNORE_INDEX).sum()) - loss)
+                for x, y in ((logits, labels), (logits[:, :-1], labels[:, 1:]))
+            )
+            if math.isnan(plain) or math.isnan(shifted):
+                return False  # no labels in this batch: the next one decides
+            self._shifts_labels = shifted < plain
+        return self._shifts_labels
+
+
+class Result:
+    """A dataclass of float64 arrays and plain values that can be written to disk and read back."""
+
+    def to_json(self, path: str):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file, default=np.ndarray.tolist)
+
+    @classmethod
+    def from_json(cls, path: str):
+        with open(path, encoding="utf-8") as file:
+            return cls(**json.load(file))
+
+
+def prepare_batches(
+    model: nn.Module,
+    dataset: Dataset | DataLoader,
+    data_collator: Callable | None,
+    processing_class: Any | None,
+    batch_size: int,
+    label_names: Sequence[str] | None = None,
+) -> Iterable[Mapping[str, Any]]:
+    """Batches of `dataset` in its own order, collated as `Trainer` collates; a `DataLoader` is taken as it is."""
+    if isinstance(dataset, DataLoader):
+        return dataset
+    if data_collator is None:
+        can_pad = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
+        data_collator = DataCollatorWithPadding(processing_class) if can_pad else default_data_collator
+    arguments = inspect.signature(type(inner_model(model)).forward).parameters
+    columns = [*arguments, *(label_names or ()), "label", "label_ids"]
+    return DataLoader(dataset, batch_size, collate_fn=RemoveColumnsCollator(data_collator, columns))
+
+
+def read_layers(
+    reader: Readout, inputs: Mapping[str, Any], score: Callable[[Any], Any], layers: Sequence[int] | None = None
+) -> list:
+    """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
+    scores = []
+    with reader.attach(lambda layer, outputs, hidden: scores.append(score(outputs)), layers):
+        reader.model(**inputs)
+    return scores
+
+
+def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
+    """Key of [`EmbeddingNoise.reseed`]: by the level itself, so that grids that share a level share its noise."""
+    return draw, round(gamma * 1e6), batch
+
+
+def check_scored(sums: torch.Tensor):
+    """ValueError unless every row of (metric sum, metric count, loss sum, items) `[..., 4]` counted something."""
+    if not (sums.numel() and sums[..., [1, 3]].gt(0).all()):
+        raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[torch.device]:
+    """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield next(model.parameters()).device
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if labels.is_floating_point():
+        raise ValueError(
+            "`metric` is 'accuracy' but the labels are floating-point numbers; use 'rmse' or a function "
+            "(logits, labels) -> (sum, count)."
+        )
+    scored = labels != IGNORE_INDEX
+    return ((logits.argmax(-1) == labels) & scored).sum(), scored.sum()
+
+
+def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if not labels.is_floating_point():
+        raise ValueError(
+            "`metric` is 'rmse' but the labels are integers; use 'accuracy' or a function "
+            "(logits, labels) -> (sum, count)."
+        )
+    return F.mse_loss(logits.float().reshape(labels.shape), labels.float(), reduction="sum"), labels.numel()
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """`logits` `[..., classes]`, `labels` `[...]` -> `[...]`, 0 where ignored."""
+    losses = F.cross_entropy(
+        logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    )
+    return losses.view(labels.shape)

@@ -80,6 +80,8 @@ def parse_recipe(argument_types: Sequence[type], argv: Sequence[str], **parser_k
             raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
         # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
         parser.set_defaults(**values)
+        for action in parser._actions:
+            action.required = action.required and action.dest not in values
     return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
 
 

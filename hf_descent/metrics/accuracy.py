@@ -21,7 +21,9 @@ class Accuracy(evaluate.Metric):
             description="Share of predictions equal to their reference.",
             citation="",
             inputs_description="predictions, references: class indices, shape [items].",
-            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
+            features=datasets.Features(
+                {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
+            ),
         )
 
     def _compute(self, predictions, references) -> dict[str, float]:

@@ -1,0 +1,168 @@
+"""`hf-descent classify`: fine-tune a text classifier, then report it per layer and under noise."""
+
+import os
+from dataclasses import dataclass, field
+
+from datasets import DatasetDict
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, PreTrainedModel, set_seed
+from transformers.utils import logging
+
+from .configs import DescentConfig
+from .data.text import DataArguments, load_text_classification, tokenize
+from .evaluation import layer_profile
+from .metrics.accuracy import Accuracy
+from .models import LinearReadoutForSequenceClassification
+from .trainer import DescentTrainer
+
+
+logger = logging.get_logger(__name__)
+
+POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
+
+
+@dataclass
+class ModelArguments:
+    """Which model, how its layers are read out, and whether it is adapted by LoRA."""
+
+    model_name_or_path: str = field(metadata={"help": "Model on the Hub or in a local folder."})
+    pooling: str = field(
+        default="head",
+        metadata={
+            "help": "Readout of every layer: `head` (the model's own), or one linear layer on the first token "
+            "(`cls_linear`, the paper's) or on the mean of the tokens (`mean_linear`)."
+        },
+    )
+    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters and the head, not the whole model."})
+    lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
+    )
+
+    def __post_init__(self):
+        if self.pooling not in POOLING:
+            raise ValueError(f"`pooling` is {self.pooling!r}; choose one of {', '.join(POOLING)}.")
+
+
+argument_types = (ModelArguments, DataArguments, DescentConfig)
+
+
+def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
+    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (metrics and layer losses on
+    the validation and test rows), `noise_curve.json` and `layer_profile.json` (on the test rows where there are any).
+
+    Raises:
+        ValueError: the data does not fit the arguments, or the output folder is not empty.
+    """
+    resume = resume_choice(args, model_args.overwrite_output_dir)
+    set_seed(args.seed)  # the head is drawn before the trainer sets it
+    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    with args.main_process_first(desc="loading and tokenising"):
+        dataset = tokenize(load_text_classification(data_args), tokenizer, data_args.max_seq_length)
+    model = load_model(model_args, dataset["train"].features["labels"].names)
+    config = model.config.get_text_config()
+    if getattr(config, "pad_token_id", None) is None:  # causal models find the last token of a row by it
+        config.pad_token_id = tokenizer.pad_token_id
+
+    trainer = DescentTrainer(
+        model,
+        args,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["validation"],
+        processing_class=tokenizer,
+        compute_metrics=accuracy_of,
+    )
+    metrics = trainer.train(resume_from_checkpoint=resume).metrics
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", metrics)
+    report(trainer, dataset)
+
+
+def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
+    """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch).
+
+    Raises:
+        ValueError: the output folder holds something, and the arguments say neither to resume nor to overwrite.
+    """
+    # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
+    resume = {"true": True, "false": None, "none": None}.get(
+        str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint
+    )
+    if not (resume or overwrite) and os.path.isdir(args.output_dir) and os.listdir(args.output_dir):
+        raise ValueError(
+            f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
+            "afresh in it with `--overwrite_output_dir`, or name another."
+        )
+    return resume
+
+
+def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
+    """The classifier that `args` names, with one output for each of `classes`."""
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+    if args.pooling == "head":
+        model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **labels)
+    else:
+        model = LinearReadoutForSequenceClassification.from_encoder(
+            args.model_name_or_path, POOLING[args.pooling], **labels
+        )
+    if not args.use_peft:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    # The head is new, and often more than the one layer that PEFT would think of.
+    head = [
+        name for name, child in model.named_children() if name != model.base_model_prefix and list(child.parameters())
+    ]
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear",
+        exclude_modules=rf"({'|'.join(head)})(\..*)?",
+        modules_to_save=head,
+    )
+    return get_peft_model(model, config)
+
+
+def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
+    metric = Accuracy(keep_in_memory=True)  # no cache file, so no lock between processes
+    return metric.compute(predictions=prediction.predictions.argmax(-1), references=prediction.label_ids)
+
+
+def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:
+    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
+    args, problem = trainer.args, trainer.problem
+    tables = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
+    prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
+    for split, prefix in prefixes.items():
+        metrics = trainer.evaluate(dataset[split], metric_key_prefix=prefix)
+        trainer.save_metrics(prefix, metrics)
+        tables[0] += f"\n{split:10} {metrics[f'{prefix}_accuracy']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
+
+    # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
+    results = {
+        "layer_profile": layer_profile(
+            trainer.accelerator.unwrap_model(trainer.model),
+            dataset[split],
+            problem=problem,
+            tolerance=0.0 if problem is None else args.feasibility_tolerance * problem.initial_loss_bound,
+            processing_class=trainer.processing_class,
+            batch_size=args.per_device_eval_batch_size,
+        )
+    }
+    if args.eval_gammas:
+        results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
+    for result in results.values():
+        metrics |= {f"{prefix}_{name}": value for name, value in result.to_dict().items()}
+    trainer.save_metrics(prefix, metrics)
+    if trainer.is_world_process_zero():
+        for name, result in results.items():
+            result.to_json(os.path.join(args.output_dir, f"{name}.json"))
+            tables.append(f"{name.replace('_', ' ')}, {split} rows\n{result}")
+        print("\n\n".join([*tables, f"Written to {args.output_dir}"]))

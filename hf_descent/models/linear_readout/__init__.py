@@ -1,0 +1,10 @@
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from .configuration_linear_readout import LinearReadoutConfig
+from .modeling_linear_readout import LinearReadoutForSequenceClassification
+
+
+AutoConfig.register(LinearReadoutConfig.model_type, LinearReadoutConfig)
+AutoModelForSequenceClassification.register(LinearReadoutConfig, LinearReadoutForSequenceClassification)
+
+__all__ = ["LinearReadoutConfig", "LinearReadoutForSequenceClassification"]

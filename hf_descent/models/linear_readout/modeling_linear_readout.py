@@ -1,0 +1,78 @@
+import torch
+from torch import nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from .configuration_linear_readout import LinearReadoutConfig
+
+
+class LinearReadoutForSequenceClassification(PreTrainedModel):
+    """Any encoder of transformers under ONE linear layer, on [CLS] or on the token mean.
+
+    The readout of the paper's text classifiers (section 5): linear on [CLS] for DistilBERT and RoBERTa, on the token
+    mean for UT. The heads that transformers gives these models have a hidden layer, which the layers would share too.
+    """
+
+    config_class = LinearReadoutConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(self, config: LinearReadoutConfig):
+        super().__init__(config)
+        self.encoder = AutoModel.from_config(config.encoder_config)
+        self._drop_pooler()
+        self.classifier = nn.Linear(config.encoder_config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @classmethod
+    def from_encoder(cls, encoder_name_or_path: str, pooling: str = "cls", **config_kwargs):
+        """A pretrained encoder under a fresh linear layer.
+
+        Args:
+            encoder_name_or_path (`str`): what `AutoModel.from_pretrained` takes.
+            pooling (`str`, *optional*, defaults to `"cls"`): "cls" or "mean".
+            config_kwargs: further fields of the configuration (`num_labels`, `id2label`, ...).
+        """
+        encoder = AutoModel.from_pretrained(encoder_name_or_path)
+        model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))
+        model.encoder = encoder
+        model._drop_pooler()
+        return model
+
+    def _drop_pooler(self):
+        # A pooler that nothing reads has no gradient, which DistributedDataParallel refuses.
+        if getattr(self.encoder, "pooler", None) is not None:
+            self.encoder.pooler = None
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        num_items_in_batch: torch.Tensor | None = None,
+        **kwargs,
+    ) -> SequenceClassifierOutput:
+        if token_type_ids is not None:  # not every encoder takes them, and then its tokenizer gives none
+            kwargs["token_type_ids"] = token_type_ids
+        outputs = self.encoder(
+            input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
+        )
+        hidden = outputs.last_hidden_state  # [batch, seq, width]
+        if self.config.pooling == "cls":
+            pooled = hidden[:, 0]  # [batch, width]
+        else:
+            mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden.dtype)
+            pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)  # [batch, width]
+        logits = self.classifier(pooled)  # [batch, labels]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=num_items_in_batch
+            )
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )

@@ -1,0 +1,142 @@
+"""The command line's grammar: how a recipe and flags become arguments. What commands do is tested with the recipes."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from hf_descent import cli
+from hf_descent.configs import DescentConfig
+
+
+@dataclass
+class Arguments:
+    name: str = field(metadata={"help": "required"})
+    rate: float = 0.5
+    steps: int = 3
+    loud: bool = False
+    note: str | None = "given"
+
+
+def parse(*argv):
+    return cli.parse_recipe((Arguments,), argv, prog="hf-descent test")[0]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(recipe):
+    path = recipe("name: a\nrate: 0.1\nsteps: 7\nloud: true\n")
+    assert parse("--config", path) == Arguments("a", 0.1, 7, True)
+    assert parse("--config", path, "--name", "b", "--steps=9", "--loud", "false") == Arguments("b", 0.1, 9, False)
+    assert parse("--steps", "9", "--config", path) == Arguments("a", 0.1, 9, True)
+    assert parse("--name", "a") == Arguments("a")
+
+
+def test_recipe_values_take_the_type_of_their_field(recipe):
+    # YAML 1.1 reads a number without a point, such as 1e-5, as a string.
+    arguments = parse("--config", recipe("name: a\nrate: 1e-5\nnote: null\n"))
+    assert arguments.rate == 1e-5
+    assert arguments.note is None
+
+
+def test_unknown_names_are_listed(recipe):
+    with pytest.raises(
+        ValueError, match=r"recipe.yaml sets \['rates', 'stepz'\], which `hf-descent test` does not have"
+    ):
+        parse("--config", recipe("name: a\nstepz: 1\nrates: 2\n"))
+    with pytest.raises(ValueError, match="--rates"):
+        parse("--name", "a", "--rates", "2")
+    with pytest.raises(ValueError, match="--ra"):  # no guessing from abbreviations
+        parse("--name", "a", "--ra", "2")
+
+
+def test_unreadable_recipes_are_named(recipe):
+    with pytest.raises(ValueError, match="`--config` is 'nowhere.yaml', and there is no such file"):
+        parse("--config", "nowhere.yaml")
+    for text in ("- name\n", "name\n", "", "1: 2\n"):
+        with pytest.raises(ValueError, match="must hold lines of the form"):
+            parse("--config", recipe(text))
+
+
+def test_a_recipe_runs_no_code(recipe, tmp_path):
+    with pytest.raises(Exception, match="could not determine a constructor"):
+        parse("--config", recipe(f"name: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_wrong_types_and_missing_arguments_end_with_usage(recipe, capsys):
+    for argv, message in [
+        (["--name", "a", "--rate", "fast"], "invalid float value: 'fast'"),
+        (["--config", recipe("name: a\nsteps: many\n")], "invalid int value: 'many'"),
+        (["--rate", "1"], "required: --name"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            parse(*argv)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "flags", "expected"),
+    [
+        ("descent_alpha: 0.2", ["--descent_alpha", "0.2"], 0.2),
+        ("descent_alpha: [0.1, 0.2]", ["--descent_alpha", "[0.1, 0.2]"], [0.1, 0.2]),
+        ("descent_alpha: auto", ["--descent_alpha", "auto"], "auto"),
+    ],
+)
+def test_numbers_lists_and_auto_read_alike_in_recipes_and_flags(recipe, tmp_path, yaml_text, flags, expected):
+    common = ["--output_dir", str(tmp_path)]
+    (by_file,) = cli.parse_recipe((DescentConfig,), ["--config", recipe(yaml_text), *common])
+    (by_flag,) = cli.parse_recipe((DescentConfig,), [*flags, *common])
+    assert by_file.descent_alpha == by_flag.descent_alpha == expected
+
+
+def test_main_calls_the_command_with_its_arguments(monkeypatch):
+    calls = []
+    job = SimpleNamespace(argument_types=(Arguments,), run=lambda *arguments: calls.append(arguments))
+    tool = SimpleNamespace(
+        add_arguments=lambda parser: parser.add_argument("--seed", type=int), run=lambda args: calls.append(args.seed)
+    )
+    modules = {"hf_descent.classify": job, "hf_descent.demo": tool}
+    monkeypatch.setattr(cli, "importlib", SimpleNamespace(import_module=modules.__getitem__))
+    cli.main(["classify", "--name", "a", "--steps", "4"])
+    cli.main(["demo", "--seed", "3"])
+    assert calls == [(Arguments("a", steps=4),), 3]
+
+
+def test_unknown_command_and_help(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train"])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr()
+    assert "invalid choice: 'train'" in printed.err
+    assert all(f"  {name} " in printed.out for name in cli.COMMANDS)
+
+
+def test_every_command_has_help(capsys):
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as stop:
+            cli.main([name, "--help"])
+        assert stop.value.code == 0
+        assert f"usage: hf-descent {name}" in capsys.readouterr().out
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    code = (
+        "import sys\nfrom hf_descent.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

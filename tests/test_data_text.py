@@ -1,0 +1,213 @@
+import json
+
+import datasets
+import pandas as pd
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_descent.data import text
+from hf_descent.data.text import DataArguments, load_text_classification, tokenize
+
+
+ROWS = [{"text": f"row {i} of many", "label": i % 2} for i in range(40)]
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    elif path.suffix == ".csv":
+        pd.DataFrame(rows).to_csv(path, index=False)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def train_file(tmp_path):
+    return write(tmp_path / "train.parquet", ROWS)
+
+
+def rows_of(split):
+    names = split.features["labels"].names
+    return sorted((row["text"], names[row["labels"]]) for row in split)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_every_file_type_gives_the_same_rows(tmp_path, suffix):
+    path = write(tmp_path / f"train.{suffix}", ROWS)
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
+    assert set(splits) == {"train", "validation"}
+
+
+def test_validation_is_drawn_from_train_once_for_all_seeds(train_file):
+    splits = load_text_classification(DataArguments(train_file=train_file, validation_split_percentage=25))
+    again = load_text_classification(DataArguments(train_file=train_file, validation_split_percentage=25))
+    other = load_text_classification(
+        DataArguments(train_file=train_file, validation_split_percentage=25, split_seed=1)
+    )
+    assert (len(splits["train"]), len(splits["validation"])) == (30, 10)
+    assert rows_of(splits["validation"]) == rows_of(again["validation"]) != rows_of(other["validation"])
+    held_out, kept = set(splits["validation"]["text"]), set(splits["train"]["text"])
+    assert not held_out & kept
+    assert held_out | kept == {row["text"] for row in ROWS}
+
+
+def test_limits_draw_at_random_and_spare_the_test_split_from_training(tmp_path):
+    ordered = write(tmp_path / "train.parquet", sorted(ROWS, key=lambda row: row["label"]))
+    test = write(tmp_path / "test.parquet", [{"text": f"unseen {i}", "label": i % 2} for i in range(20)])
+    splits = load_text_classification(
+        DataArguments(train_file=ordered, test_file=test, max_train_samples=16, max_eval_samples=4)
+    )
+    assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 2, "test": 4}
+    assert set(splits["train"]["labels"]) == {0, 1}  # the file is sorted by class: its first 16 rows are all of one
+    assert all(row.startswith("unseen") for row in splits["test"]["text"])
+    assert not any(row.startswith("unseen") for row in [*splits["train"]["text"], *splits["validation"]["text"]])
+
+
+def test_pairs_and_column_names(tmp_path):
+    rows = [{"premise": f"p{i}", "hypothesis": f"h{i}", "gold": i % 3, "id": i} for i in range(30)]
+    args = DataArguments(
+        train_file=write(tmp_path / "train.json", rows),
+        text_column="premise",
+        text_pair_column="hypothesis",
+        label_column="gold",
+    )
+    train = load_text_classification(args)["train"]
+    assert train.column_names == ["text", "text_pair", "labels"]
+    assert all(
+        int(row["text"][1:]) % 3 == row["labels"] and row["text_pair"] == "h" + row["text"][1:] for row in train
+    )
+
+
+def test_string_classes_are_sorted_and_shared_by_all_splits(tmp_path):
+    train = write(tmp_path / "train.csv", [{"text": "a", "label": name} for name in ("pos", "neg", "neutral")])
+    test = write(tmp_path / "test.csv", [{"text": "b", "label": "pos"}, {"text": "c", "label": "neg"}])
+    splits = load_text_classification(DataArguments(train_file=train, validation_file=train, test_file=test))
+    assert splits["train"].features["labels"].names == ["neg", "neutral", "pos"]
+    assert splits["test"].features["labels"].names == ["neg", "neutral", "pos"]
+    assert splits["test"]["labels"][:] == [2, 0]
+
+
+def test_numeric_classes_are_ordered_as_numbers(tmp_path):
+    path = write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in (10, 9, 1)])
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    assert splits["train"].features["labels"].names == ["1", "9", "10"]
+
+
+def test_unlabelled_rows_are_dropped_and_counted(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(text.logger, "info", said.append)
+    path = write(tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": -1} for _ in range(3))])
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
+    assert sum("Dropped 3 of the 43" in line for line in said) == 2
+
+
+def test_empty_csv_labels_count_as_missing_and_null_is_a_text(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text("text,label\nnull,0\nNA,1\nlost,\nnone,1\n")
+    splits = load_text_classification(DataArguments(train_file=str(path), validation_file=str(path)))
+    assert rows_of(splits["train"]) == [("NA", "1"), ("none", "1"), ("null", "0")]
+
+
+def test_hub_splits_keep_their_class_names(monkeypatch):
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    hub = {
+        ("train", None): Dataset.from_dict({"text": ["a", "b", "c", "d"] * 10, "label": [1, 1, 0, -1] * 10}, features),
+        ("held_out", None): Dataset.from_dict({"text": ["e", "f"], "label": [1, 0]}, features),
+    }
+    monkeypatch.setattr(text, "load_dataset", lambda name, config, split: hub[split, config])
+    splits = load_text_classification(DataArguments(dataset_name="someone/reviews", test_split="held_out"))
+    assert rows_of(splits["test"]) == [("e", "pos"), ("f", "neg")]
+    assert len(splits["train"]) + len(splits["validation"]) == 30
+    assert {("c", "neg"), ("a", "pos")} < set(rows_of(splits["train"]))
+
+
+def test_a_local_file_takes_the_place_of_the_hub_name(train_file, monkeypatch):
+    opened = []
+    load = text.load_dataset
+    monkeypatch.setattr(
+        text, "load_dataset", lambda name, *args, **kwargs: opened.append(name) or load(name, *args, **kwargs)
+    )
+    load_text_classification(DataArguments(dataset_name="someone/reviews", train_file=train_file))
+    assert opened == ["parquet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give `dataset_name`"),
+        ({"train_file": "nowhere.csv"}, "`train_file` is 'nowhere.csv', and there is no such file"),
+        ({"train_file": "rows.xlsx"}, "ends in one of .csv"),
+        ({"dataset_name": "a/b", "test_file": "test.csv"}, "need `train_file`"),
+        ({"train_file": "TRAIN", "text_column": "review"}, "no column \\['review'\\]; it has \\['text', 'label'\\]"),
+        ({"train_file": "TRAIN", "validation_split_percentage": 100}, "`validation_split_percentage` is 100"),
+        ({"train_file": "TRAIN", "max_train_samples": 0}, "`max_train_samples` is 0"),
+        (
+            {"train_file": "TRAIN", "text_column": "label", "label_column": "text"},
+            "40 rows whose text is not a string",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(train_file, arguments, message):
+    arguments = {name: train_file if value == "TRAIN" else value for name, value in arguments.items()}
+    with pytest.raises(ValueError, match=message):
+        load_text_classification(DataArguments(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0.5, 1.5, 0.1], "must be classes"),
+        ([-1, -1, -1], "no labelled row"),
+        ([-1, 1, 1], "all of one class"),
+    ],
+)
+def test_bad_labels_are_named(tmp_path, labels, message):
+    path = write(tmp_path / "train.parquet", [{"text": "a", "label": label} for label in labels])
+    with pytest.raises(ValueError, match=message):
+        load_text_classification(DataArguments(train_file=path, validation_file=path))
+
+
+def test_a_class_unknown_to_training_is_named(tmp_path, train_file):
+    test = write(tmp_path / "test.parquet", [{"text": "a", "label": 7}])
+    with pytest.raises(ValueError, match=r"The test split has the classes \['7'\]"):
+        load_text_classification(DataArguments(train_file=train_file, test_file=test))
+
+
+@pytest.fixture
+def tokenizer():
+    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=6)
+
+
+def test_tokenize_cuts_but_does_not_pad(tokenizer):
+    splits = DatasetDict(
+        train=Dataset.from_dict({"text": ["a b", "c " * 9], "text_pair": ["c", "a"], "labels": [0, 1]})
+    )
+    assert tokenize(splits, tokenizer)["train"]["input_ids"][:] == [[2, 3, 4], [4] * 5 + [2]]
+    short = tokenize(splits, tokenizer, max_seq_length=3)["train"]
+    assert short["input_ids"][:] == [[2, 3, 4], [4, 4, 2]]
+    assert short["labels"][:] == [0, 1]
+    assert "text" not in short.column_names
+
+
+def test_tokenize_refuses_lengths_that_the_model_does_not_take(tokenizer):
+    splits = DatasetDict(train=Dataset.from_dict({"text": ["a"], "labels": [0]}))
+    with pytest.raises(ValueError, match="`max_seq_length` is 7, and the model takes at most 6"):
+        tokenize(splits, tokenizer, max_seq_length=7)
+    tokenizer.model_max_length = int(1e30)
+    with pytest.raises(ValueError, match="states no limit"):
+        tokenize(splits, tokenizer)

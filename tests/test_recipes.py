@@ -1,0 +1,266 @@
+"""Every recipe parses, every command in the recipes' READMEs parses, and the smoke recipes run."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    DistilBertModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
+
+from hf_descent import cli
+from hf_descent.data import text
+
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes"
+ACCELERATE_CONFIGS = sorted((RECIPES / "accelerate_configs").glob("*.yaml"))
+CONFIGS = sorted(set(RECIPES.rglob("*.yaml")) - set(ACCELERATE_CONFIGS))
+ARMS = [path.parent for path in CONFIGS if path.name == "descent.yaml"]
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+def commands():
+    """Lines of the READMEs' code blocks that start a command, with the file that has them."""
+    for readme in sorted(RECIPES.rglob("README.md")):
+        for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                yield pytest.param(line, id=f"{readme.parent.name}: {line[:60]}")
+
+
+def without_launcher(line):
+    """The words of a command after `hf-descent`, or after `accelerate launch ... -m hf_descent.cli`."""
+    program, *words = shlex.split(line, comments=True)
+    if program == "hf-descent":
+        return words
+    assert [program, words[0]] == ["accelerate", "launch"]
+    launch = launch_command_parser().parse_args(words[1:])
+    assert (ROOT / launch.config_file).is_file()
+    assert launch.module and launch.training_script == "hf_descent.cli"
+    return launch.training_script_args
+
+
+@pytest.fixture(autouse=True)
+def repository_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("line", commands())
+def test_documented_commands_parse(line):
+    argv = without_launcher(line)
+    assert (ROOT / argv[argv.index("--config") + 1]).is_file()
+    cli.parse_arguments(argv)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=relative)
+def test_every_recipe_is_documented_and_gives_what_it_says(path):
+    lines = [param.values[0] for param in commands()]
+    argv = next(without_launcher(line) for line in lines if relative(path) in shlex.split(line, comments=True))
+    _, arguments = cli.parse_arguments(argv)
+    parsed = {name: value for dataclass in arguments for name, value in vars(dataclass).items()}
+    values = yaml.safe_load(path.read_text())
+    flags = {word.removeprefix("--") for word in argv}
+    assert {name: parsed[name] for name in values.keys() - flags} == {name: values[name] for name in values.keys() - flags}
+
+
+@pytest.mark.parametrize("folder", ARMS, ids=relative)
+def test_the_arms_differ_only_where_it_matters(folder):
+    erm, noise, descent = (yaml.safe_load((folder / f"{arm}.yaml").read_text()) for arm in ("erm", "noise", "descent"))
+
+    def changed(before, after):
+        return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+    assert changed(erm, noise) == {"noise_gamma", "output_dir"}
+    problem = {"descent_alpha", "initial_loss_bound", "negative_weights", "resilience", "resilience_form"}
+    assert changed(noise, descent) <= {"objective", "output_dir", *problem} | {n for n in descent if "dual" in n}
+    assert (erm["objective"], noise["objective"], descent["objective"]) == ("erm", "erm", "descent")
+    assert erm["noise_gamma"] == 0 < noise["noise_gamma"] == descent["noise_gamma"]
+
+
+def test_published_numbers():
+    bounds = {task: yaml.safe_load((RECIPES / f"{task}-distilbert/descent.yaml").read_text()) for task in ("imdb", "mnli")}
+    assert bounds["imdb"]["initial_loss_bound"] == 1.07
+    assert bounds["mnli"]["initial_loss_bound"] == 1.99
+
+
+@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=relative)
+def test_accelerate_configs_load(path):
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == "no"
+    assert config.num_processes == (1 if path.stem == "single_gpu" else 2)
+
+
+# ---- the smoke recipes, through the real command line ----
+
+WORDS = ["good", "fine", "great", "bad", "poor", "awful", "film", "the", "was", "a"]
+
+
+def save_tiny_model(folder, kind):
+    special = {"distilbert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "roberta": ["<s>", "<pad>", "</s>", "<unk>"]}[kind]
+    pad, unknown, start, end = special if kind == "distilbert" else [special[i] for i in (1, 3, 0, 2)]
+    vocab = {word: i for i, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}",
+        pair=f"{start} $A {end} $B {end}",
+        special_tokens=[(token, vocab[token]) for token in (start, end)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=start,
+        sep_token=end,
+        model_max_length=32,
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    if kind == "distilbert":
+        sizes = {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 3, "max_position_embeddings": 32}
+        model = DistilBertModel(DistilBertConfig(vocab_size=len(vocab), **sizes))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+        model = RobertaModel(RobertaConfig(vocab_size=len(vocab), max_position_embeddings=40, pad_token_id=1, **sizes))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(folder):
+    sides = (WORDS[:3], WORDS[3:6])
+    single = [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(64)]
+    pairs = [f"the film was {sides[i % 2][i % 3]},a {sides[i // 2 % 2][0]} film,{i % 2 * 2}" for i in range(64)]
+    (folder / "train.csv").write_text("\n".join(["text,label", *single]))
+    (folder / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *pairs]))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smoke")
+    for kind in ("distilbert", "roberta"):
+        save_tiny_model(folder / kind, kind)
+    write_rows(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield folder
+
+
+@pytest.fixture
+def smoke(workplace, tmp_path):
+    """Runs the README's command of a smoke recipe, on the tiny model and rows, and gives its output folder."""
+    lines = [param.values[0] for param in commands()]
+
+    def run(name, *flags, kind="distilbert"):
+        line = next(line for line in lines if line.startswith("hf-descent") and f"smoke/{name}.yaml" in line)
+        argv = without_launcher(line)
+        rows = workplace / argv[argv.index("--train_file") + 1]
+        cli.main(
+            [*argv, "--model_name_or_path", str(workplace / kind), "--train_file", str(rows)]
+            + ["--output_dir", str(tmp_path / "out"), *flags]
+        )
+        return tmp_path / "out"
+
+    return run
+
+
+def results_of(folder, name="all_results"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "roberta"])
+@pytest.mark.parametrize("path", sorted((RECIPES / "smoke").glob("*.yaml")), ids=lambda path: path.stem)
+def test_smoke_recipes_run(smoke, path, kind, capsys):
+    folder = smoke(path.stem, kind=kind)
+    recipe, results = yaml.safe_load(path.read_text()), results_of(folder)
+    assert 0 <= results["eval_accuracy"] <= 1
+    assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    assert ("train_feasible" in results) == (recipe["objective"] == "descent")
+    profile, curve = results_of(folder, "layer_profile"), results_of(folder, "noise_curve")
+    assert profile["losses"] == [results[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
+    assert curve["gammas"] == recipe["eval_gammas"]
+    assert curve["values"][0][0] == results["eval_accuracy"]
+    printed = capsys.readouterr().out
+    assert f"validation     {results['eval_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
+    assert str(folder) in printed
+
+
+def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
+    folder = smoke("imdb-erm", "--validation_file", str(workplace / "train.csv"), "--max_steps", "40")
+    from transformers import AutoTokenizer
+
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    rows = [line.rsplit(",", 1) for line in (workplace / "train.csv").read_text().splitlines()[1:]]
+    with torch.no_grad():
+        logits = model.eval()(**tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")).logits
+    right = [model.config.id2label[label] == row[1] for label, row in zip(logits.argmax(-1).tolist(), rows)]
+    assert sum(right) / len(right) == results_of(folder)["eval_accuracy"]
+
+
+@pytest.mark.parametrize("pooling", ["head", "mean_linear"])
+def test_other_readouts_and_lora_run(smoke, pooling):
+    folder = smoke("imdb-descent", "--pooling", pooling, "--use_peft", "--lora_r", "2", "--max_steps", "4")
+    saved = json.loads((folder / "adapter_config.json").read_text())
+    assert saved["r"] == 2
+    assert set(saved["modules_to_save"]) == ({"classifier"} if pooling != "head" else {"pre_classifier", "classifier"})
+    assert len(results_of(folder, "layer_profile")["losses"]) == 3
+
+
+def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
+    folder = smoke("imdb-descent", "--max_steps", "4", "--save_steps", "2")
+    marker = folder / "all_results.json"
+    before = marker.read_text()
+    with pytest.raises(ValueError, match="is not empty: go on with `--resume_from_checkpoint true`"):
+        smoke("imdb-descent", "--max_steps", "4")
+    assert marker.read_text() == before
+    smoke("imdb-descent", "--max_steps", "4", "--overwrite_output_dir")
+
+
+def test_an_interrupted_run_ends_like_a_straight_one(smoke, workplace, monkeypatch):
+    steps = ["--max_steps", "8", "--save_steps", "4", "--dual_warmup_steps", "2"]
+    folder = smoke("imdb-descent", *steps)
+    straight, results = torch_weights(folder), results_of(folder)
+    newest = folder / "checkpoint-8"
+    newest.rename(folder / "gone")  # as if the run had ended after its first checkpoint
+    (folder / "model.safetensors").unlink()
+    smoke("imdb-descent", *steps, "--resume_from_checkpoint", "true")
+    resumed, again = torch_weights(folder), results_of(folder)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert {k: v for k, v in results.items() if k.startswith("eval") and "per_second" not in k and "runtime" not in k} == {
+        k: v for k, v in again.items() if k.startswith("eval") and "per_second" not in k and "runtime" not in k
+    }
+
+
+def torch_weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_the_test_rows_are_read_only_after_training(smoke, workplace, tmp_path):
+    test = tmp_path / "test.csv"
+    test.write_text("text,label\na good film,0\na bad film,1\n")
+    folder = smoke("imdb-descent", "--test_file", str(test), "--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2")
+    results = results_of(folder)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    assert {"eval_accuracy", "test_accuracy", "test_accuracy_auc", "test_layer_loss_1"} <= results.keys()
+    assert any("eval_loss" in entry for entry in history)
+    assert not any(name.startswith("test") for entry in history for name in entry)
+    assert len(results_of(folder, "layer_profile")["sample_losses"]) == 2
+    assert text.FILE_TYPES[test.suffix] == "csv"

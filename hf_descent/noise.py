@@ -190,8 +190,8 @@ class EmbeddingNoise:
         if call.has_signal and not (self._calls or self._reached or failed) and self._is_active():
             raise ValueError(
                 f"The noise did not reach the input of {type(module).__name__}: its forward does not call the module "
-                "that `get_input_embeddings()` returns (override that method), or was compiled by an earlier call without "
-                "the noise (attach it first). Or use noise level 0."
+                "that `get_input_embeddings()` returns (override that method), or was compiled in a call without "
+                "noise (attach it before the first call). Otherwise use noise level 0."
             )
 
     def _perturb_lookup(self, module, args, output):

@@ -1,0 +1,474 @@
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import kstest
+from tiny import VOCAB, bert, llama
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartModel,
+    GPT2Config,
+    GPT2Model,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    XLNetConfig,
+    XLNetModel,
+)
+
+from hf_descent.noise import EmbeddingNoise, deviation_from_moments, estimate_sigma, signal_moments
+from hf_descent.readout import layer_logits
+
+
+def batch(side="right", length=7, real=(7, 4, 2)):
+    ids = torch.randint(3, VOCAB, (len(real), length), generator=torch.Generator().manual_seed(0))
+    mask = torch.stack([torch.arange(length) < count for count in real]).long()
+    mask = mask.flip(1) if side == "left" else mask
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def t5(**config):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **config)).eval()
+
+
+def vit():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4)).eval()
+
+
+class Spy:
+    """Records what lookups give and by how much that differs from the table's rows."""
+
+    def __init__(self, *modules):
+        self.modules, self.noisy, self.added = modules, [], []
+
+    def __enter__(self):
+        self.handles = [module.register_forward_hook(self.see) for module in self.modules]
+        return self
+
+    def __exit__(self, *exc_info):
+        for handle in self.handles:
+            handle.remove()
+
+    def see(self, module, args, output):
+        self.noisy.append(output.detach())
+        self.added.append(output.detach() - nn.functional.embedding(args[0], module.weight).detach())
+
+
+def added_noise(model, inputs, *modules, **noise):
+    """The noise of each lookup of one forward call: list of `[batch, seq, hidden]`."""
+    with EmbeddingNoise(model, **noise), Spy(*modules or [model.get_input_embeddings()]) as spy, torch.no_grad():
+        model(**inputs)
+    return spy.added
+
+
+# ---- the noise itself ----
+
+
+def test_noise_is_gaussian_with_deviation_gamma_times_sigma():
+    ids = torch.randint(3, VOCAB, (64, 30), generator=torch.Generator().manual_seed(0))
+    (noise,) = added_noise(bert().eval(), {"input_ids": ids}, gamma=1.5, seed=0, sigma=0.2)
+    sample = noise.double().flatten().numpy()
+    assert kstest(sample / 0.3, "norm").pvalue > 0.01
+    assert kstest(sample / 0.3 / 1.05, "norm").pvalue < 1e-3  # an error of 5 % would be seen
+    assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_untouched_bit_for_bit(side):
+    inputs = batch(side)
+    (noise,) = added_noise(llama().eval(), inputs, gamma=2.0, seed=0)
+    is_token = inputs["attention_mask"].bool()
+    assert (noise[~is_token] == 0).all()
+    assert (noise[is_token] != 0).all()
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(3, 1, 7, 7)], ids=["none", "4-D"])
+def test_every_position_is_perturbed_without_a_two_dimensional_mask(mask):
+    (noise,) = added_noise(llama().eval(), {**batch(), "attention_mask": mask}, gamma=1.0, seed=0)
+    assert (noise != 0).all()
+
+
+def test_level_zero_touches_nothing():
+    model, inputs = bert().eval(), batch()
+    with torch.no_grad():
+        clean = model(**inputs).logits
+        state = torch.get_rng_state()
+        with EmbeddingNoise(model, 0.0, seed=0):
+            assert torch.equal(model(**inputs).logits, clean)
+        with EmbeddingNoise(model, 1.0, seed=0):
+            assert not torch.equal(model(**inputs).logits, clean)
+        assert torch.equal(model(**inputs).logits, clean)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_per_sample_levels_are_uniform_on_the_range():
+    ids = torch.randint(3, VOCAB, (400, 30), generator=torch.Generator().manual_seed(0))
+    (noise,) = added_noise(bert().eval(), {"input_ids": ids}, gamma=(0.5, 2.0), seed=0, sigma=0.1)
+    levels = noise.double().flatten(1).std(dim=1).numpy() / 0.1  # [samples], within about 3 % of each sample's level
+    assert kstest(levels, "uniform", args=(0.5, 1.5)).pvalue > 0.01
+    assert kstest(levels[:200], levels[200:]).pvalue > 0.01
+
+
+def test_level_can_be_changed_while_attached():
+    model, inputs = bert().eval(), batch()
+    noise = EmbeddingNoise(model, 1.0, seed=0)
+    with noise, Spy(model.get_input_embeddings()) as spy, torch.no_grad():
+        for gamma in (1.0, 0.0, 3.0):
+            noise.gamma = gamma
+            noise.reseed()
+            model(**inputs)
+    assert (spy.added[1] == 0).all()
+    torch.testing.assert_close(spy.added[2], 3.0 * spy.added[0], rtol=1e-4, atol=1e-6)
+
+
+def test_half_precision_adds_noise_drawn_in_float32():
+    model, inputs = bert().eval(), batch(real=(7, 7, 7))
+    (noise,) = added_noise(model, inputs, gamma=1.0, seed=0, sigma=0.02)
+    model.to(torch.bfloat16)
+    with EmbeddingNoise(model, 1.0, seed=0, sigma=0.02), Spy(model.get_input_embeddings()) as spy:
+        model(**inputs)
+    clean = nn.functional.embedding(inputs["input_ids"], model.get_input_embeddings().weight)
+    assert spy.noisy[0].dtype == torch.bfloat16
+    torch.testing.assert_close(spy.noisy[0], clean + noise.to(torch.bfloat16), rtol=2e-2, atol=1e-3)
+
+
+# ---- seeding ----
+
+
+def test_seed_and_key_fix_the_noise():
+    model, inputs = bert().eval(), batch()
+    noise = EmbeddingNoise(model, 1.0, seed=7)
+    with noise, Spy(model.get_input_embeddings()) as spy, torch.no_grad():
+        for key in [(), (0, 1), (1, 0), (0, 1), ()]:
+            noise.reseed(*key)
+            model(**inputs)
+        model(**inputs)
+    a, b, c, d, e, f = spy.added
+    assert torch.equal(a, e)
+    assert torch.equal(b, d)
+    different = [a, b, c, f]  # the last one goes on where `e` stopped
+    assert not any(torch.equal(x, y) for i, x in enumerate(different) for y in different[:i])
+
+
+def test_no_seed_draws_one_from_the_global_generator():
+    model, seeds = bert(), []
+    for global_seed in (0, 0, 1):
+        torch.manual_seed(global_seed)
+        seeds.append(EmbeddingNoise(model, 1.0).seed)
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert EmbeddingNoise(model, 1.0).seed != seeds[2]
+
+
+# ---- where it is added ----
+
+
+def test_inputs_embeds_and_positional_arguments():
+    model, inputs = bert().eval(), batch()
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    mask = inputs["attention_mask"]
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0) as noise:
+        by_name = model(**inputs).logits
+        noise.reseed()
+        by_position = model(inputs["input_ids"], mask).logits
+        noise.reseed()
+        from_embeds = model(inputs_embeds=embeds, attention_mask=mask).logits
+    assert torch.equal(by_name, by_position)
+    assert torch.equal(by_name, from_embeds)
+
+
+def test_images_are_perturbed_at_the_main_input():
+    model, pixels = vit(), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    seen = []
+    handle = model.vit.embeddings.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad(), EmbeddingNoise(model, 0.5, seed=0, sigma=2.0) as noise:
+        model(pixel_values=pixels)
+        noise.reseed()
+        model(pixels)
+    handle.remove()
+    assert torch.equal(seen[0], seen[1])
+    sample = (seen[0] - pixels).flatten().double().numpy()
+    assert kstest(sample, "norm", args=(0.0, 1.0)).pvalue > 0.01
+
+
+@pytest.mark.parametrize("length", [7, 3], ids=["oblong", "square"])
+def test_models_that_embed_time_first_keep_their_padding(length):
+    torch.manual_seed(0)
+    model = XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)).eval()
+    inputs = batch("left", length, real=(length, 2, 1))
+    (noise,) = added_noise(model, inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)  # [seq, batch, hidden]
+    is_token = inputs["attention_mask"].bool().T
+    assert (noise[~is_token] == 0).all()
+    assert (noise[is_token] != 0).all()
+    (batch_first,) = added_noise(bert().eval(), inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)
+    torch.testing.assert_close(noise.transpose(0, 1), batch_first, rtol=1e-4, atol=1e-6)
+
+
+def test_token_types_looked_up_in_the_same_table_are_not_perturbed():
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=16)).eval()
+    inputs = batch(real=(7, 7, 7))
+    tokens, types = added_noise(model, {**inputs, "token_type_ids": inputs["input_ids"] * 0}, gamma=1.0, seed=0)
+    assert (tokens != 0).all()
+    assert (types == 0).all()
+
+
+def test_encoder_and_decoder_are_perturbed_under_their_own_masks():
+    model, inputs, decoder = t5(), batch(), batch("left", length=5, real=(5, 3, 1))
+    arguments = {**inputs, **{f"decoder_{name}": value for name, value in decoder.items()}}
+    encoder_noise, decoder_noise = added_noise(
+        model, arguments, model.encoder.embed_tokens, model.decoder.embed_tokens, gamma=1.0, seed=0
+    )
+    for noise, mask in [(encoder_noise, inputs["attention_mask"]), (decoder_noise, decoder["attention_mask"])]:
+        assert (noise[mask == 0] == 0).all()
+        assert (noise[mask == 1] != 0).all()
+
+
+def test_encoder_and_decoder_share_the_level_of_a_sample():
+    model, ids = t5(), torch.randint(3, VOCAB, (8, 50), generator=torch.Generator().manual_seed(0))
+    modules = model.encoder.embed_tokens, model.decoder.embed_tokens
+    arguments = {"input_ids": ids, "decoder_input_ids": ids}
+    encoder, decoder = (
+        noise.std(dim=(1, 2)) for noise in added_noise(model, arguments, *modules, gamma=(0, 2), seed=0, sigma=1.0)
+    )
+    torch.testing.assert_close(encoder, decoder, rtol=0.1, atol=0.0)
+    assert encoder.max() > 1.5 * encoder.min()
+
+
+def test_noise_goes_with_peft_models():
+    peft = pytest.importorskip("peft")
+    inputs = batch()
+    model = llama().eval()
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
+        expected = model(**inputs).logits
+    for options in ({}, {"modules_to_save": ["embed_tokens"]}, {"target_modules": ["q_proj", "embed_tokens"]}):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
+        adapted = peft.get_peft_model(llama(), config).eval()  # a fresh adapter changes nothing
+        with torch.no_grad(), EmbeddingNoise(adapted, 1.0, seed=0):
+            torch.testing.assert_close(adapted(**inputs).logits, expected)
+        generation = {**batch("left"), "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
+        with EmbeddingNoise(adapted, 5.0, seed=0):
+            noisy = adapted.generate(**generation)
+        assert not torch.equal(noisy, adapted.generate(**generation))
+
+
+# ---- generation ----
+
+
+def test_cached_generation_equals_one_pass_over_its_perturbed_embeddings():
+    model, inputs = llama().eval(), batch("left")
+    with EmbeddingNoise(model, 2.0, seed=0), Spy(model.get_input_embeddings()) as spy:
+        tokens = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert [noise.shape[1] for noise in spy.added] == [7, 1, 1, 1, 1, 1]
+    assert (spy.added[0][inputs["attention_mask"] == 0] == 0).all()
+    assert all((noise != 0).all() for noise in spy.added[1:])
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 5, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(
+            inputs_embeds=torch.cat(spy.noisy, dim=1), attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits
+    assert torch.equal(tokens[:, 7:], logits[:, 6:].argmax(-1))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampling", "beam"])
+@pytest.mark.parametrize("build", [partial(llama, initializer_range=0.5), t5], ids=["llama", "t5"])
+def test_generation_is_reproducible_under_a_seed(build, options):
+    model, outputs = build().eval(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(0)
+        with EmbeddingNoise(model, 5.0, seed=seed):
+            outputs.append(
+                model.generate(**batch("left"), max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **options)
+            )
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_generation_perturbs_an_encoder_that_is_called_directly():
+    model, inputs = t5(), batch()
+    with EmbeddingNoise(model, 1.0, seed=0), Spy(model.encoder.embed_tokens, model.decoder.embed_tokens) as spy:
+        model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
+    is_token = inputs["attention_mask"].bool()
+    assert (spy.added[0][is_token] != 0).all()
+    assert (spy.added[0][~is_token] == 0).all()
+    assert len(spy.added) == 5
+    assert all((noise != 0).all() for noise in spy.added[1:])
+
+
+# ---- hooks ----
+
+
+def test_hooks_go_whatever_happens():
+    model, inputs = bert().eval(), batch()
+    clean = model(**inputs).logits
+    with pytest.raises(RuntimeError, match="boom"), EmbeddingNoise(model, 1.0, seed=0):
+        raise RuntimeError("boom")
+    assert torch.equal(model(**inputs).logits, clean)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_failing_forward_does_not_spoil_the_next():
+    model, inputs = bert().eval(), batch()
+    expected = added_noise(model, inputs, gamma=1.0, seed=0)[0]
+    noise = EmbeddingNoise(model, 1.0, seed=0)
+    with noise, Spy(model.get_input_embeddings()) as spy:
+        for failing in (model.bert.embeddings, model.bert.encoder, model):
+            handle = failing.register_forward_pre_hook(lambda module, args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(**inputs)
+            handle.remove()
+        spy.added.clear()
+        noise.reseed()
+        model(**inputs)
+    assert torch.equal(spy.added[0], expected)
+
+
+def test_attaching_twice_adds_noise_once():
+    model, inputs = bert().eval(), batch()
+    expected = added_noise(model, inputs, gamma=1.0, seed=0)[0]
+    noise = EmbeddingNoise(model, 1.0, seed=0).attach()
+    with noise, Spy(model.get_input_embeddings()) as spy:
+        model(**inputs)
+    assert torch.equal(spy.added[0], expected)
+    noise.remove()
+
+
+def test_lookups_outside_the_models_forward_are_clean():
+    model = bert().eval()
+    with EmbeddingNoise(model, 1.0, seed=0), Spy(model.get_input_embeddings()) as spy:
+        model.get_input_embeddings()(batch()["input_ids"])
+    assert (spy.added[0] == 0).all()
+
+
+def test_replays_of_the_readout_see_the_noise_once():
+    model, inputs = bert(num_layers=3).eval(), batch()
+    layer_logits(model, inputs)  # finds the layers, without noise
+    with torch.no_grad():
+        with EmbeddingNoise(model, 1.0, seed=0), Spy(model.get_input_embeddings()) as spy:
+            logits = layer_logits(model, inputs)
+        drawn = len([noise for noise in spy.added if (noise != 0).any()])
+        truncated = []
+        for depth in (1, 2, 3):
+            cut = bert(num_layers=3).eval()
+            cut.bert.encoder.layer = cut.bert.encoder.layer[:depth]
+            with EmbeddingNoise(cut, 1.0, seed=0):
+                truncated.append(cut(**inputs).logits)
+    assert drawn == 1
+    torch.testing.assert_close(logits, truncated)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients():
+    gradients = []
+    for checkpointing in (False, True):
+        model = llama().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with EmbeddingNoise(model, 1.0, seed=0):
+            model(**batch(), labels=batch()["input_ids"]).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.slow
+def test_compiled_models_get_the_same_noise():
+    model, inputs = bert().eval(), batch()
+    compiled = torch.compile(model)
+    with torch.no_grad():
+        clean = model(**inputs).logits
+        for _ in range(2):
+            with EmbeddingNoise(compiled, 1.0, seed=0):
+                noisy = compiled(**inputs).logits
+            with EmbeddingNoise(model, 1.0, seed=0):
+                torch.testing.assert_close(noisy, model(**inputs).logits)
+            torch.testing.assert_close(compiled(**inputs).logits, clean)
+
+
+# ---- sigma ----
+
+
+def test_default_sigma_is_the_deviation_of_the_table_without_padding():
+    model = bert(pad_token_id=0)
+    table = model.get_input_embeddings().weight.detach().double().numpy()
+    assert EmbeddingNoise(model, 1.0).sigma == pytest.approx(table[1:].std(), rel=1e-6)
+    assert table.std() != pytest.approx(table[1:].std(), rel=1e-3)
+    model.config.noise_sigma = 0.25
+    assert EmbeddingNoise(model, 1.0).sigma == 0.25
+    assert EmbeddingNoise(model, 1.0, sigma=0.5).sigma == 0.5
+
+
+def test_default_sigma_includes_the_scale_of_the_lookup():
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    model = BartModel(BartConfig(vocab_size=VOCAB, d_model=16, scale_embedding=True, **sizes))
+    table = model.shared.weight.detach().double().numpy()
+    rows = np.arange(VOCAB) != model.shared.padding_idx
+    assert EmbeddingNoise(model, 1.0).sigma == pytest.approx(4.0 * table[rows].std(), rel=1e-6)
+
+
+def test_sigma_is_estimated_on_real_tokens():
+    model, batches = bert(), [batch(), batch("left", length=9, real=(1, 9, 5, 2))]
+    table = model.get_input_embeddings().weight.detach().double().numpy()
+    values = [table[b["input_ids"][b["attention_mask"] == 1].numpy()].ravel() for b in batches]
+    assert estimate_sigma(model, iter(batches)) == pytest.approx(np.concatenate(values).std(), rel=1e-9)
+    assert estimate_sigma(model, batches, max_batches=1) == pytest.approx(values[0].std(), rel=1e-9)
+    moments = signal_moments(model, batches[:1]) + signal_moments(model, batches[1:])
+    assert deviation_from_moments(moments) == pytest.approx(np.concatenate(values).std(), rel=1e-9)
+    embeds = [{"inputs_embeds": model.get_input_embeddings()(b["input_ids"]), **b} for b in batches]
+    for b in embeds:
+        del b["input_ids"]
+    assert estimate_sigma(model, embeds) == pytest.approx(np.concatenate(values).std(), rel=1e-9)
+
+
+def test_sigma_of_images_is_that_of_their_pixels():
+    pixels = 3.0 + 2.0 * torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    batches = [{"pixel_values": part, "labels": torch.zeros(4)} for part in pixels]
+    assert estimate_sigma(vit(), batches) == pytest.approx(pixels.double().numpy().std(), rel=1e-9)
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("gamma", [-0.1, float("nan"), float("inf"), (1.0, 0.5), (-1.0, 1.0), (0.1, 0.2, 0.3)])
+def test_bad_levels_are_refused(gamma):
+    with pytest.raises(ValueError, match="`gamma` is"):
+        EmbeddingNoise(bert(), gamma)
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_sigma_is_refused(sigma):
+    with pytest.raises(ValueError, match="`sigma` is"):
+        EmbeddingNoise(bert(), 1.0, sigma=sigma)
+    model = bert()
+    model.config.noise_sigma = sigma
+    with pytest.raises(ValueError, match="`config.noise_sigma` is"):
+        EmbeddingNoise(model, 1.0)
+
+
+def test_other_bad_input_is_refused():
+    with pytest.raises(ValueError, match="estimate_sigma"):
+        EmbeddingNoise(vit(), 1.0)
+    with pytest.raises(ValueError, match="`seed` is -1"):
+        EmbeddingNoise(bert(), 1.0, seed=-1)
+    with pytest.raises(ValueError, match="no input embeddings"):
+        EmbeddingNoise(nn.Linear(2, 2), 1.0)
+    with pytest.raises(ValueError, match="`input_ids`"):
+        estimate_sigma(bert(), [{"labels": torch.zeros(1)}])
+    with pytest.raises(ValueError, match="0 values"):
+        estimate_sigma(bert(), [])
+    model = vit()
+    with EmbeddingNoise(model, 1.0, sigma=1.0), pytest.raises(ValueError, match=r"dtype torch\.uint8"):
+        model(pixel_values=torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+
+
+def test_noise_that_cannot_reach_the_input_is_refused():
+    model, unused = bert(), nn.Embedding(VOCAB, 16)
+    model.get_input_embeddings = lambda: unused
+    with EmbeddingNoise(model, 1.0, seed=0), pytest.raises(ValueError, match="did not reach"):
+        model(**batch())

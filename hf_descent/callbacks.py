@@ -13,8 +13,10 @@ class StepCallback(TrainerCallback):
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._after_optimizer_step()
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.trainer._after_epoch()
+    def on_step_end(self, args, state, control, **kwargs):
+        # Not on_epoch_end, which comes after the checkpoint of the epoch's last step.
+        if state.epoch == int(state.epoch):
+            self.trainer._after_epoch()
 
 
 class DescentProgressCallback(ProgressCallback):

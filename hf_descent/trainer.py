@@ -113,12 +113,14 @@ class DescentMixin(CheckpointMixin):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._reported_loss = self.loss_is_scaled_for_ga = None
         constrained = self.args.objective != "erm" and (model.training or self._count_items(inputs) is not None)
+        # What is found out on the first batch comes before the noise, whose draws it must not use up.
         if constrained:
             self._prepare(model, inputs)
+        stock = not model.training or self._stock_scaling_is_right or self._loss_takes_items(model, inputs)
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if constrained:
                 loss, outputs = self._descent_loss(model, inputs)
-            elif not model.training or self._stock_scaling_is_right or self._loss_takes_items(model, inputs):
+            elif stock:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             else:
                 share = self._share_of_items(inputs)

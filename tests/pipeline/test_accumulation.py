@@ -1,0 +1,89 @@
+"""However a step's items are cut into micro-batches, the step is the same."""
+
+import pytest
+import torch
+from tiny import bert, classification_data, config, language_data, llama
+from torch.utils.data import SequentialSampler
+
+from hf_descent import DescentTrainer
+
+
+class InOrder(DescentTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def run(tmp_path, model, data, batch, **arguments):
+    args = config(
+        tmp_path,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=8 // batch,
+        max_steps=5,
+        optim="sgd",
+        learning_rate=0.1,
+        max_grad_norm=0.0,
+        descent_alpha=0.4,
+        dual_learning_rate=0.2,
+        fixed_multipliers=[0.5, 0.3, 0.7],
+        **arguments,
+    )
+    trainer = InOrder(model, args, train_dataset=data)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "grad_norm" in log]
+    return trainer, logs
+
+
+@pytest.mark.parametrize(
+    "objective", ["erm", "descent", "deep_supervision", "fixed", pytest.param("descent-smoothed", id="smoothed")]
+)
+@pytest.mark.parametrize("task", ["classification", "language"])
+def test_1x8_4x2_and_8x1_agree(tmp_path, objective, task):
+    objective, _, smoothed = objective.partition("-")
+    arguments = {"objective": objective, "label_smoothing_factor": 0.1 if smoothed else 0.0}
+    make, data = (bert, classification_data()) if task == "classification" else (llama, language_data())
+    runs = [run(tmp_path, make(), data, batch, **arguments) for batch in (8, 2, 1)]
+    (reference, logs), others = runs[0], runs[1:]
+    for trainer, other_logs in others:
+        assert [log["loss"] for log in other_logs] == pytest.approx([log["loss"] for log in logs], rel=1e-5)
+        norms = [log["grad_norm"] for log in logs]
+        assert [log["grad_norm"] for log in other_logs] == pytest.approx(norms, rel=1e-4)
+        for (name, a), b in zip(reference.model.named_parameters(), trainer.model.parameters()):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+        if objective == "descent":
+            torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
+            assert reference.multipliers.values.max() > 0.1
+
+
+def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
+    data = language_data(ragged=False)
+    for row in data[2::4]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    reference, _ = run(tmp_path, llama(), data, 8, objective="descent")
+    trainer, logs = run(tmp_path, llama(), data, 1, objective="descent")
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+    torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_their_number_or_not(tmp_path):
+    weight = torch.tensor([1.0, 2.0, 0.5])
+
+    def mean(outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs["logits"], labels, weight, reduction="none").mean()
+
+    def total(outputs, labels, num_items_in_batch=None):
+        losses = torch.nn.functional.cross_entropy(outputs["logits"], labels, weight, reduction="none")
+        return losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+
+    finals = []
+    for function in (mean, total):
+        for batch in (8, 2):
+            args = config(
+                tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=8 // batch, optim="sgd",
+                learning_rate=0.1, max_grad_norm=0.0,
+            )  # fmt: skip
+            trainer = InOrder(bert(), args, train_dataset=classification_data(), compute_loss_func=function)
+            trainer.train()
+            finals.append((trainer.multipliers.values, trainer.model.classifier.weight.detach()))
+    for multipliers, classifier in finals[1:]:
+        torch.testing.assert_close(multipliers, finals[0][0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(classifier, finals[0][1], rtol=1e-4, atol=1e-6)

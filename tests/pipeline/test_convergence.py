@@ -1,0 +1,117 @@
+"""The trainer reaches the optimum and the multipliers of a convex constrained problem that is solved by hand.
+
+One parameter theta; layer 1 outputs theta, layer 2 outputs theta - 1.5, the target is 0, so that
+f_1 = theta^2 / 2 and f_2 = (theta - 1.5)^2 / 2. With alpha = 0.5 and f_0 = 1:
+
+    minimise (theta - 1.5)^2 / 2   subject to   theta^2 / 2 <= 0.5   and   f_2 <= 0.5 f_1
+
+The first constraint is active, theta* = 1, and stationarity (theta - 1.5) + lambda_1 theta = 0 gives lambda_1* = 0.5;
+the second holds with room (0.125 <= 0.25), lambda_2* = 0.
+"""
+
+import numpy as np
+import pytest
+import torch
+from tiny import config
+from torch import nn
+
+from hf_descent import DescentTrainer
+
+
+class Shift(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x):
+        return x - self.shift
+
+
+class Parabolas(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.theta = nn.Parameter(torch.tensor(2.0))
+        self.layers = nn.ModuleList([Shift(0.0), Shift(1.5)])
+
+    def forward(self, x, labels=None):
+        hidden = x[..., None] * 0 + self.theta  # [batch, 1, 1]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = hidden[..., 0]  # [batch, 1]
+        return {"loss": 0.5 * (logits - labels).square().mean(), "logits": logits}
+
+
+def solve(tmp_path, steps, **arguments):
+    torch.manual_seed(0)
+    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(8)]
+    args = config(
+        tmp_path,
+        objective="descent",
+        descent_alpha=0.5,
+        initial_loss_bound=1.0,
+        max_steps=steps,
+        optim="sgd",
+        learning_rate=0.05,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=500,
+        **{"resilience": 0.0, "negative_weights": "keep", **arguments},
+    )
+    trainer = DescentTrainer(Parabolas(), args, train_dataset=data)
+    trainer.train()
+    return trainer.model.theta.item(), trainer.multipliers
+
+
+@pytest.mark.parametrize(
+    ("dual_optim", "normalize", "rate"), [("sgd", False, 0.05), ("sgd", True, 0.05), ("adam", True, 0.005)]
+)
+def test_hard_constraints(tmp_path, dual_optim, normalize, rate):
+    theta, multipliers = solve(
+        tmp_path, 1500, dual_optim=dual_optim, normalize_violations=normalize, dual_learning_rate=rate
+    )
+    assert theta == pytest.approx(1.0, abs=0.01)
+    assert multipliers.values.tolist() == pytest.approx([0.5, 0.0], abs=0.02)
+
+
+@pytest.mark.parametrize("form", ["weight_decay", "slack"])
+@pytest.mark.parametrize(("dual_optim", "rate"), [("sgd", 0.05), ("adam", 0.005)])
+def test_both_forms_of_resilience_settle_at_the_same_point(tmp_path, form, dual_optim, rate):
+    c = 0.4
+    theta, multipliers = solve(
+        tmp_path,
+        1500,
+        resilience=c,
+        resilience_form=form,
+        dual_optim=dual_optim,
+        dual_learning_rate=rate,
+        slack_learning_rate=rate,
+        slack_restart=False,
+    )
+    # Stationarity lambda = (1.5 - theta) / theta in g_1 = c lambda: theta^3 / 2 - 0.5 theta - c (1.5 - theta) = 0.
+    roots = np.roots([0.5, 0.0, c - 0.5, -1.5 * c])
+    expected = roots[np.isreal(roots)].real.item()
+    assert theta == pytest.approx(expected, abs=0.01)
+    assert multipliers.values.tolist() == pytest.approx([(1.5 - expected) / expected, 0.0], abs=0.02)
+
+
+def test_the_optimum_does_not_depend_on_the_unit_of_the_loss_with_normalized_violations(tmp_path):
+    """The same problem with every loss, and f_0, times 1000: the multipliers follow the same path."""
+
+    class Scaled(Parabolas):
+        def forward(self, x, labels=None):
+            outputs = super().forward(x, labels)
+            return {"loss": 1000 * outputs["loss"], "logits": outputs["logits"]}
+
+    torch.manual_seed(0)
+    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(8)]
+    paths = []
+    for model, scale in ((Parabolas(), 1.0), (Scaled(), 1000.0)):
+        args = config(
+            tmp_path, descent_alpha=0.5, initial_loss_bound=scale, max_steps=50, optim="sgd",
+            learning_rate=0.05 / scale, max_grad_norm=0.0, negative_weights="keep",
+        )  # fmt: skip
+        trainer = DescentTrainer(model, args, train_dataset=data)
+        trainer.train()
+        paths.append([log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log])
+    assert paths[0] == pytest.approx(paths[1], rel=1e-3)
+    assert paths[0][-1] > 0.1

@@ -1,0 +1,186 @@
+"""2N steps equal N steps, a stop, and N steps more: bit for bit, wherever the stop falls."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import bert, classification_data, config
+from transformers import Trainer, TrainingArguments
+
+from hf_descent import DescentTrainer
+from hf_descent.checkpoints import newest_complete_checkpoint
+from hf_descent.descent_state import STATE_NAME, SUMMARY_NAME
+
+
+SETTINGS = {
+    "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 5},
+    "slack": {"resilience": 0.1, "resilience_form": "slack", "slack_restart": True},
+    "range": {"noise_gamma": [0.0, 0.8], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "erm": {"objective": "erm"},
+}
+
+
+def arguments(tmp_path, **changes):
+    return config(
+        tmp_path, **{"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "noise_gamma": 0.4, **changes}
+    )
+
+
+def make(args):
+    return DescentTrainer(bert(dropout=0.2), args, train_dataset=classification_data(40))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("stop", [3, 5, 7])  # an epoch has 5 steps; the warm-up of "auto" ends with step 5
+def test_resumed_equals_straight(tmp_path, setting, stop):
+    straight = make(arguments(tmp_path, **SETTINGS[setting]))
+    straight.train()
+    folder = tmp_path / f"checkpoint-{stop}"
+    for other in tmp_path.glob("checkpoint-*"):
+        if other != folder:
+            shutil.rmtree(other)
+
+    resumed = make(arguments(tmp_path, **SETTINGS[setting]))
+    resumed.train(resume_from_checkpoint=True)
+    for (name, a), b in zip(straight.model.state_dict().items(), resumed.model.state_dict().values()):
+        assert torch.equal(a, b), name
+    assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
+    if setting != "erm":
+        assert torch.equal(straight.multipliers.values, resumed.multipliers.values)
+        assert torch.equal(straight.multipliers.slacks, resumed.multipliers.slacks)
+        assert straight.multipliers.values.max() > 0
+        assert straight.problem.state_dict() == resumed.problem.state_dict()
+    logs = [[log for log in t.state.log_history if "grad_norm" in log] for t in (straight, resumed)]
+    assert logs[0] == logs[1]
+
+
+def test_state_is_readable_and_holds_no_pickle(tmp_path):
+    trainer = make(arguments(tmp_path))
+    trainer.train()
+    folder = tmp_path / "checkpoint-12"
+    values = trainer.multipliers.values
+    assert torch.equal(load_file(folder / STATE_NAME)["multipliers.values"], values)
+    mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["DescentState"]
+    assert mirrored["multipliers"] == pytest.approx(values.tolist())
+    assert json.loads((folder / SUMMARY_NAME).read_text())["alpha"] == [0.3] * 3
+
+
+def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, caplog):
+    make(arguments(tmp_path)).train()
+    expected = load_file(tmp_path / "checkpoint-12" / STATE_NAME)["multipliers.values"]
+    resumed = make(arguments(tmp_path, restore_callback_states_from_checkpoint=True))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert torch.equal(resumed.multipliers.values, expected)
+
+
+def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tmp_path):
+    args = TrainingArguments(
+        str(tmp_path), max_steps=12, save_steps=4, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    Trainer(bert(dropout=0.2), args, train_dataset=classification_data(40)).train()
+    resumed = make(arguments(tmp_path, **SETTINGS["auto"]))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_1" in log}
+    assert min(logs) == 4 + 5  # the schedule is known when the 5 steps of warm-up after the resume are over
+    assert logs[9]["multiplier_1"] == 0 and resumed.multipliers.values.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"descent_alpha": 0.2}, "descent_alpha=0.3 but this run has 0.2"),
+        ({"initial_loss_bound": 2.0}, "initial_loss_bound"),
+        ({"constrained_layers": [1, 3]}, "constrained_layers"),
+        ({"objective": "deep_supervision"}, "objective"),
+    ],
+)
+def test_another_schedule_is_refused(tmp_path, change, match):
+    make(arguments(tmp_path, max_steps=4)).train()
+    with pytest.raises(ValueError, match=match):
+        make(arguments(tmp_path, **change)).train(resume_from_checkpoint=True)
+
+
+def test_another_layer_count_is_refused(tmp_path):
+    make(arguments(tmp_path, max_steps=4)).train()
+    state = (tmp_path / "checkpoint-4" / STATE_NAME).read_bytes()
+    four_layers = DescentTrainer(
+        bert(num_layers=4), arguments(tmp_path / "four", max_steps=4), train_dataset=classification_data(40)
+    )
+    four_layers.train()
+    (tmp_path / "four" / "checkpoint-4" / STATE_NAME).write_bytes(state)
+    again = DescentTrainer(bert(num_layers=4), arguments(tmp_path / "four"), train_dataset=classification_data(40))
+    with pytest.raises(ValueError, match="num_layers=3 but this run has 4"):
+        again.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    "victim", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", STATE_NAME]
+)
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
+def test_incomplete_checkpoints_are_passed_over(tmp_path, victim, damage):
+    if (victim, damage) in (("rng_state.pth", "missing"), (STATE_NAME, "missing")):
+        pytest.skip("also a plain or a multi-process checkpoint")
+    make(arguments(tmp_path, max_steps=3)).train()
+    path = tmp_path / "checkpoint-3" / victim
+    whole = path.read_bytes()
+    path.unlink() if damage == "missing" else path.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"")
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
+        make(arguments(tmp_path)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_run(tmp_path):
+    make(arguments(tmp_path, max_steps=3)).train()
+    os.utime(tmp_path / "checkpoint-3" / "trainer_state.json", (0, 0))
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(ValueError, match="No valid checkpoint"):
+        newest_complete_checkpoint(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.slow
+def test_killed_during_saves_and_resumed_until_done_equals_straight(tmp_path):
+    straight = make(arguments(tmp_path / "straight", max_steps=40))
+    straight.train()
+    script = textwrap.dedent(
+        f"""
+        import os, sys
+        sys.path.insert(0, {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r})
+        from pathlib import Path
+        import torch
+        torch.set_num_threads(1)
+        from pipeline.test_resume import make, arguments
+        out = Path({str(tmp_path / "killed")!r})
+        trainer = make(arguments(out, max_steps=40))
+        print("ready", flush=True)
+        try:
+            trainer.train(resume_from_checkpoint=True)
+        except ValueError as error:
+            assert "No valid checkpoint" in str(error), error
+            trainer.train()
+        torch.save(trainer.model.state_dict(), out / "final.pt")
+        """
+    )
+    for attempt in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.readline()
+        if attempt < 5:
+            try:
+                process.wait(timeout=0.3 + 0.17 * attempt)  # somewhere in 40 steps that each save
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), errors
+        if process.returncode == 0:
+            break
+    final = torch.load(tmp_path / "killed" / "final.pt", weights_only=True)
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, final[name]), name

@@ -1,0 +1,105 @@
+import pytest
+import torch
+
+from hf_descent import Multipliers
+
+
+def violations(steps, seed=0):
+    return torch.randn(steps, 3, generator=torch.Generator().manual_seed(seed)) * torch.tensor([1.0, 0.1, 10.0])
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adam"])
+@pytest.mark.parametrize("resilience", [0.0, 0.3])
+def test_steps_equal_a_torch_optimizer_with_projection(optim, resilience):
+    multipliers = Multipliers(3, 0.05, optim=optim, resilience=resilience)
+    reference = torch.zeros(3, requires_grad=True)
+    optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optim]
+    optimizer = optimizer_class([reference], lr=0.05, maximize=True)
+    for violation in violations(200):
+        multipliers.step(violation)
+        reference.grad = violation - resilience * reference.detach()
+        optimizer.step()
+        with torch.no_grad():
+            reference.clamp_(min=0)
+        torch.testing.assert_close(multipliers.values, reference.detach(), rtol=1e-5, atol=1e-6)
+    assert multipliers.values.dtype == torch.float32
+
+
+def test_slack_steps_equal_two_torch_optimizers():
+    multipliers = Multipliers(3, 0.05, optim="adam", resilience=0.5, resilience_form="slack", slack_learning_rate=0.03)
+    lam, slack = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    ascent, descent = torch.optim.Adam([lam], lr=0.05, maximize=True), torch.optim.Adam([slack], lr=0.03)
+    for violation in violations(200):
+        multipliers.step(violation)
+        lam.grad, slack.grad = violation - slack.detach(), slack.detach() / 0.5 - lam.detach()
+        ascent.step(), descent.step()
+        with torch.no_grad():
+            lam.clamp_(min=0), slack.clamp_(min=0)
+    torch.testing.assert_close(multipliers.values, lam.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(multipliers.slacks, slack.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["weight_decay", "slack"])
+@pytest.mark.parametrize("optim", ["sgd", "adam"])
+def test_a_constant_violation_settles_at_its_positive_part_over_the_resilience(form, optim):
+    multipliers = Multipliers(3, 0.02, optim=optim, resilience=0.5, resilience_form=form, slack_learning_rate=0.02)
+    for _ in range(20000 if optim == "adam" else 4000):
+        multipliers.step(torch.tensor([0.2, -0.3, 0.05]))
+    assert multipliers.values.tolist() == pytest.approx([0.4, 0.0, 0.1], abs=5e-3)
+    if form == "slack":
+        assert multipliers.slacks.tolist() == pytest.approx([0.2, 0.0, 0.05], abs=5e-3)
+
+
+def test_hard_constraints_keep_rising_up_to_the_cap():
+    multipliers = Multipliers(2, 0.1, optim="sgd", maximum=1.5)
+    for _ in range(10):
+        multipliers.step(torch.tensor([1.0, -1.0]))
+    assert multipliers.values.tolist() == pytest.approx([1.0, 0.0])
+    for _ in range(10):
+        multipliers.step(torch.tensor([1.0, 1.0]))
+    assert multipliers.values.tolist() == pytest.approx([1.5, 1.0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_non_finite_step_changes_nothing(bad):
+    multipliers, skipped = (Multipliers(3, 0.1, resilience=0.1, resilience_form="slack") for _ in range(2))
+    for index, violation in enumerate(violations(20)):
+        multipliers.step(violation)
+        skipped.step(violation)
+        if index % 5 == 0:
+            skipped.step(torch.tensor([0.1, bad, 0.1]))
+    for name, tensor in multipliers.state_dict().items():
+        assert torch.equal(tensor, skipped.state_dict()[name]), name
+
+
+def test_restart_clears_slacks_only():
+    multipliers = Multipliers(2, 0.1, resilience=0.5, resilience_form="slack", slack_learning_rate=0.1)
+    for _ in range(5):
+        multipliers.step(torch.tensor([1.0, 1.0]))
+    values = multipliers.values.clone()
+    assert multipliers.slacks.min() > 0
+    multipliers.restart_slacks()
+    assert multipliers.slacks.tolist() == [0, 0] and torch.equal(multipliers.values, values)
+
+
+def test_state_round_trip_and_its_checks():
+    straight = Multipliers(3, 0.1, resilience=0.1, resilience_form="slack")
+    resumed = Multipliers(3, 0.1, resilience=0.1, resilience_form="slack")
+    steps = violations(20)
+    for violation in steps[:10]:
+        straight.step(violation)
+    resumed.load_state_dict(straight.state_dict())
+    for violation in steps[10:]:
+        straight.step(violation)
+        resumed.step(violation)
+    assert torch.equal(straight.values, resumed.values) and torch.equal(straight.slacks, resumed.slacks)
+
+    state = straight.state_dict()
+    for bad, match in (
+        ({**state, "values": torch.zeros(4)}, "values"),
+        ({name: t for name, t in state.items() if name != "mean"}, "nothing"),
+        ({**state, "values": -torch.ones(3)}, "negative"),
+        ({**state, "square": torch.full((3,), float("nan"))}, "non-finite"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            resumed.load_state_dict(bad)

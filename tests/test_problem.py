@@ -1,0 +1,73 @@
+import pytest
+import torch
+
+from hf_descent import DescentProblem
+
+
+def naive_violations(f, alpha, f0, layers):
+    """The constraints written out one by one."""
+    violations, previous = [0.0] * len(f), f0
+    for layer in layers:
+        violations[layer - 1] = f[layer - 1] - (1 - alpha[layer - 1]) * previous
+        previous = f[layer - 1]
+    return violations
+
+
+@pytest.mark.parametrize("layers", [None, [1, 2, 3, 4], [2, 4], [3], [1, 3]])
+@pytest.mark.parametrize("alpha", [0.25, [0.1, 0.2, 0.3, 0.4]])
+def test_violations_weights_and_lagrangian_agree_with_the_written_out_problem(layers, alpha):
+    problem = DescentProblem(alpha, 2.0, 4, layers)
+    f = torch.tensor([1.5, 0.3, 0.9, 0.2], dtype=torch.float64, requires_grad=True)
+    chosen = layers or [1, 2, 3, 4]
+    expected = naive_violations(f.tolist(), problem.alpha, 2.0, chosen)
+    assert problem.violations(f).tolist() == pytest.approx(expected)
+
+    multipliers = torch.tensor([0.7, 0.5, 0.2, 1.1], dtype=torch.float64)
+    multipliers *= torch.tensor([layer in chosen for layer in range(1, 5)])
+    lagrangian = problem.lagrangian(f, multipliers)
+    assert lagrangian.item() == pytest.approx(0.2 + sum(m * g for m, g in zip(multipliers.tolist(), expected)))
+    # The weight of a layer loss is the derivative of the Lagrangian with respect to it.
+    (gradient,) = torch.autograd.grad(lagrangian, f)
+    assert problem.weights(multipliers).tolist() == pytest.approx(gradient.tolist())
+
+
+def test_weights_of_three_layers_by_hand():
+    weights = DescentProblem([0.1, 0.2, 0.5], 1.0, 3).weights(torch.tensor([1.0, 2.0, 4.0]))
+    assert weights.tolist() == pytest.approx([1 - 0.8 * 2, 2 - 0.5 * 4, 1 + 4])
+
+
+def test_a_weight_can_be_negative_and_no_multiplier_means_the_last_loss_alone():
+    problem = DescentProblem(0.1, 1.0, 3)
+    assert problem.weights(torch.tensor([0.0, 0.0, 2.0]))[1].item() == pytest.approx(-1.8)
+    assert problem.weights(torch.zeros(3)).tolist() == [0, 0, 1]
+
+
+def test_feasibility_counts_constrained_layers_only():
+    problem = DescentProblem(0.5, 1.0, 3, [1, 3])
+    losses = torch.tensor([0.5, 9.0, 0.26])
+    assert problem.max_violation(losses).item() == pytest.approx(0.01, abs=1e-6)
+    assert not problem.feasible(losses) and problem.feasible(losses, tol=0.011)
+    assert not problem.feasible(torch.tensor([0.5, 0.1, float("nan")]), tol=1.0)
+    # A loss that no constraint names cannot spoil the others.
+    assert problem.feasible(torch.tensor([0.5, float("inf"), 0.2]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0.0, 1.0, 3), "descent_alpha"),
+        ((1.0, 1.0, 3), "descent_alpha"),
+        (([0.1, 0.2], 1.0, 3), "2 values but the model has 3 layers"),
+        (([0.1, 0.2, float("nan")], 1.0, 3), "descent_alpha"),
+        ((0.1, 0.0, 3), "initial_loss_bound"),
+        ((0.1, float("inf"), 3), "initial_loss_bound"),
+        ((0.1, 1.0, 0), "num_layers"),
+        ((0.1, 1.0, 3, []), "constrained_layers"),
+        ((0.1, 1.0, 3, [0, 1]), "constrained_layers"),
+        ((0.1, 1.0, 3, [2, 2]), "constrained_layers"),
+        ((0.1, 1.0, 3, [2, 4]), "names layer 4 but the model has 3"),
+    ],
+)
+def test_bad_input_names_the_argument(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        DescentProblem(*arguments)

@@ -1,0 +1,85 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hf_descent.schedule import ConstantPredictor, geometric_alpha
+
+
+def best_constant_loss(loss, shape):
+    """The least loss over constant logits, found numerically."""
+    logits = torch.zeros(shape, requires_grad=True, dtype=torch.float64)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(logits)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return loss(logits).item()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_classification_is_the_best_constant_prediction(smoothing):
+    labels = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), 300, replacement=True)
+    predictor = ConstantPredictor(3, smoothing)
+    for chunk in labels.split(50):
+        predictor.update(chunk)
+    expected = best_constant_loss(
+        lambda logits: F.cross_entropy(logits.expand(300, 3), labels, label_smoothing=smoothing), 3
+    )
+    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+
+
+def test_ignored_labels_do_not_count():
+    predictor = ConstantPredictor(2)
+    predictor.update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(20, 1))
+    assert predictor.loss() == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
+
+
+def test_few_labels_for_many_classes_fall_back_to_the_uniform_predictor():
+    predictor = ConstantPredictor(1000)
+    predictor.update(torch.arange(50))
+    assert predictor.loss() == pytest.approx(math.log(1000))
+
+
+def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
+    labels = torch.randn(200, 2) * torch.tensor([1.0, 3.0]) + 5
+    predictor = ConstantPredictor(2)
+    predictor.update(labels)
+    expected = best_constant_loss(lambda constant: F.mse_loss(constant.expand(200, 2), labels.double()), 2)
+    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+
+    labels = (torch.rand(200, 3) < torch.tensor([0.2, 0.5, 0.9])).float()
+    predictor = ConstantPredictor(3, multi_label=True)
+    predictor.update(labels)
+    expected = best_constant_loss(
+        lambda logits: F.binary_cross_entropy_with_logits(logits.expand(200, 3), labels.double()), 3
+    )
+    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+
+
+def test_no_labels_is_an_error():
+    with pytest.raises(ValueError, match="initial_loss_bound"):
+        ConstantPredictor(3).loss()
+
+
+def test_geometric_schedule_reaches_the_warm_up_loss_at_strength_one():
+    alpha = geometric_alpha(2.0, 0.5, 4, strength=1.0)
+    assert 2.0 * (1 - alpha) ** 4 == pytest.approx(0.5)
+    half = geometric_alpha(2.0, 0.5, 4, strength=0.5)
+    assert 2.0 * (1 - half) ** 4 == pytest.approx(math.sqrt(2.0 * 0.5))
+
+
+@pytest.mark.parametrize("final", [2.0, 3.0, 1e9])
+def test_a_model_no_better_than_a_constant_still_gets_a_schedule(final):
+    assert 0 < geometric_alpha(2.0, final, 4, strength=1.0) < 0.05
+
+
+@pytest.mark.parametrize("final", [float("nan"), float("inf"), 0.0, -1.0])
+def test_no_schedule_from_a_meaningless_loss(final):
+    with pytest.raises(ValueError, match="descent_alpha"):
+        geometric_alpha(2.0, final, 4, strength=1.0)

@@ -1,0 +1,89 @@
+"""Tiny random models and learnable toy data shared by the tests."""
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from hf_descent import DescentConfig
+
+
+VOCAB = 40
+
+
+def bert(num_layers=3, num_labels=3, dropout=0.0, seed=0, **config):
+    torch.manual_seed(seed)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_hidden_layers=num_layers,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=32,
+            num_labels=num_labels,
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            classifier_dropout=dropout,
+            **config,
+        )
+    )
+
+
+def llama(num_layers=3, seed=0, **config):
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=num_layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=64,
+            **config,
+        )
+    )
+
+
+def classification_data(count=64, num_labels=3, length=10, seed=0, pad=True):
+    """Sequences whose third token tells the label; padded to different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        label = int(torch.randint(num_labels, (1,), generator=generator))
+        ids = torch.randint(10, VOCAB, (length,), generator=generator)
+        ids[2] = 3 + label
+        real = int(torch.randint(5, length + 1, (1,), generator=generator)) if pad else length
+        mask = (torch.arange(length) < real).long()
+        rows.append({"input_ids": ids * mask, "attention_mask": mask, "labels": label})
+    return rows
+
+
+def language_data(count=32, length=12, seed=0, ragged=True):
+    """Counting sequences modulo the vocabulary; different numbers of labelled tokens per row."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(count):
+        ids = (torch.randint(VOCAB, (1,), generator=generator) + torch.arange(length)) % VOCAB
+        labels = ids.clone()
+        if ragged:
+            labels[: int(torch.randint(0, length - 2, (1,), generator=generator))] = -100
+        rows.append({"input_ids": ids, "attention_mask": torch.ones(length, dtype=torch.long), "labels": labels})
+    return rows
+
+
+def config(output_dir, **arguments):
+    """Quick, silent training arguments; constraints known from the start unless said otherwise."""
+    defaults = {
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "per_device_train_batch_size": 8,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "descent_alpha": 0.3,
+        "initial_loss_bound": 1.0,
+        "dual_warmup_steps": 0,
+    }
+    return DescentConfig(output_dir=str(output_dir), **{**defaults, **arguments})

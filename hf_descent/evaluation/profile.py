@@ -27,7 +27,7 @@ class LayerProfile(Result):
         metric (`str`): name of the metric.
         losses (float64 `[L]`): f_l, averaged over items.
         values (float64 `[L]`): the metric read out at each layer.
-        sample_losses (float64 `[samples, L]`): f_l(x_n), each sample averaged over its own items.
+        sample_losses (float64 `[samples, L]`): f_l(x_n), the mean over the items of sample n, where it has any.
         gamma (`float`): noise level of the input.
         violations (float64 `[L]`, *optional*): g_l of the problem, in units of the loss; at most 0 is satisfied.
         max_violation (`float`, *optional*): the largest violation over the constrained layers.

@@ -78,16 +78,16 @@ class Scorer:
         return self._scale * mean.sqrt() if self.metric_name == "rmse" else mean
 
     def sample_losses(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Mean loss of each sample over its own items, float32 `[batch]`; not a number for a sample without items.
+        """Mean loss of each sample over its own items, float32 `[samples]`; samples without items are left out.
 
         Cross-entropy for integer labels, mean squared error for floating ones (binary cross-entropy where
         `config.problem_type` says multi-label).
         """
         logits, labels = self._scored(outputs, inputs)
         if not labels.is_floating_point():
-            losses = _cross_entropy(logits, labels)  # [batch, ...]
+            losses = _cross_entropy(logits, labels).reshape(len(labels), -1).sum(1)  # [batch]
             counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)  # [batch]
-            return losses.reshape(len(labels), -1).sum(1) / counts
+            return losses[counts > 0] / counts[counts > 0]
         logits = logits.float().reshape(labels.shape)
         multi_label = getattr(self._model.config, "problem_type", None) == "multi_label_classification"
         loss = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss

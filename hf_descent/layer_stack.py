@@ -68,8 +68,8 @@ def find_layer_stack(model, inputs) -> LayerStack:
     with intercepted({id(child): child for children in members.values() for child in children}.values(), log):
         hidden_states = _hidden_states(model, inputs)
 
-    # The first hidden state may be embeddings of another width.
-    if len({state.shape for state in hidden_states[1:]}) > 1:
+    # The first may be embeddings of another width, the last may have been merged by the tail.
+    if len({state.shape for state in hidden_states[1:-1]}) > 1:
         raise _differing_shapes(model_name, "hidden states", (state.shape for state in hidden_states))
     calls_of = {
         path: [call for call in calls if call[0] in {id(child) for child in children}]
@@ -81,9 +81,15 @@ def find_layer_stack(model, inputs) -> LayerStack:
             f"{model_name} has no stack of layers (an nn.ModuleList whose members run one after the other) that could "
             "share a readout. Put its layers into one."
         )
-    shapes = [outputs[hidden_index].shape for _, _, outputs in calls_of[name]]
-    if len(set(shapes)) > 1:
-        raise _differing_shapes(model_name, f"outputs of `{name}`", shapes)
+    states = [outputs[hidden_index] for _, _, outputs in calls_of[name]]
+    first_input = max(calls_of[name][0][1], key=lambda tensor: tensor.shape == states[0].shape)
+    if len({state.shape for state in (first_input, *states)}) > 1:
+        raise _differing_shapes(model_name, f"states through `{name}`", (t.shape for t in (first_input, *states)))
+    if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
+        raise ValueError(
+            f"{model_name}: the layers of `{name}` do not run one after the other, so none has a readout of its own. Use "
+            "an architecture with one stack of layers."
+        )
 
     path = [model]
     for attribute in name.split("."):
@@ -92,7 +98,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
     return LayerStack(
         name=name,
         layers=list({id(layer): layer for layer in members[name]}.values()),
-        num_layers=len(shapes),
+        num_layers=len(states),
         hidden_index=hidden_index,
         ancestors=path[1:],
         neighbours=[child for child in neighbours.values() if not any(child is ancestor for ancestor in path)],
@@ -198,17 +204,24 @@ def _by_hidden_states(calls_of, hidden_states):
 
 def _by_chain(calls_of):
     """(name, 0) of the container with the longest chain of calls."""
-    chains = {name: len(calls) for name, calls in calls_of.items() if _is_chain(calls)}
+    chains = {name: len(calls) for name, calls in calls_of.items() if calls and _is_chain(calls, 0)}
     return (max(chains, key=chains.get), 0) if chains else None
 
 
-def _is_chain(calls):
-    """Each call receives the first tensor that the call before returned, and all of these have one shape."""
-    if not calls or not all(outputs for _, _, outputs in calls):
-        return False
-    return all(
-        before[0].shape == after[0].shape and any(_share_storage(before[0], tensor) for tensor in received)
+def _is_chain(calls, index):
+    """Whether each call receives the hidden state that the call before returned, and keeps its shape."""
+    return all(len(outputs) > index for _, _, outputs in calls) and all(
+        before[index].shape == after[index].shape and any(_share_storage(before[index], tensor) for tensor in received)
         for (_, _, before), (_, received, after) in pairwise(calls)
+    )
+
+
+def _follow_one_another(states, hidden_states):
+    """Whether `states` are the model's hidden states in order, with or without embeddings and up to a final norm."""
+    return any(
+        len(hidden_states) == len(states) + first
+        and all(_equal(state, reported) for state, reported in zip(states[:-1], hidden_states[first:]))
+        for first in (0, 1)
     )
 
 

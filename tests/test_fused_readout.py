@@ -1,0 +1,248 @@
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hf_descent import layer_logits, layer_losses
+from hf_descent.fused_readout import FusedReadout
+
+
+LAYERS, VOCAB = 3, 53
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0}
+MODELS = {
+    "LlamaForCausalLM": {},
+    "Gemma2ForCausalLM": {"final_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
+    "RecurrentGemmaForCausalLM": {"lru_width": 16, "logits_soft_cap": 0.25, "num_key_value_heads": 1},
+    "CohereForCausalLM": {"logit_scale": 0.125},
+    "GraniteForCausalLM": {"logits_scaling": 7.0, "tie_word_embeddings": True},
+    "GPT2LMHeadModel": NO_DROPOUT,
+    "PhiForCausalLM": {"num_key_value_heads": 4},
+    "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "ModernBertDecoderForCausalLM": {},
+    "MixtralForCausalLM": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+WEIGHTS = torch.tensor([0.7, -0.4, 1.3])
+
+
+def build(name="LlamaForCausalLM", **overrides):
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**{**SIZES, **MODELS.get(name, {}), **overrides})
+    model = model_class(config)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))  # norms and biases that do something
+    return model.train()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(3, VOCAB, (2, 9), generator=generator)
+    labels = input_ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def train_step(readout, model, inputs, **kwargs):
+    """Gradients of the weighted layer losses read by `readout`, and the outputs."""
+    read_sums = []
+
+    def on_forward(read, outputs):
+        read_sums.append(read(readout.tokens(inputs), WEIGHTS, **kwargs))
+        return read_sums[-1].objective
+
+    with readout.attach(on_forward):
+        outputs = model(**inputs)
+    outputs["loss"].backward()
+    return outputs, read_sums[0], gradients(model)
+
+
+def gradients(model):
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_replay(name):
+    model, inputs = build(name), batch()
+    losses = layer_losses(model, inputs)
+    (WEIGHTS * losses).sum().backward()
+    expected = gradients(model)
+
+    readout = FusedReadout.probe(model, inputs)
+    assert readout.shifts_labels == (name != "BertForMaskedLM")
+    assert readout.num_layers == LAYERS
+    outputs, sums, found = train_step(readout, model, inputs)
+    torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
+    torch.testing.assert_close(outputs["loss"].detach(), (WEIGHTS * losses).sum().detach())
+    assert outputs["logits"].numel() == 0
+    torch.testing.assert_close(found, expected)
+
+
+def test_router_loss_weight():
+    model, inputs = build("MixtralForCausalLM"), batch()
+    readout = FusedReadout.probe(model, inputs)
+    outputs = model(**inputs)
+    expected = layer_losses(model, inputs)[-1] + readout.router_loss_weight * outputs["aux_loss"]
+    assert readout.router_loss_weight == 0.5
+    torch.testing.assert_close(outputs["loss"], expected)
+
+
+def test_label_smoothing_is_the_trainers():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs, label_smoothing=0.1)
+    logits = layer_logits(model, inputs)
+    smoother = LabelSmoother(epsilon=0.1)
+    losses = torch.stack([smoother({"logits": x}, inputs["labels"], shift_labels=True) for x in logits])
+    (WEIGHTS * losses).sum().backward()
+    expected = gradients(model)
+    torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
+
+
+def test_labels_shifted_already():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    shifted = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    _, sums, found = train_step(readout, model, inputs)
+    _, shifted_sums, shifted_found = train_step(readout, model, {**inputs, "shift_labels": shifted})
+    assert torch.equal(sums.sums, shifted_sums.sums)
+    torch.testing.assert_close(found, shifted_found)
+
+
+@pytest.mark.parametrize("keep_logits", [True, False])
+def test_logits_on_request(keep_logits):
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    with torch.no_grad():
+        expected = model(**inputs)
+        with readout.attach(lambda read, outputs: read(readout.tokens(inputs)).final_sum, keep_logits=keep_logits):
+            outputs = model(**inputs)
+    if keep_logits:
+        assert torch.equal(outputs["logits"], expected["logits"])
+    else:
+        assert outputs["logits"].shape == (2, 0, VOCAB)
+    torch.testing.assert_close(outputs["loss"] / len(readout.tokens(inputs).rows), expected["loss"])
+
+
+def test_gradient_checkpointing():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    *_, expected = train_step(readout, model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
+
+
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["head frozen", "head trained"])
+def test_lora(saved):
+    inputs = batch()
+    model = get_peft_model(build(), LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=saved))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    (WEIGHTS * layer_losses(model, inputs)).sum().backward()
+    expected = gradients(model)
+    assert any("lm_head" in name for name in expected) == (saved is not None)
+    readout = FusedReadout.probe(model, inputs)
+    torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
+
+
+@pytest.mark.parametrize("fail", [True, False])
+def test_the_model_is_left_as_it_was(fail):
+    model, inputs = build(), batch()
+    before = [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()]
+    outputs = model(**inputs)
+
+    def on_forward(read, outputs):
+        if fail:
+            raise KeyError("stop")
+
+    readout = FusedReadout.probe(model, inputs)
+    try:
+        with readout.attach(on_forward):
+            model(**inputs)
+    except KeyError:
+        assert fail
+    assert [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()] == before
+    assert torch.equal(model(**inputs)["logits"], outputs["logits"])
+
+
+class Biased(transformers.LlamaForCausalLM):
+    def forward(self, **kwargs):
+        outputs = super().forward(**kwargs)
+        outputs.logits = outputs.logits + torch.arange(VOCAB)
+        return outputs
+
+
+def lora_on_head():
+    return get_peft_model(build(), LoraConfig(target_modules=["lm_head"]))
+
+
+def dropout_before_head():
+    model = build()
+    model.model.norm = nn.Sequential(model.model.norm, nn.Dropout(0.5))
+    return model
+
+
+def other_loss():
+    model = build()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    return model
+
+
+def hooked_head():
+    model = build()
+    model.lm_head.register_forward_hook(lambda module, args, output: output + torch.arange(VOCAB))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: build("RobertaForMaskedLM", max_position_embeddings=40), "chain of modules"),
+        (lambda: build("LlamaForSequenceClassification"), "makes logits"),
+        (lambda: build("T5ForConditionalGeneration", d_model=16, num_layers=2), "decoder's input"),
+        (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
+        (lora_on_head, "acts beside"),
+        (dropout_before_head, "single positions"),
+        (other_loss, "replay"),
+        (hooked_head, "replay"),
+        (lambda: Biased(transformers.LlamaConfig(**SIZES)), "scaled or capped"),
+    ],
+)
+def test_other_tails_are_refused(make, match):
+    inputs = batch()
+    model = make()
+    if "Sequence" in type(model).__name__:
+        inputs["labels"] = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=match):
+        FusedReadout.probe(model, inputs)
+
+
+def test_labels_are_needed():
+    with pytest.raises(ValueError, match="labels"):
+        FusedReadout.probe(build(), {"input_ids": batch()["input_ids"]})
+
+
+def test_dropped_layers_raise():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    del model.model.layers[-1]
+    model.config.num_hidden_layers -= 1
+    with pytest.raises(ValueError, match="2 layers"), readout.attach(lambda read, outputs: None):
+        model(**inputs)

@@ -1,8 +1,11 @@
 """Every recipe parses, every command in the recipes' READMEs parses, and the smoke recipes run."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -11,9 +14,11 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     DistilBertConfig,
     DistilBertModel,
     PreTrainedTokenizerFast,
@@ -22,7 +27,6 @@ from transformers import (
 )
 
 from hf_descent import cli
-from hf_descent.data import text
 
 
 ROOT = Path(__file__).parent.parent
@@ -36,12 +40,12 @@ def relative(path):
     return str(path.relative_to(ROOT))
 
 
-def commands():
-    """Lines of the READMEs' code blocks that start a command, with the file that has them."""
-    for readme in sorted(RECIPES.rglob("README.md")):
-        for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL):
-            for line in block.splitlines():
-                yield pytest.param(line, id=f"{readme.parent.name}: {line[:60]}")
+COMMANDS = [
+    line
+    for readme in sorted(RECIPES.rglob("README.md"))
+    for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
+    for line in block.splitlines()
+]
 
 
 def without_launcher(line):
@@ -61,7 +65,7 @@ def repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("line", commands())
+@pytest.mark.parametrize("line", sorted(set(COMMANDS)))
 def test_documented_commands_parse(line):
     argv = without_launcher(line)
     assert (ROOT / argv[argv.index("--config") + 1]).is_file()
@@ -70,13 +74,14 @@ def test_documented_commands_parse(line):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=relative)
 def test_every_recipe_is_documented_and_gives_what_it_says(path):
-    lines = [param.values[0] for param in commands()]
-    argv = next(without_launcher(line) for line in lines if relative(path) in shlex.split(line, comments=True))
+    argv = next(without_launcher(line) for line in COMMANDS if relative(path) in shlex.split(line, comments=True))
     _, arguments = cli.parse_arguments(argv)
     parsed = {name: value for dataclass in arguments for name, value in vars(dataclass).items()}
     values = yaml.safe_load(path.read_text())
     flags = {word.removeprefix("--") for word in argv}
-    assert {name: parsed[name] for name in values.keys() - flags} == {name: values[name] for name in values.keys() - flags}
+    assert {name: parsed[name] for name in values.keys() - flags} == {
+        name: values[name] for name in values.keys() - flags
+    }
 
 
 @pytest.mark.parametrize("folder", ARMS, ids=relative)
@@ -94,7 +99,9 @@ def test_the_arms_differ_only_where_it_matters(folder):
 
 
 def test_published_numbers():
-    bounds = {task: yaml.safe_load((RECIPES / f"{task}-distilbert/descent.yaml").read_text()) for task in ("imdb", "mnli")}
+    bounds = {
+        task: yaml.safe_load((RECIPES / f"{task}-distilbert/descent.yaml").read_text()) for task in ("imdb", "mnli")
+    }
     assert bounds["imdb"]["initial_loss_bound"] == 1.07
     assert bounds["mnli"]["initial_loss_bound"] == 1.99
 
@@ -165,16 +172,13 @@ def workplace(tmp_path_factory):
 @pytest.fixture
 def smoke(workplace, tmp_path):
     """Runs the README's command of a smoke recipe, on the tiny model and rows, and gives its output folder."""
-    lines = [param.values[0] for param in commands()]
 
     def run(name, *flags, kind="distilbert"):
-        line = next(line for line in lines if line.startswith("hf-descent") and f"smoke/{name}.yaml" in line)
+        line = next(line for line in COMMANDS if line.startswith("hf-descent") and f"smoke/{name}.yaml" in line)
         argv = without_launcher(line)
         rows = workplace / argv[argv.index("--train_file") + 1]
-        cli.main(
-            [*argv, "--model_name_or_path", str(workplace / kind), "--train_file", str(rows)]
-            + ["--output_dir", str(tmp_path / "out"), *flags]
-        )
+        argv += ["--model_name_or_path", str(workplace / kind), "--train_file", str(rows)]
+        cli.main([*argv, "--output_dir", str(tmp_path / "out"), *flags])
         return tmp_path / "out"
 
     return run
@@ -203,9 +207,10 @@ def test_smoke_recipes_run(smoke, path, kind, capsys):
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     folder = smoke("imdb-erm", "--validation_file", str(workplace / "train.csv"), "--max_steps", "40")
-    from transformers import AutoTokenizer
-
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     rows = [line.rsplit(",", 1) for line in (workplace / "train.csv").read_text().splitlines()[1:]]
     with torch.no_grad():
         logits = model.eval()(**tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")).logits
@@ -216,10 +221,30 @@ def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
 @pytest.mark.parametrize("pooling", ["head", "mean_linear"])
 def test_other_readouts_and_lora_run(smoke, pooling):
     folder = smoke("imdb-descent", "--pooling", pooling, "--use_peft", "--lora_r", "2", "--max_steps", "4")
-    saved = json.loads((folder / "adapter_config.json").read_text())
-    assert saved["r"] == 2
-    assert set(saved["modules_to_save"]) == ({"classifier"} if pooling != "head" else {"pre_classifier", "classifier"})
+    weights = load_file(folder / "adapter_model.safetensors")
+    heads = {"classifier", "pre_classifier"} if pooling == "head" else {"classifier"}
+    whole = {name.split(".")[-2] for name in weights if "lora" not in name}
+    adapted = {name for name in weights if "lora_A" in name}
+    assert whole == heads  # a new head is trained whole, the encoder by adapters of the rank asked for
+    assert len(adapted) == 3 * 6 and all(weights[name].shape[0] == 2 for name in adapted)
     assert len(results_of(folder, "layer_profile")["losses"]) == 3
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu(workplace, tmp_path):
+    line = next(line for line in COMMANDS if line.startswith("accelerate") and "cpu_ddp" in line)
+    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *shlex.split(line)[1:]]
+    words += ["--model_name_or_path", str(workplace / "distilbert"), "--train_file", str(workplace / "train.csv")]
+    words += ["--per_device_eval_batch_size", "4"]  # so that either process sees only some of the held-out rows
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    subprocess.run([*words, "--output_dir", str(tmp_path / "out")], check=True, env=environment, timeout=300)
+    recipe = yaml.safe_load((RECIPES / "smoke/imdb-descent.yaml").read_text())
+    state = results_of(tmp_path / "out", "trainer_state")
+    # Two processes take two batches of the 48 training rows a step.
+    assert state["epoch"] == recipe["max_steps"] * 2 * recipe["per_device_train_batch_size"] / 48
+    results, curve = results_of(tmp_path / "out"), results_of(tmp_path / "out", "noise_curve")
+    assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    assert curve["losses"][0][0] == pytest.approx(results["eval_loss"], rel=1e-4)  # of all rows, not one process's
 
 
 def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
@@ -232,35 +257,31 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
     smoke("imdb-descent", "--max_steps", "4", "--overwrite_output_dir")
 
 
-def test_an_interrupted_run_ends_like_a_straight_one(smoke, workplace, monkeypatch):
+def test_an_interrupted_run_ends_like_a_straight_one(smoke):
     steps = ["--max_steps", "8", "--save_steps", "4", "--dual_warmup_steps", "2"]
     folder = smoke("imdb-descent", *steps)
-    straight, results = torch_weights(folder), results_of(folder)
-    newest = folder / "checkpoint-8"
-    newest.rename(folder / "gone")  # as if the run had ended after its first checkpoint
+    straight, results = load_file(folder / "model.safetensors"), results_of(folder)
+    (folder / "checkpoint-8").rename(folder / "gone")  # as if the run had ended after its first checkpoint
     (folder / "model.safetensors").unlink()
+    first_saved = (folder / "checkpoint-4" / "model.safetensors").stat().st_mtime_ns
     smoke("imdb-descent", *steps, "--resume_from_checkpoint", "true")
-    resumed, again = torch_weights(folder), results_of(folder)
+    resumed, again = load_file(folder / "model.safetensors"), results_of(folder)
+    assert (folder / "checkpoint-4" / "model.safetensors").stat().st_mtime_ns == first_saved  # not trained again
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-    assert {k: v for k, v in results.items() if k.startswith("eval") and "per_second" not in k and "runtime" not in k} == {
-        k: v for k, v in again.items() if k.startswith("eval") and "per_second" not in k and "runtime" not in k
-    }
-
-
-def torch_weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
+    timings = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}
+    figures = {name for name in results if name.startswith("eval")} - timings
+    assert {name: results[name] for name in figures} == {name: again[name] for name in figures}
 
 
 def test_the_test_rows_are_read_only_after_training(smoke, workplace, tmp_path):
     test = tmp_path / "test.csv"
     test.write_text("text,label\na good film,0\na bad film,1\n")
-    folder = smoke("imdb-descent", "--test_file", str(test), "--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2")
+    folder = smoke(
+        "imdb-descent", "--test_file", str(test), "--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2"
+    )
     results = results_of(folder)
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     assert {"eval_accuracy", "test_accuracy", "test_accuracy_auc", "test_layer_loss_1"} <= results.keys()
     assert any("eval_loss" in entry for entry in history)
     assert not any(name.startswith("test") for entry in history for name in entry)
     assert len(results_of(folder, "layer_profile")["sample_losses"]) == 2
-    assert text.FILE_TYPES[test.suffix] == "csv"

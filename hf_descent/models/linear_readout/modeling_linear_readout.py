@@ -2,6 +2,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
 
 from .configuration_linear_readout import LinearReadoutConfig
 
@@ -46,6 +47,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
         if getattr(self.encoder, "pooler", None) is not None:
             self.encoder.pooler = None
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,

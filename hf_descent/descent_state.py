@@ -85,8 +85,9 @@ class DescentState:
     # ---- primal side ----
 
     def inactive(self, step: int) -> bool:
-        """Whether the constraints are still inactive (warm-up) at this step."""
-        return self.args.objective != "deep_supervision" and step < self.active_from
+        """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
+        objective = self.args.objective
+        return objective == "erm" or (objective != "deep_supervision" and step < self.active_from)
 
     def needs_labels(self, step: int) -> bool:
         """Whether the label statistics of this step enter f_0."""

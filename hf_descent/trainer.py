@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,11 +84,15 @@ class DescentMixin(CheckpointMixin):
         self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
         self._eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
         super().__init__(model, args, *positional, **keywords)
-        if args.objective != "erm":
+        if self._reads_layers:
             self._refuse_unsupported()
         self.add_callback(StepCallback(self))
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(DescentProgressCallback)
+
+    @property
+    def _reads_layers(self) -> bool:
+        return self.args.objective != "erm" or self._readout_fn is not None
 
     @property
     def multipliers(self) -> Multipliers | None:
@@ -112,7 +117,13 @@ class DescentMixin(CheckpointMixin):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._reported_loss = self.loss_is_scaled_for_ga = None
-        constrained = self.args.objective != "erm" and (model.training or self._count_items(inputs) is not None)
+        labelled = self._count_items(inputs) is not None
+        constrained = self._reads_layers and (model.training or labelled)
+        if constrained and not labelled:
+            raise ValueError(
+                f"A training batch has no labels (looked for {', '.join(self.label_names) or 'labels'}; found "
+                f"{', '.join(inputs)}); every layer's loss needs them."
+            )
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         if constrained:
             self._prepare(model, inputs)
@@ -163,8 +174,7 @@ class DescentMixin(CheckpointMixin):
             if layer in weighted and not hidden.requires_grad:
                 raise ValueError(
                     f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave the "
-                    "layer out of `constrained_layers`, unfreeze the layers up to it, or use gradient checkpointing "
-                    "with `use_reentrant=False`."
+                    "layer out of `constrained_layers`, or unfreeze the layers up to it."
                 )
             losses.append(self._task_loss(unwrapped, outputs, labels, items))
             if layer == num_layers and self._readout_fn is not None:
@@ -231,7 +241,7 @@ class DescentMixin(CheckpointMixin):
     @property
     def _stock_scaling_is_right(self) -> bool:
         args = self.args
-        return args.objective == "erm" and args.gradient_accumulation_steps == 1 and args.world_size == 1
+        return not self._reads_layers and args.gradient_accumulation_steps == 1 and args.world_size == 1
 
     def _loss_takes_items(self, model, inputs) -> bool:
         """Whether the loss honours `num_items_in_batch`, found out once on a real batch."""
@@ -374,14 +384,23 @@ class DescentMixin(CheckpointMixin):
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        if self.args.objective == "erm":
+        if not self._reads_layers:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         # Hidden states asked for in the model's config would pile up as predictions.
         if ignore_keys is None:
             ignore_keys = getattr(
                 getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
             )
-        return super().prediction_step(model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
+        step = partial(super().prediction_step, model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
+        if self._readout_fn is None or self._count_items(inputs) is not None:
+            return step()
+        self._prepare(model, self._prepare_inputs(inputs))
+        final = []
+        with self._readout.attach(
+            lambda layer, outputs, hidden: final.append(outputs["logits"]), layers=[self._readout.num_layers]
+        ):
+            step()
+        return None, None if prediction_loss_only else final[0], None
 
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
         """Metric and loss of the model on noisy inputs, for each noise level.

@@ -21,7 +21,17 @@ _EXPORTS = {
     "layer_profile": "evaluation",
     "noise_curve": "evaluation",
 }
-__all__ = sorted(_EXPORTS)
+__all__ = [
+    "DescentConfig",
+    "DescentProblem",
+    "DescentTrainer",
+    "EmbeddingNoise",
+    "Multipliers",
+    "layer_logits",
+    "layer_losses",
+    "layer_profile",
+    "noise_curve",
+]
 
 if TYPE_CHECKING:
     from .configs import DescentConfig

@@ -41,10 +41,13 @@ class ConstantPredictor:
     Args:
         num_classes (`int`): size of the last dimension of the logits.
         label_smoothing (`float`): smoothing of the targets, as `label_smoothing_factor`.
+        multi_label (`bool`): whether floating labels are independent classes rather than numbers.
+        scale (`float`): the task loss in units of the loss named above (a sum instead of a mean, say).
     """
 
-    def __init__(self, num_classes: int, label_smoothing: float = 0.0, multi_label: bool = False):
+    def __init__(self, num_classes: int, label_smoothing: float = 0.0, multi_label: bool = False, scale: float = 1.0):
         self.num_classes = num_classes
+        self.scale = scale
         self.label_smoothing = label_smoothing
         self.multi_label = multi_label
         self.moments = None  # integer labels: counts [classes]; floating labels: count, sum, sum of squares [3, dims]
@@ -67,7 +70,7 @@ class ConstantPredictor:
             self.moments = reduce(self.moments)
 
     def loss(self) -> float:
-        """The loss of the best constant predictor on the labels seen, in nats or squared label units."""
+        """The loss of the best constant predictor on the labels seen, in units of the task loss."""
         if self.moments is None or not bool(self.moments.flatten()[0].isfinite()):
             raise ValueError(
                 "`initial_loss_bound='auto'` needs labels in the training batches and found none; set "
@@ -77,13 +80,14 @@ class ConstantPredictor:
             count, total, square = self.moments  # [dims] each
             mean = total / count
             if self.multi_label:
-                return _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
-            return (square / count - mean.square()).mean().item()
+                return self.scale * _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
+            return self.scale * (square / count - mean.square()).mean().item()
         if self.moments.sum() < MIN_LABELS_PER_CLASS * self.num_classes:
-            return math.log(self.num_classes)
+            return self.scale * math.log(self.num_classes)
         probabilities = self.moments / self.moments.sum()  # [classes]
         uniform = 1.0 / self.num_classes
-        return _entropy((1 - self.label_smoothing) * probabilities + self.label_smoothing * uniform).item()
+        smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing * uniform
+        return self.scale * _entropy(smoothed).item()
 
 
 def _entropy(probabilities: torch.Tensor) -> torch.Tensor:

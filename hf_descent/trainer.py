@@ -8,6 +8,7 @@ multipliers take one step (`descent_state.py`). Checkpoints are in `checkpoints.
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +25,7 @@ from .callbacks import DescentProgressCallback, StepCallback
 from .checkpoints import CheckpointMixin
 from .configs import DescentConfig
 from .descent_state import STATE_NAME, DescentState
+from .evaluation import noise_curve
 from .losses import count_items, loss_from_logits
 from .multipliers import Multipliers
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
@@ -317,10 +319,12 @@ class DescentMixin(CheckpointMixin):
             logits = output_logits(model(**inputs))
         # Positions in the sequence are the classes of extractive question answering.
         num_classes = logits.shape[1] if "start_positions" in inputs else logits.shape[-1]
+        multi_label = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
         predictor = ConstantPredictor(
             num_classes,
             self.args.label_smoothing_factor,
-            getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification",
+            multi_label,
+            1.0 if multi_label else self._loss_scale(model, inputs, logits),
         )
         state = DescentState(
             self.args, num_layers, self.state.max_steps, self.state.global_step, predictor, self._reduce, device
@@ -335,6 +339,34 @@ class DescentMixin(CheckpointMixin):
         self._layer_sums = torch.zeros(num_layers, device=device)
         self._eval_sums = torch.zeros(num_layers + 1, device=device)
         self._state = state
+
+    @torch.no_grad()
+    def _loss_scale(self, model, inputs, logits) -> float:
+        """The loss at hand in units of cross-entropy or mean squared error, measured on one batch; for f_0 = "auto"."""
+        labels = inputs.get("labels")
+        if labels is None or self.args.initial_loss_bound != "auto":
+            return 1.0
+        if labels.is_floating_point() and labels.numel() == logits.numel():
+            # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
+            residual = labels - labels.mean(0, keepdim=True)
+            shifted = logits.reshape(labels.shape).to(labels) + residual
+            if self.compute_loss_func is None:
+                with probing(model):
+                    loss = model(**{**inputs, "labels": shifted})["loss"]
+            else:
+                loss = self.compute_loss_func({"logits": logits}, shifted, num_items_in_batch=None)
+            scale = loss / residual.square().mean()
+        elif self.compute_loss_func is not None:
+            loss = self.compute_loss_func({"logits": torch.zeros_like(logits)}, labels, num_items_in_batch=None)
+            scale = loss / math.log(logits.shape[-1])
+        else:
+            return 1.0
+        if not (scale.isfinite() and scale > 0):
+            raise ValueError(
+                "`initial_loss_bound='auto'` could not be measured with this loss; set it to the loss of a constant "
+                "prediction."
+            )
+        return scale.item()
 
     def _training_noise(self, model):
         gamma = self.args.noise_gamma
@@ -413,15 +445,21 @@ class DescentMixin(CheckpointMixin):
         Returns:
             [`NoiseCurve`], also logged under `eval_`.
         """
-        from .evaluation import noise_curve
-
         gammas = self.args.eval_gammas if gammas is None else gammas
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self.accelerator.unwrap_model(self.model)
-        loader = self.get_eval_dataloader(eval_dataset)
-        kwargs = {"sigma": self.noise_sigma(model), "seed": self.args.seed, "readout": self._readout_fn, **kwargs}
-        curve = noise_curve(model, loader, gammas, **kwargs)
+        settings = {
+            "data_collator": self.data_collator,
+            "batch_size": self.args.eval_batch_size,
+            "seed": self.args.seed,
+            "sigma": self.noise_sigma(model),
+            "label_names": self.label_names,
+            "layer_loss_fn": self.compute_loss_func,
+            "readout": self._readout_fn,
+        }
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         return curve
 

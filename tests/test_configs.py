@@ -1,0 +1,99 @@
+import dataclasses
+import inspect
+import re
+
+import pytest
+import yaml
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_descent import DescentConfig
+from hf_descent.configs import DescentArguments
+
+
+PARSED = {
+    "descent_alpha": [0.1, 0.2, 0.3],
+    "initial_loss_bound": 0.69,
+    "constrained_layers": [1, 3],
+    "noise_gamma": [0.0, 1.5],
+    "eval_gammas": [0, 0.5, 1],
+    "objective": "hinge",
+    "multiplier_max": 5.0,
+}
+
+
+def test_python_values_command_line_and_yaml_agree(tmp_path):
+    parser = HfArgumentParser(DescentConfig)
+    flags = [f"--{name}={str(value).replace(' ', '')}" for name, value in PARSED.items()]
+    (by_flags,) = parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", *flags])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), **PARSED}))
+    (by_file,) = parser.parse_yaml_file(str(file))
+    by_hand = DescentConfig(str(tmp_path), **PARSED)
+    for name, value in PARSED.items():
+        assert getattr(by_hand, name) == getattr(by_flags, name) == getattr(by_file, name) == value, name
+
+
+def test_auto_is_the_default_on_the_command_line_too(tmp_path):
+    (config,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses([f"--output_dir={tmp_path}"])
+    assert config.descent_alpha == config.initial_loss_bound == "auto" and config.objective == "descent"
+    assert config == DescentConfig(str(tmp_path))
+
+
+def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
+    paragraphs = re.findall(r"^(\w+) \((.*?)\):\n((?:    .*\n?)+)", inspect.getdoc(DescentArguments), re.MULTILINE)
+    documented = {name: (head, " ".join(body.split())) for name, head, body in paragraphs}
+    fields = {field.name: field for field in dataclasses.fields(DescentArguments)}
+    assert documented.keys() == fields.keys()
+    for name, (head, body) in documented.items():
+        assert fields[name].metadata["help"].replace("%%", "%") == body, name
+        default = fields[name].default
+        assert (f'defaults to `"{default}"`' if isinstance(default, str) else f"defaults to `{default}`") in head or (
+            default is None and "defaults" not in head
+        ), name
+    assert "descent_alpha" in DescentConfig.__doc__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"objective": "descend"}, "objective.*descend.*choose one of"),
+        ({"dual_optim": "adamw"}, "dual_optim"),
+        ({"resilience_form": "none"}, "resilience_form"),
+        ({"negative_weights": "drop"}, "negative_weights"),
+        ({"descent_alpha": 1.0}, "descent_alpha"),
+        ({"descent_alpha": [0.1, -0.2]}, "descent_alpha"),
+        ({"descent_alpha": "much"}, "descent_alpha.*'much'"),
+        ({"initial_loss_bound": 0}, "initial_loss_bound"),
+        ({"constrained_layers": [3, 1]}, "constrained_layers"),
+        ({"dual_learning_rate": -0.1}, "dual_learning_rate.*-0.1"),
+        ({"dual_learning_rate": float("nan")}, "dual_learning_rate"),
+        ({"slack_learning_rate": 0.0}, "slack_learning_rate"),
+        ({"resilience": -1.0}, "resilience"),
+        ({"multiplier_max": 0.0}, "multiplier_max"),
+        ({"descent_strength": 0.0}, "descent_strength"),
+        ({"noise_gamma": -0.5}, "noise_gamma"),
+        ({"noise_gamma": [1.0, 0.5]}, "low <= high"),
+        ({"noise_gamma": [0.1, 0.2, 0.3]}, "low <= high"),
+        ({"eval_gammas": [0.1, -1]}, "eval_gammas"),
+        ({"dual_warmup_steps": 0}, "dual_warmup_steps.*is 0"),
+        ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),
+        ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
+        ({"objective": "fixed"}, "fixed_multipliers"),
+    ],
+)
+def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):
+    with pytest.raises(ValueError, match=match):
+        DescentConfig(str(tmp_path), **arguments)
+
+
+def test_conversion_keeps_every_argument_and_a_subclass_s_own(tmp_path):
+    args = Seq2SeqTrainingArguments(
+        str(tmp_path), learning_rate=3e-4, report_to="none", warmup_steps=7, generation_max_length=9, seed=5,
+        lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=11, lr_scheduler_kwargs={"num_cycles": 2},
+    )  # fmt: skip
+    config = DescentConfig.from_training_arguments(args, descent_alpha=0.2)
+    for field in dataclasses.fields(TrainingArguments):
+        if field.init:
+            assert getattr(config, field.name) == getattr(args, field.name), field.name
+    assert config.generation_max_length == 9 and config.descent_alpha == 0.2
+    assert DescentConfig.from_training_arguments(config) is config

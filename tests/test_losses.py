@@ -1,0 +1,53 @@
+import copy
+
+import pytest
+import torch
+from tiny import bert, classification_data, language_data, llama
+
+from hf_descent import layer_losses
+from hf_descent.losses import count_items
+
+
+def collate(rows):
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("task", ["classification", "language"])
+def test_layer_losses_are_those_of_truncated_models(task):
+    model = bert() if task == "classification" else llama()
+    batch = collate(classification_data(8) if task == "classification" else language_data(8))
+    losses = layer_losses(model.eval(), batch)
+    assert losses.shape == (3,) and losses.dtype == torch.float32 and losses.requires_grad
+    for layer in (1, 2, 3):
+        short = copy.deepcopy(model)
+        if task == "classification":
+            short.bert.encoder.layer = short.bert.encoder.layer[:layer]
+        else:
+            short.model.layers, short.config.num_hidden_layers = short.model.layers[:layer], layer
+        assert losses[layer - 1].item() == pytest.approx(short(**batch).loss.item(), rel=1e-6)
+
+
+def test_layer_losses_need_labels():
+    batch = collate(classification_data(4))
+    del batch["labels"]
+    with pytest.raises(ValueError, match="labels"):
+        layer_losses(bert(), batch)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shifts", "expected"),
+    [
+        ({"labels": torch.tensor([0, 2, 1])}, False, 3),
+        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, False, 3),
+        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, True, 2),
+        ({"labels": torch.tensor([[5, 1]]), "shift_labels": torch.tensor([[1, -100]])}, True, 1),
+        ({"labels": torch.rand(4, 2)}, False, 4),
+        ({"start_positions": torch.tensor([1, 2])}, False, 2),
+        ({"labels": torch.full((2, 3), -100)}, False, 0),
+        ({"labels": None}, False, None),
+        ({}, False, None),
+    ],
+)
+def test_items(inputs, shifts, expected):
+    count = count_items(inputs, ["labels", "start_positions"], shifts)
+    assert count is None if expected is None else count.item() == expected

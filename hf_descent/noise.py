@@ -32,7 +32,6 @@ TABLE_CHUNK = 8192  # rows of the embedding table looked up at once when sigma i
 class _Call:
     """One running forward call of a (sub)model: what the embedding lookup inside it needs to know."""
 
-    module: nn.Module
     input_ids: torch.Tensor | None
     mask: torch.Tensor | None
     has_signal: bool
@@ -158,7 +157,7 @@ class EmbeddingNoise:
         given = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
         has_signal = module is self._model and given.get(self._main_input) is not None
-        self._calls.append(_Call(module, given.get("input_ids"), given.get("attention_mask"), has_signal))
+        self._calls.append(_Call(given.get("input_ids"), given.get("attention_mask"), has_signal))
         if not (is_outermost and self._is_active()):
             return None
         self._reached, self._levels = False, None
@@ -182,9 +181,8 @@ class EmbeddingNoise:
         return (*named, *args[len(names) :]), {**kwargs, **noisy}
 
     def _exit(self, module, args, output):
-        # An exception can unwind a call whose own pre-hook never ran.
-        if not (self._calls and self._calls[-1].module is module):
-            return
+        if not self._calls:
+            return  # a pre-hook of somebody else's failed before `_enter`
         call = self._calls.pop()
         failed = output is None
         if call.has_signal and not (self._calls or self._reached or failed) and self._is_active():
@@ -195,7 +193,8 @@ class EmbeddingNoise:
             )
 
     def _perturb_lookup(self, module, args, output):
-        # Only the first lookup of a call is the tokens': GPT-2 looks `token_type_ids` up in the same table.
+        # Only the first lookup of a call counts: GPT-2 looks `token_type_ids` up in the same table, and a PEFT wrapper
+        # of the table calls the table.
         if not self._calls or self._calls[-1].looked_up or not self._is_active() or not torch.is_tensor(output):
             return None
         call = self._calls[-1]
@@ -343,9 +342,8 @@ def _find_lookups(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()` to return "
             "the token-embedding module, or set `main_input_name` to the floating-point input to perturb."
         )
-    inside = set(lookup.modules())  # a PEFT wrapper holds the table it wraps
     weight = getattr(lookup, "weight", None)
-    twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m not in inside)
+    twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
     return [lookup, *twins]
 
 

@@ -116,6 +116,15 @@ def test_per_sample_levels_are_uniform_on_the_range():
     assert kstest(levels[:200], levels[200:]).pvalue > 0.01
 
 
+def test_each_forward_call_draws_its_own_levels():
+    model, ids = bert().eval(), torch.randint(3, VOCAB, (8, 30), generator=torch.Generator().manual_seed(0))
+    with EmbeddingNoise(model, (0.5, 2.0), seed=0), Spy(model.get_input_embeddings()) as spy, torch.no_grad():
+        model(ids)
+        model(ids)
+    first, second = (noise.std(dim=(1, 2)) for noise in spy.added)
+    assert (first / second - 1).abs().max() > 0.5
+
+
 def test_level_can_be_changed_while_attached():
     model, inputs = bert().eval(), batch()
     noise = EmbeddingNoise(model, 1.0, seed=0)
@@ -258,6 +267,17 @@ def test_noise_goes_with_peft_models():
         assert not torch.equal(noisy, adapted.generate(**generation))
 
 
+def test_inputs_of_peft_models_are_perturbed_by_position():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(vit(), peft.LoraConfig(target_modules=["q_proj", "query"])).eval()
+    pixels = torch.zeros(2, 3, 8, 8)
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0, sigma=1.0) as noise:
+        noisy = model(pixels).logits
+        noise.reseed()
+        assert torch.equal(model(pixel_values=pixels).logits, noisy)
+    assert not torch.equal(model(pixels).logits, noisy)
+
+
 # ---- generation ----
 
 
@@ -314,20 +334,24 @@ def test_hooks_go_whatever_happens():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_failing_forward_does_not_spoil_the_next():
-    model, inputs = bert().eval(), batch()
-    expected = added_noise(model, inputs, gamma=1.0, seed=0)[0]
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("before", [False, True], ids=["hook after the noise's", "hook before the noise's"])
+@pytest.mark.parametrize("failing", ["", "bert", "bert.embeddings", "bert.encoder"])
+def test_a_failing_forward_does_not_spoil_the_next(failing, before):
+    model, noise = bert().eval(), None
+    inputs = {"inputs_embeds": torch.zeros(2, 5, 16)}
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
+        expected = model(**inputs).logits
     noise = EmbeddingNoise(model, 1.0, seed=0)
-    with noise, Spy(model.get_input_embeddings()) as spy:
-        for failing in (model.bert.embeddings, model.bert.encoder, model):
-            handle = failing.register_forward_pre_hook(lambda module, args: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model(**inputs)
-            handle.remove()
-        spy.added.clear()
+    if not before:
+        noise.attach()
+    handle = model.get_submodule(failing).register_forward_pre_hook(lambda module, args: 1 / 0)
+    with torch.no_grad(), noise:
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs)
+        handle.remove()
         noise.reseed()
-        model(**inputs)
-    assert torch.equal(spy.added[0], expected)
+        assert torch.equal(model(**inputs).logits, expected)
 
 
 def test_attaching_twice_adds_noise_once():
@@ -347,20 +371,25 @@ def test_lookups_outside_the_models_forward_are_clean():
     assert (spy.added[0] == 0).all()
 
 
-def test_replays_of_the_readout_see_the_noise_once():
-    model, inputs = bert(num_layers=3).eval(), batch()
+@pytest.mark.parametrize(("build", "stack"), [(bert, "bert.encoder.layer"), (llama, "model.layers")])
+def test_replays_of_the_readout_see_the_noise_once(build, stack):
+    model, inputs = build(num_layers=3).eval(), batch()
     layer_logits(model, inputs)  # finds the layers, without noise
+    noise = EmbeddingNoise(model, 1.0, seed=0)
     with torch.no_grad():
-        with EmbeddingNoise(model, 1.0, seed=0), Spy(model.get_input_embeddings()) as spy:
+        with noise:
             logits = layer_logits(model, inputs)
-        drawn = len([noise for noise in spy.added if (noise != 0).any()])
+            after_readout = model(**inputs).logits
+            noise.reseed()
+            model(**inputs)
+            assert torch.equal(model(**inputs).logits, after_readout)  # one draw for the readout, as for a forward
         truncated = []
         for depth in (1, 2, 3):
-            cut = bert(num_layers=3).eval()
-            cut.bert.encoder.layer = cut.bert.encoder.layer[:depth]
+            cut = build(num_layers=3).eval()
+            del cut.get_submodule(stack)[depth:]
+            cut.config.num_hidden_layers = depth
             with EmbeddingNoise(cut, 1.0, seed=0):
                 truncated.append(cut(**inputs).logits)
-    assert drawn == 1
     torch.testing.assert_close(logits, truncated)
 
 

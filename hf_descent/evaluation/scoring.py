@@ -208,8 +208,7 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
             "`metric` is 'accuracy' but the labels are floating-point numbers; use 'rmse' or a function "
             "(logits, labels) -> (sum, count)."
         )
-    scored = labels != IGNORE_INDEX
-    return ((logits.argmax(-1) == labels) & scored).sum(), scored.sum()
+    return (logits.argmax(-1) == labels).sum(), (labels != IGNORE_INDEX).sum()
 
 
 def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:

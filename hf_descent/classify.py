@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from datasets import DatasetDict
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, PreTrainedModel, set_seed
-from transformers.utils import logging
+from transformers.utils import is_peft_available
 
 from .configs import DescentConfig
 from .data.text import DataArguments, load_text_classification, tokenize
@@ -14,8 +14,6 @@ from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification
 from .trainer import DescentTrainer
 
-
-logger = logging.get_logger(__name__)
 
 POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
 
@@ -112,6 +110,8 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
         )
     if not args.use_peft:
         return model
+    if not is_peft_available():
+        raise ImportError("`use_peft` needs PEFT: `pip install hf_descent[peft]`.")
     from peft import LoraConfig, get_peft_model
 
     # The head is new, and often more than the one layer that PEFT would think of.

@@ -166,7 +166,7 @@ def _select_columns(rows: Dataset, columns: dict[str, str], split: str) -> Datas
 
 
 def _labelled_rows(rows: Dataset, split: str) -> Dataset:
-    for name in set(rows.column_names) - {"labels"}:
+    for name in (name for name in rows.column_names if name != "labels"):
         if broken := sum(not isinstance(text, str) for text in rows[name]):
             raise ValueError(f"The {split} split has {broken} rows whose {name} is not a string; repair or drop them.")
     keep = [index for index, label in enumerate(rows["labels"]) if label not in UNLABELLED]

@@ -29,7 +29,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_encoder(cls, encoder_name_or_path: str, pooling: str = "cls", **config_kwargs):
-        """A pretrained encoder under a fresh linear layer.
+        """A pretrained encoder under a fresh linear layer; in eval mode, as `from_pretrained` leaves its models.
 
         Args:
             encoder_name_or_path (`str`): what `AutoModel.from_pretrained` takes.
@@ -40,7 +40,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
         model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))
         model.encoder = encoder
         model._drop_pooler()
-        return model
+        return model.eval()
 
     def _drop_pooler(self):
         # A pooler that nothing reads has no gradient, which DistributedDataParallel refuses.

@@ -1,0 +1,149 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    RobertaConfig,
+)
+
+from hf_descent import DescentConfig, DescentTrainer, layer_logits
+from hf_descent.models import LinearReadoutConfig, LinearReadoutForSequenceClassification
+
+
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 40,
+}
+ENCODERS = {
+    "bert": BertConfig(**SIZES),
+    "roberta": RobertaConfig(**SIZES, pad_token_id=1),
+    "albert": AlbertConfig(**SIZES, embedding_size=8),
+    "distilbert": DistilBertConfig(vocab_size=40, dim=16, hidden_dim=32, n_heads=2, n_layers=3),
+}
+
+
+def build(name="bert", pooling="cls", **kwargs):
+    torch.manual_seed(0)
+    config = LinearReadoutConfig(encoder_config=ENCODERS[name], pooling=pooling, num_labels=3, **kwargs)
+    return LinearReadoutForSequenceClassification(config).eval()
+
+
+@pytest.fixture
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 40, (4, 7), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[1, 4:], mask[1, 4:] = 1, 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1, 2])}
+
+
+def pool(hidden, mask, pooling):
+    """One row at a time."""
+    rows = [row[0] if pooling == "cls" else row[keep.bool()].mean(0) for row, keep in zip(hidden, mask)]
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("name", ENCODERS)
+def test_logits_are_one_linear_map_of_every_layers_hidden_states(inputs, name, pooling):
+    model = build(name, pooling)
+    with torch.no_grad():
+        hidden = model.encoder(inputs["input_ids"], inputs["attention_mask"], output_hidden_states=True).hidden_states
+        expected = [
+            F.linear(pool(states, inputs["attention_mask"], pooling), model.classifier.weight, model.classifier.bias)
+            for states in hidden[1:]
+        ]
+        outputs, logits = model(**inputs), layer_logits(model, inputs)
+    torch.testing.assert_close(outputs.logits, expected[-1])
+    torch.testing.assert_close(outputs.loss, F.cross_entropy(expected[-1], inputs["labels"]))
+    for layer, reference in zip(logits, expected, strict=True):
+        torch.testing.assert_close(layer, reference)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_no_weight_is_without_a_gradient(inputs, name):
+    model = build(name)
+    model(**inputs).loss.backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+
+
+def test_padding_does_not_count(inputs):
+    model = build(pooling="mean")
+    alone = {name: value[1:2, :4] for name, value in inputs.items() if name != "labels"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**alone).logits, model(**inputs).logits[1:2])
+        unmasked = model(inputs["input_ids"]).logits
+        torch.testing.assert_close(unmasked[[0, 2, 3]], model(**inputs).logits[[0, 2, 3]])
+
+
+def test_token_types_reach_the_encoder(inputs):
+    model, types = build(), torch.zeros_like(inputs["input_ids"])
+    types[:, 3:] = 1
+    with torch.no_grad():
+        assert torch.equal(model(**inputs, token_type_ids=torch.zeros_like(types)).logits, model(**inputs).logits)
+        assert not torch.allclose(model(**inputs, token_type_ids=types).logits, model(**inputs).logits)
+
+
+def test_the_loss_honours_the_number_of_items(inputs):
+    model = build()
+    with torch.no_grad():
+        mean, scaled = model(**inputs).loss, model(**inputs, num_items_in_batch=torch.tensor(16)).loss
+    torch.testing.assert_close(scaled, mean * 4 / 16)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_save_and_load(inputs, tmp_path, pooling):
+    model = build("roberta", pooling, id2label={0: "a", 1: "b", 2: "c"})
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(loaded) is LinearReadoutForSequenceClassification
+    assert (loaded.config.pooling, loaded.config.id2label) == (pooling, {0: "a", 1: "b", 2: "c"})
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
+def test_from_encoder_keeps_the_pretrained_weights(inputs, tmp_path):
+    torch.manual_seed(1)
+    encoder = AutoModel.from_config(ENCODERS["bert"]).eval()
+    encoder.save_pretrained(tmp_path)
+    model = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path), pooling="mean", num_labels=3)
+    assert (model.config.num_labels, model.config.pooling, model.training) == (3, "mean", False)
+    with torch.no_grad():
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        assert torch.equal(model.encoder(ids, mask)[0], encoder(ids, mask)[0])
+    assert model.encoder.pooler is None
+
+
+def test_bad_pooling_is_named():
+    with pytest.raises(ValueError, match="`pooling` is 'max'; choose one of cls, mean"):
+        LinearReadoutConfig(pooling="max")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_it_trains_under_constraints(inputs, tmp_path, checkpointing):
+    rows = [{name: value[i] for name, value in inputs.items()} for i in range(4)]
+    model = build("distilbert").train()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    args = DescentConfig(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        descent_alpha=0.1,
+        initial_loss_bound=1.0,
+        dual_warmup_steps=0,
+        gradient_checkpointing=checkpointing,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = DescentTrainer(model, args, train_dataset=rows)
+    trainer.train()
+    assert [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])] == []
+    assert trainer.multipliers.values.shape == (3,) and trainer.multipliers.values.max() > 0

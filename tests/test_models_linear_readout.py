@@ -109,15 +109,17 @@ def test_save_and_load(inputs, tmp_path, pooling):
         assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
 
 
-def test_from_encoder_keeps_the_pretrained_weights(inputs, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_encoder_keeps_the_pretrained_weights(inputs, tmp_path, dtype):
     torch.manual_seed(1)
-    encoder = AutoModel.from_config(ENCODERS["bert"]).eval()
+    encoder = AutoModel.from_config(ENCODERS["bert"]).to(dtype).eval()
     encoder.save_pretrained(tmp_path)
     model = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path), pooling="mean", num_labels=3)
     assert (model.config.num_labels, model.config.pooling, model.training) == (3, "mean", False)
     with torch.no_grad():
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         assert torch.equal(model.encoder(ids, mask)[0], encoder(ids, mask)[0])
+        assert model(ids, mask).logits.dtype == dtype
     assert model.encoder.pooler is None
 
 

@@ -40,7 +40,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
         model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))
         model.encoder = encoder
         model._drop_pooler()
-        return model.eval()
+        return model.to(encoder.dtype).eval()
 
     def _drop_pooler(self):
         # A pooler that nothing reads has no gradient, which DistributedDataParallel refuses.

@@ -206,6 +206,28 @@ def test_images_are_perturbed_at_the_main_input():
     assert kstest(sample, "norm", args=(0.0, 1.0)).pvalue > 0.01
 
 
+class Denoiser(nn.Module):
+    main_input_name = "pixel_values"
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, pixel_values, attention_mask=None):
+        return self.gain * pixel_values
+
+
+def test_masks_of_other_inputs_do_not_count_for_images():
+    model, frames = Denoiser(), torch.zeros(2, 4, 8, 8)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    with EmbeddingNoise(model, 1.0, seed=0, sigma=1.0):
+        by_frame = model(frames, attention_mask=mask)
+        unrelated = model(frames, attention_mask=torch.zeros(2, 6))
+    assert torch.equal((by_frame != 0).all(dim=(2, 3)), mask.bool())
+    assert torch.equal((by_frame == 0).all(dim=(2, 3)), ~mask.bool())
+    assert (unrelated != 0).all()
+
+
 @pytest.mark.parametrize("length", [7, 3], ids=["oblong", "square"])
 def test_models_that_embed_time_first_keep_their_padding(length):
     torch.manual_seed(0)
@@ -237,6 +259,16 @@ def test_encoder_and_decoder_are_perturbed_under_their_own_masks():
     for noise, mask in [(encoder_noise, inputs["attention_mask"]), (decoder_noise, decoder["attention_mask"])]:
         assert (noise[mask == 0] == 0).all()
         assert (noise[mask == 1] != 0).all()
+
+
+def test_embeddings_of_the_decoder_are_perturbed_under_its_mask():
+    model, mask = t5(), batch("left", length=5, real=(5, 3, 1))["attention_mask"]
+    seen = []
+    model.decoder.register_forward_pre_hook(lambda module, args, given: seen.append(given), with_kwargs=True)
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
+        model(**batch(), decoder_inputs_embeds=torch.zeros(3, 5, 16), decoder_attention_mask=mask)
+    assert torch.equal((seen[0]["inputs_embeds"] != 0).all(dim=2), mask.bool())
+    assert torch.equal((seen[0]["inputs_embeds"] == 0).all(dim=2), ~mask.bool())
 
 
 def test_encoder_and_decoder_share_the_level_of_a_sample():
@@ -359,6 +391,7 @@ def test_attaching_twice_adds_noise_once():
     expected = added_noise(model, inputs, gamma=1.0, seed=0)[0]
     noise = EmbeddingNoise(model, 1.0, seed=0).attach()
     with noise, Spy(model.get_input_embeddings()) as spy:
+        assert len(model._forward_hooks) == 1
         model(**inputs)
     assert torch.equal(spy.added[0], expected)
     noise.remove()
@@ -375,14 +408,9 @@ def test_lookups_outside_the_models_forward_are_clean():
 def test_replays_of_the_readout_see_the_noise_once(build, stack):
     model, inputs = build(num_layers=3).eval(), batch()
     layer_logits(model, inputs)  # finds the layers, without noise
-    noise = EmbeddingNoise(model, 1.0, seed=0)
     with torch.no_grad():
-        with noise:
+        with EmbeddingNoise(model, 1.0, seed=0):
             logits = layer_logits(model, inputs)
-            after_readout = model(**inputs).logits
-            noise.reseed()
-            model(**inputs)
-            assert torch.equal(model(**inputs).logits, after_readout)  # one draw for the readout, as for a forward
         truncated = []
         for depth in (1, 2, 3):
             cut = build(num_layers=3).eval()
@@ -391,6 +419,20 @@ def test_replays_of_the_readout_see_the_noise_once(build, stack):
             with EmbeddingNoise(cut, 1.0, seed=0):
                 truncated.append(cut(**inputs).logits)
     torch.testing.assert_close(logits, truncated)
+
+
+def test_replays_draw_no_noise_of_their_own():
+    peft = pytest.importorskip("peft")
+    # The replays call the model inside the wrapper anew, as any forward does.
+    model = peft.get_peft_model(vit(), peft.LoraConfig(target_modules=["q_proj", "query"])).eval()
+    inputs = {"pixel_values": torch.zeros(2, 3, 8, 8)}
+    layer_logits(model, inputs)
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0, sigma=1.0) as noise:
+        layer_logits(model, inputs)
+        second = model(**inputs).logits
+        noise.reseed()
+        model(**inputs)
+        assert torch.equal(model(**inputs).logits, second)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients():
@@ -499,5 +541,7 @@ def test_other_bad_input_is_refused():
 def test_noise_that_cannot_reach_the_input_is_refused():
     model, unused = bert(), nn.Embedding(VOCAB, 16)
     model.get_input_embeddings = lambda: unused
-    with EmbeddingNoise(model, 1.0, seed=0), pytest.raises(ValueError, match="did not reach"):
-        model(**batch())
+    with EmbeddingNoise(model, 1.0, seed=0):
+        model(inputs_embeds=torch.zeros(3, 7, 16))
+        with pytest.raises(ValueError, match="did not reach"):
+            model(**batch())

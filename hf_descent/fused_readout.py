@@ -96,8 +96,9 @@ class FusedReadout:
         """Read the layers in every `model(...)` call while attached, inside that very call.
 
         Args:
-            on_forward: `on_forward(read, outputs)`, where `read(tokens, weights=None, ...)` is [`fused_layer_losses`]
-                of the call's hidden states. A scalar that it returns becomes `outputs["loss"]`.
+            on_forward: `on_forward(read, outputs, hidden_states)`, where `read(tokens, weights=None, ...)` is
+                [`fused_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`. A scalar that it
+                returns becomes `outputs["loss"]`.
             keep_logits: Whether the model still makes its own logits (for metrics). By default its head sees no
                 position, `outputs["logits"]` is `[batch, 0, vocab]`, and labels are withheld from the model.
         """
@@ -128,7 +129,7 @@ class FusedReadout:
                 )
             states = hidden_states.copy()
             hidden_states.clear()
-            loss = on_forward(partial(self._read, states), outputs)
+            loss = on_forward(partial(self._read, states), outputs, states)
             if loss is not None:
                 outputs["loss"] = loss
 
@@ -161,7 +162,7 @@ class FusedReadout:
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         replayed, fused = [], {}
 
-        def score(read, outputs):
+        def score(read, outputs, hidden_states):
             for shifts in (True, False):
                 sums = read(labelled_tokens(inputs["labels"], shifts))
                 fused[shifts] = sums.sums[[layer - 1 for layer in layers]] / max(sums.num_tokens, 1)

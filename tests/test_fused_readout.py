@@ -62,7 +62,7 @@ def train_step(readout, model, inputs, **kwargs):
     """Gradients of the weighted layer losses read by `readout`, and the outputs."""
     read_sums = []
 
-    def on_forward(read, outputs):
+    def on_forward(read, outputs, hidden_states):
         read_sums.append(read(readout.tokens(inputs), WEIGHTS, **kwargs))
         return read_sums[-1].objective
 
@@ -131,7 +131,7 @@ def test_logits_on_request(keep_logits):
     readout = FusedReadout.probe(model, inputs)
     with torch.no_grad():
         expected = model(**inputs)
-        with readout.attach(lambda read, outputs: read(readout.tokens(inputs)).final_sum, keep_logits=keep_logits):
+        with readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum, keep_logits):
             outputs = model(**inputs)
     if keep_logits:
         assert torch.equal(outputs["logits"], expected["logits"])
@@ -168,7 +168,7 @@ def test_the_model_is_left_as_it_was(fail):
     before = [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()]
     outputs = model(**inputs)
 
-    def on_forward(read, outputs):
+    def on_forward(read, outputs, hidden_states):
         if fail:
             raise KeyError("stop")
 
@@ -244,5 +244,5 @@ def test_dropped_layers_raise():
     readout = FusedReadout.probe(model, inputs)
     del model.model.layers[-1]
     model.config.num_hidden_layers -= 1
-    with pytest.raises(ValueError, match="2 layers"), readout.attach(lambda read, outputs: None):
+    with pytest.raises(ValueError, match="2 layers"), readout.attach(lambda *_: None):
         model(**inputs)

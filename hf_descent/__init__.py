@@ -1,7 +1,7 @@
 """Layerwise descent training for HuggingFace transformers: every layer lowers the task loss, read by one shared head.
 
 Reading order: `problem`, `multipliers`, `objectives`, `schedule`, `readout`, `noise`, `configs`, `descent_state`,
-`trainer`, `evaluation`, `cli`.
+`trainer`, `preparation`, `checkpoints`, `evaluation`, `cli`.
 """
 
 import importlib

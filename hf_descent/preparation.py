@@ -1,0 +1,168 @@
+"""What training finds out before its first step: the readout, the scale of the loss, the problem, the noise.
+
+Everything here runs at most once per run, on a real batch, and leaves random states and modes as they were.
+"""
+
+import contextlib
+import json
+import math
+import os
+
+import torch
+import transformers
+from transformers.utils import CONFIG_NAME, logging
+
+from .descent_state import STATE_NAME, DescentState
+from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
+from .readout import Readout, output_logits
+from .readout import _probing as probing
+from .schedule import ConstantPredictor
+
+
+logger = logging.get_logger(__name__)
+
+SIGMA_BATCHES = 64  # batches from which the deviation of the clean signal is estimated
+
+
+class PreparationMixin:
+    """The part of [`DescentMixin`] that looks at model, loss and data once."""
+
+    def _refuse_unsupported(self) -> None:
+        args, parallelism = self.args, getattr(self.accelerator, "parallelism_config", None)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of "
+                "its replicas are lost. Use `accelerate launch` or `torchrun` (one process a device), or set "
+                "`CUDA_VISIBLE_DEVICES` to one device."
+            )
+        if args.fp16 and args.device.type == "cpu":
+            raise ValueError("`fp16=True` has no effect on CPU; use `bf16=True` or full precision.")
+        if args.torch_compile:
+            raise ValueError(
+                "`torch_compile=True` is not supported with layer losses, which run the model's tail once per layer; "
+                "set `torch_compile=False`, or compile the layers yourself."
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise ValueError(
+                "FSDP and DeepSpeed are not supported by the replay readout; use DDP, or `objective='erm'`."
+            )
+        if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError("Tensor, context and sequence parallelism are not supported; use data parallelism.")
+
+    def _prepare(self, model, inputs) -> None:
+        """Find the readout on the first batch, and build or load the dual side."""
+        model = self.accelerator.unwrap_model(model)
+        if self._readout is None:
+            self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
+        if self._state is not None:
+            return
+        num_layers, device = self._readout.num_layers, self.args.device
+        with probing(model):
+            logits = output_logits(model(**inputs))
+        # Positions in the sequence are the classes of extractive question answering.
+        num_classes = logits.shape[1] if "start_positions" in inputs else logits.shape[-1]
+        multi_label = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
+        predictor = ConstantPredictor(
+            num_classes,
+            self.args.label_smoothing_factor,
+            multi_label,
+            1.0 if multi_label else self._loss_scale(model, inputs, logits),
+        )
+        state = DescentState(
+            self.args, num_layers, self.state.max_steps, self.state.global_step, predictor, self._reduce, device
+        )
+        if self._resumed_from is not None:
+            if os.path.isfile(os.path.join(self._resumed_from, STATE_NAME)):
+                state.load(self._resumed_from, is_main=self.args.process_index == 0)
+            else:
+                logger.warning(
+                    f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up."
+                )
+        self._layer_sums = torch.zeros(num_layers, device=device)
+        self._eval_sums = torch.zeros(num_layers + 1, device=device)
+        self._state = state
+
+    @torch.no_grad()
+    def _loss_scale(self, model, inputs, logits) -> float:
+        """The loss at hand in units of cross-entropy or mean squared error, on one batch; for f_0 = "auto"."""
+        labels = inputs.get("labels")
+        if labels is None or self.args.initial_loss_bound != "auto":
+            return 1.0
+        if labels.is_floating_point() and labels.numel() == logits.numel():
+            # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
+            residual = labels - labels.mean(0, keepdim=True)
+            shifted = logits.reshape(labels.shape).to(labels) + residual
+            if self.compute_loss_func is None:
+                with probing(model):
+                    loss = model(**{**inputs, "labels": shifted})["loss"]
+            else:
+                loss = self.compute_loss_func({"logits": logits}, shifted, num_items_in_batch=None)
+            scale = loss / residual.square().mean()
+        elif self.compute_loss_func is not None:
+            loss = self.compute_loss_func({"logits": torch.zeros_like(logits)}, labels, num_items_in_batch=None)
+            scale = loss / math.log(logits.shape[-1])
+        else:
+            return 1.0
+        if not (scale.isfinite() and scale > 0):
+            raise ValueError(
+                "`initial_loss_bound='auto'` could not be measured with this loss; set it to the loss of a constant "
+                "prediction."
+            )
+        return scale.item()
+
+    def _training_noise(self, model):
+        gamma = self.args.noise_gamma
+        if gamma in (0, [0, 0]):
+            return contextlib.nullcontext()
+        if self._noise is None:
+            model = self.accelerator.unwrap_model(model)
+            self._noise = EmbeddingNoise(model, gamma, seed=self.args.seed, sigma=self.noise_sigma(model))
+        # Keyed by where training stands, the noise of a resumed run needs no saved generator.
+        self._noise.reseed(self.args.process_index, self.state.global_step, self._micro_step)
+        self._micro_step += 1
+        return self._noise
+
+    def noise_sigma(self, model=None) -> float:
+        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once."""
+        model = self.accelerator.unwrap_model(self.model) if model is None else model
+        config = getattr(model, "config", None)
+        sigma = self.args.noise_sigma or self._saved_sigma() or getattr(config, "noise_sigma", None)
+        if sigma is None:
+            # In dataset order and with its own seed, so that a resumed run finds the same value.
+            with probing(model):
+                transformers.set_seed(self.args.seed)
+                batches = (self._prepare_inputs(batch) for batch in self.get_eval_dataloader(self.train_dataset))
+                moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES).to(self.args.device))
+            sigma = deviation_from_moments(moments)
+            logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
+        if config is not None:
+            config.noise_sigma = sigma
+        return sigma
+
+    def _saved_sigma(self) -> float | None:
+        if self._resumed_from is None or not os.path.isfile(path := os.path.join(self._resumed_from, CONFIG_NAME)):
+            return None
+        with open(path, encoding="utf-8") as file:
+            return json.load(file).get("noise_sigma")
+
+    def _loss_takes_items(self, model, inputs) -> bool:
+        """Whether the loss honours `num_items_in_batch`, found out once on a real batch."""
+        if self._takes_items is None:
+            self._takes_items = False
+            if self.model_accepts_loss_kwargs or self.compute_loss_func is not None or self.label_smoother is not None:
+                model, labels = self.accelerator.unwrap_model(model), inputs.get("labels")
+                kept = {name: value for name, value in inputs.items() if name != "labels" or self._model_scores}
+                values = []
+                with probing(model):
+                    for items in (torch.tensor(1.0), torch.tensor(2.0)):
+                        kwargs = {"num_items_in_batch": items} if self.model_accepts_loss_kwargs else {}
+                        values.append(self._task_loss(model, model(**kept, **kwargs), labels, items))
+                # A batch without labels: its sum is zero where its mean is not a number.
+                self._takes_items = (bool(values[0] != values[1]) and bool(values[0].isfinite())) or bool(
+                    values[0] == 0
+                )
+            if not self._takes_items and not self._stock_scaling_is_right:
+                logger.info(
+                    "The loss ignores `num_items_in_batch`: micro-batches are weighted by their share of the items."
+                )
+        return self._takes_items

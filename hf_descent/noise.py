@@ -156,8 +156,11 @@ class EmbeddingNoise:
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         given = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if mask is None and ids is not None and not is_outermost and ids is self._calls[-1].input_ids:
+            mask = self._calls[-1].mask  # FNet and RWKV do not hand it on
         has_signal = module is self._model and given.get(self._main_input) is not None
-        self._calls.append(_Call(given.get("input_ids"), given.get("attention_mask"), has_signal))
+        self._calls.append(_Call(ids, mask, has_signal))
         if not (is_outermost and self._is_active()):
             return None
         self._reached, self._levels = False, None

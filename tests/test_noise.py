@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     BartConfig,
     BartModel,
+    FNetConfig,
+    FNetForMaskedLM,
     GPT2Config,
     GPT2Model,
     T5Config,
@@ -239,6 +241,16 @@ def test_models_that_embed_time_first_keep_their_padding(length):
     assert (noise[is_token] != 0).all()
     (batch_first,) = added_noise(bert().eval(), inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)
     torch.testing.assert_close(noise.transpose(0, 1), batch_first, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_is_untouched_in_models_without_attention():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "max_position_embeddings": 16}
+    model, inputs = FNetForMaskedLM(FNetConfig(vocab_size=VOCAB, **sizes)).eval(), batch()
+    (noise,) = added_noise(model, inputs, gamma=1.0, seed=0)
+    is_token = inputs["attention_mask"].bool()
+    assert (noise[~is_token] == 0).all()
+    assert (noise[is_token] != 0).all()
 
 
 def test_token_types_looked_up_in_the_same_table_are_not_perturbed():

@@ -1,7 +1,7 @@
 """Where a model's stack of layers is: found on a real forward, not by names.
 
 The stack is the container whose members' outputs are the model's hidden states, or, where the model reports none, the
-longest chain of calls in which each output is the next one's input. Layers are CALLS in order, not modules: ALBERT's
+largest chain of calls in which each output is the next one's input. Layers are CALLS in order, not modules: ALBERT's
 one shared layer counts as often as it runs.
 """
 
@@ -75,7 +75,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
         path: [call for call in calls if call[0] in {id(child) for child in children}]
         for path, children in members.items()
     }
-    name, hidden_index = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of) or (None, None)
+    name, hidden_index = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members) or (None, None)
     if name is None:
         raise ValueError(
             f"{model_name} has no stack of layers (an nn.ModuleList whose members run one after the other) that could "
@@ -87,8 +87,8 @@ def find_layer_stack(model, inputs) -> LayerStack:
         raise _differing_shapes(model_name, f"states through `{name}`", (t.shape for t in (first_input, *states)))
     if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
         raise ValueError(
-            f"{model_name}: the layers of `{name}` do not run one after the other, so none has a readout of its own. Use "
-            "an architecture with one stack of layers."
+            f"{model_name}: the layers of `{name}` do not run one after the other, so none has a readout of its own. "
+            "Use an architecture with one stack of layers."
         )
 
     path = [model]
@@ -202,10 +202,11 @@ def _by_hidden_states(calls_of, hidden_states):
     return None
 
 
-def _by_chain(calls_of):
-    """(name, 0) of the container with the longest chain of calls."""
-    chains = {name: len(calls) for name, calls in calls_of.items() if calls and _is_chain(calls, 0)}
-    return (max(chains, key=chains.get), 0) if chains else None
+def _by_chain(calls_of, members):
+    """(name, 0) of the chain of calls that holds most parameters: a decoder before its encoder, no small head."""
+    chains = [name for name, calls in calls_of.items() if calls and _is_chain(calls, 0)]
+    size = {name: sum(p.numel() for child in members[name] for p in child.parameters()) for name in chains}
+    return (max(chains, key=size.get), 0) if chains else None
 
 
 def _is_chain(calls, index):

@@ -6,14 +6,14 @@ runs again: every call that had finished before the last layer is answered from 
 layer l's whole output, and only what follows is computed.
 """
 
-import random
 from contextlib import ExitStack, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 from transformers.utils import ModelOutput, logging
 
+from . import random_state
 from .layer_stack import find_layer_stack, intercepted, map_tensors, tensors
 
 
@@ -132,7 +132,7 @@ class Readout:
         for layer in (*layers, *no_grad_layers):
             if not 1 <= layer <= self.num_layers:
                 raise ValueError(f"Layer {layer} is out of range: this model has 1..{self.num_layers}.")
-        tape = _Tape(self._stack, _devices(self.model), layers_only=self.readout is not None)
+        tape = _Tape(self.model, self._stack, layers_only=self.readout is not None)
 
         def read_out(args, kwargs, outputs):
             for layer in layers:
@@ -142,12 +142,12 @@ class Readout:
                     continue
                 with torch.no_grad() if layer in no_grad_layers else nullcontext():
                     if self.readout is None:
-                        layer_outputs = tape.replay(self.model, args, kwargs, layer)
+                        layer_outputs = tape.replay(args, kwargs, layer)
                     else:
                         layer_outputs = self._user_outputs(hidden, kwargs)
                 on_layer(layer, layer_outputs, hidden)
 
-        with _taped(self.model, tape, read_out):
+        with _taped(tape, read_out):
             yield self
 
     def _user_outputs(self, hidden, inputs):
@@ -164,12 +164,13 @@ class _Tape:
     `phase` is None (wrappers off), "record", "replay", or "idle" (wrappers on, passing through).
     """
 
-    def __init__(self, stack, devices, layers_only=False):
-        self.stack, self.devices, self.phase = stack, devices, None
+    def __init__(self, model, stack, layers_only=False):
+        self.model, self.stack, self.phase = model, stack, None
+        self.devices = random_state.accelerators(model)
         self.modules = stack.layers if layers_only else stack.neighbours
         self.layer_ids = {id(layer) for layer in stack.layers}
-        # What a replay gets of an answer; apart for the layers before the last, which a readout must not depend on.
-        self.give = self.give_earlier_layer = _clone if stack.clones else _same
+        # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
+        self.give = self.give_within_stack = _clone if stack.clones else _same
 
     def record(self):
         self._wrappers = ExitStack()
@@ -177,28 +178,28 @@ class _Tape:
         self.answers = {id(module): [] for module in self.modules}
         self.layer_outputs = []
         self.has_grad = torch.is_grad_enabled()
+        self.off_in_replay = _off_in_replay(self.model, self.stack)
         self._begin("record")
 
-    def end_record(self, model_name):
+    def end_record(self):
         self.phase = "idle"
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
-                f"{model_name} ran {self.layer_calls} layers of `{self.stack.name}`, not {self.stack.num_layers}: "
-                "layers must not be dropped at random (set layerdrop to 0), nor added or cut after the probe."
+                f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
+                f"{self.stack.num_layers}: layers must not be dropped at random (set layerdrop to 0), added or cut."
             )
 
-    def replay(self, model, args, kwargs, layer):
-        """The outputs of `model` with `layer` in the place of the last one."""
+    def replay(self, args, kwargs, layer):
+        """The outputs of the model with `layer` in the place of the last one."""
         global _replaying
         self.answer = self.layer_outputs[layer - 1]
         self.pending = {module: iter(outputs) for module, outputs in self.answers.items()}
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
-        configs = [m.config for m in (model, *self.stack.ancestors) if hasattr(m, "config")]
         self._begin("replay")
-        with _preserved_rng(self.devices), _extra_outputs_off(configs):
+        with random_state.preserved(self.devices), _switched_off(self.off_in_replay):
             _replaying = True
             try:
-                return model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
+                return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
             finally:
                 _replaying = False
                 self.phase = "idle"
@@ -206,7 +207,7 @@ class _Tape:
     def stop(self):
         if self.phase is not None:
             self._wrappers.close()
-            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.rng_state = None
+            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.random_states = None
 
     def _begin(self, phase):
         self.phase, self.layer_calls, self.nested, self.in_tail = phase, 0, False, False
@@ -220,10 +221,10 @@ class _Tape:
         if self.phase == "replay" and not self.in_tail:
             if is_last:
                 self.in_tail = True
-                _set_rng_state(self.rng_state, self.devices)
+                random_state.set_torch_states(self.random_states, self.devices)
                 return self.give(self.answer)
             for output in self.pending[id(module)]:
-                return self.give_earlier_layer(output) if is_layer else self.give(output)
+                return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
         if is_layer and self.has_grad and not torch.is_grad_enabled():
             raise ValueError(
                 f"The layers of `{self.stack.name}` run without gradient in a function of their own (Reformer's "
@@ -242,32 +243,32 @@ class _Tape:
                 self.layer_outputs.append(output)
             if is_last:
                 self.in_tail = True
-                self.rng_state = _rng_state(self.devices)
+                self.random_states = random_state.torch_states(self.devices)
         return output
 
 
 @contextmanager
-def _taped(model, tape, on_record):
-    """Record every `model(...)`; inside that very call, `on_record(args, kwargs, outputs)` may replay it."""
+def _taped(tape, on_record):
+    """Record each call of the tape's model; inside that call, `on_record(args, kwargs, outputs)` may replay it."""
 
     def start(module, args, kwargs):
         if tape.phase != "idle":  # else `on_record` calls the model
             tape.stop()  # the last call may have raised before `finish`
-            _check_layerdrop(model, tape.stack)
+            _check_layerdrop(tape.model, tape.stack)
             tape.record()
 
     def finish(module, args, kwargs, outputs):
         if tape.phase == "record":
             try:
-                tape.end_record(type(model).__name__)
+                tape.end_record()
                 on_record(args, kwargs, outputs)
             finally:
                 tape.stop()
 
     # First of the root's hooks: record and replays lie inside of what others do around a call (gathering shards).
     handles = (
-        model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
-        model.register_forward_hook(finish, prepend=True, with_kwargs=True),
+        tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
+        tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
     )
     try:
         yield
@@ -280,7 +281,7 @@ def _taped(model, tape, on_record):
 def _check_replay(model, stack, inputs):
     """Replay every layer once, and see to it that layer L gives the model's own logits, from the last layer alone."""
     name = f"{type(model).__name__}, read out at layer {{}} of `{stack.name}`,"
-    tape, given = _Tape(stack, _devices(model)), []
+    tape, given = _Tape(model, stack), []
 
     def give(output):
         # Clones, so that a write in place shows in their version and cannot spoil the record.
@@ -297,7 +298,7 @@ def _check_replay(model, stack, inputs):
         own_logits = output_logits(own)
         for layer in range(1, stack.num_layers + 1):
             try:
-                logits = output_logits(tape.replay(model, args, kwargs, layer))
+                logits = output_logits(tape.replay(args, kwargs, layer))
             except Exception as error:
                 raise ValueError(f"{name.format(layer)} fails with {error!r}. Pass `readout=`.") from error
             if logits.shape != own_logits.shape:
@@ -305,12 +306,12 @@ def _check_replay(model, stack, inputs):
                 raise ValueError(f"{name.format(layer)} has logits of shape {shapes}. Pass `readout=`.")
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
-        tape.give_earlier_layer = _poisoned
-        logits = output_logits(tape.replay(model, args, kwargs, stack.num_layers))
+        tape.give_within_stack = _poisoned
+        logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
 
-    tape.give = tape.give_earlier_layer = give
-    with _taped(model, tape, check):
+    tape.give = tape.give_within_stack = give
+    with _taped(tape, check):
         model(**inputs)
     stack.clones = any(tensor._version != version for tensor, version in given) or any(
         getattr(module, "inplace", False) for module in stack.neighbours
@@ -325,11 +326,11 @@ def _check_finite(layer, outputs, hidden):
 def _check_layerdrop(model, stack):
     modules = (model, *stack.ancestors) if model.training else ()
     sources = [*modules, *(module.config for module in modules if hasattr(module, "config"))]
-    rate = max((getattr(source, "layerdrop", None) or 0.0 for source in sources), default=0.0)
-    if rate > 0:
+    rates = [rate for rate in (getattr(source, "layerdrop", 0.0) for source in sources) if isinstance(rate, float)]
+    if any(rates):
         raise ValueError(
-            f"{type(model).__name__} drops whole layers in training (layerdrop={rate}), so no layer has a loss of its "
-            "own. Set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the config before building the model."
+            f"{type(model).__name__} drops whole layers in training (layerdrop={max(rates)}): none has a loss of "
+            "its own. Set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the config, then build the model."
         )
 
 
@@ -350,7 +351,7 @@ def _fingerprint(model):
 def _probing(model):
     """Eval mode without gradients; modes and random states are put back."""
     modes = [(module, module.training) for module in model.modules()]
-    with _preserved_rng(_devices(model)), torch.inference_mode(False), torch.no_grad():
+    with random_state.preserved(random_state.accelerators(model)), torch.inference_mode(False), torch.no_grad():
         try:
             for module, _ in modes:
                 module.training = False
@@ -360,42 +361,24 @@ def _probing(model):
                 module.training = training
 
 
-@contextmanager
-def _extra_outputs_off(configs):
-    changed = [(config, key) for config in configs for key in _EXTRA_OUTPUTS if getattr(config, key, False) is True]
-    try:
-        for config, key in changed:
-            setattr(config, key, False)
-        yield
-    finally:
-        for config, key in changed:
-            setattr(config, key, True)
-
-
-def _devices(model):
-    """The accelerators that hold parameters."""
-    return sorted({p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str)
-
-
-def _rng_state(devices):
-    return torch.get_rng_state(), [torch.get_device_module(device).get_rng_state(device) for device in devices]
-
-
-def _set_rng_state(state, devices):
-    torch.set_rng_state(state[0])
-    for device, device_state in zip(devices, state[1], strict=True):
-        torch.get_device_module(device).set_rng_state(device_state, device)
+def _off_in_replay(model, stack):
+    """(object, name of its flag) pairs: outputs that need the layers, and statistics that a replay must not update."""
+    configs = {id(m.config): m.config for m in (model, *stack.ancestors) if hasattr(m, "config")}.values()
+    norms = [m for child in stack.neighbours for m in child.modules() if isinstance(m, _NormBase)]
+    flags = [(config, name) for config in configs for name in _EXTRA_OUTPUTS]
+    return flags + [(norm, "track_running_stats") for norm in norms if norm.training]
 
 
 @contextmanager
-def _preserved_rng(devices):
-    states = random.getstate(), np.random.get_state(), _rng_state(devices)  # noqa: NPY002
+def _switched_off(flags):
+    changed = [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
     try:
+        for owner, name in changed:
+            setattr(owner, name, False)
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        _set_rng_state(states[2], devices)
+        for owner, name in changed:
+            setattr(owner, name, True)
 
 
 def _same(output):

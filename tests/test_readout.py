@@ -4,178 +4,16 @@ import copy
 import random
 import weakref
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-import transformers
+from architectures import AUDIO, LAYERS, MODELS, TEXT, XLM, TwoStage, batch_for, build, truncated
 from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_descent.readout import Readout, is_replaying, layer_logits, output_logits
-
-
-torch.set_num_threads(1)
-LAYERS = 3
-TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-    "pad_token_id": 1,
-}
-DECODER = TEXT | {"num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3, "head_dim": 8}
-GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 40, "pad_token_id": 1}
-XLM = {"vocab_size": 99, "emb_dim": 32, "n_layers": LAYERS, "n_heads": 4, "max_position_embeddings": 40}
-T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": 4}
-T5 |= {"decoder_start_token_id": 0}
-BART = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": LAYERS, "max_position_embeddings": 40}
-BART |= {
-    f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("attention_heads", 4), ("ffn_dim", 48))
-}
-IMAGE = TEXT | {"image_size": 16, "patch_size": 4}
-AUDIO = TEXT | {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
-AUDIO |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16}
-MAMBA = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4}
-
-# class -> (config fields, the field that holds the number of layers)
-MODELS = {
-    # causal LM: final norms, softcap, scaled logits, parallel blocks, state spaces, routers
-    "LlamaForCausalLM": (DECODER, "num_hidden_layers"),
-    "MistralForCausalLM": (DECODER | {"sliding_window": 4}, "num_hidden_layers"),
-    "Qwen2ForCausalLM": (DECODER, "num_hidden_layers"),
-    "Qwen3ForCausalLM": (DECODER, "num_hidden_layers"),
-    "Gemma2ForCausalLM": (DECODER | {"final_logit_softcapping": 5.0, "sliding_window": 4}, "num_hidden_layers"),
-    "GraniteForCausalLM": (DECODER | {"logits_scaling": 3.0, "residual_multiplier": 0.5}, "num_hidden_layers"),
-    "CohereForCausalLM": (DECODER | {"logit_scale": 0.25}, "num_hidden_layers"),
-    "Olmo2ForCausalLM": (DECODER, "num_hidden_layers"),
-    "PhiForCausalLM": (DECODER, "num_hidden_layers"),
-    "StableLmForCausalLM": (DECODER, "num_hidden_layers"),
-    "GPTNeoXForCausalLM": (TEXT, "num_hidden_layers"),
-    "FalconForCausalLM": (TEXT, "num_hidden_layers"),
-    "OPTForCausalLM": (TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 16}, "num_hidden_layers"),
-    "BloomForCausalLM": ({"vocab_size": 99, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4}, "n_layer"),
-    "GPT2LMHeadModel": (GPT, "n_layer"),
-    "MambaForCausalLM": (MAMBA, "num_hidden_layers"),
-    "MixtralForCausalLM": (DECODER | {"num_local_experts": 4, "output_router_logits": True}, "num_hidden_layers"),
-    "Qwen2MoeForCausalLM": (
-        DECODER | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True},
-        "num_hidden_layers",
-    ),
-    "XLMWithLMHeadModel": (XLM, "n_layers"),
-    # masked LM
-    "BertForMaskedLM": (TEXT, "num_hidden_layers"),
-    "AlbertForMaskedLM": (TEXT | {"embedding_size": 16}, "num_hidden_layers"),
-    "DistilBertForMaskedLM": (
-        {"vocab_size": 99, "dim": 32, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 48},
-        "n_layers",
-    ),
-    "ElectraForMaskedLM": (TEXT | {"embedding_size": 16}, "num_hidden_layers"),
-    "ModernBertForMaskedLM": (TEXT | {"local_attention": 4}, "num_hidden_layers"),
-    "FNetForMaskedLM": (TEXT, "num_hidden_layers"),
-    # classification, QA, choice
-    "BertForSequenceClassification": (TEXT, "num_hidden_layers"),
-    "RobertaForSequenceClassification": (TEXT, "num_hidden_layers"),
-    "DebertaV2ForSequenceClassification": (
-        TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 0},
-        "num_hidden_layers",
-    ),
-    "XLNetForSequenceClassification": (
-        {"vocab_size": 99, "d_model": 32, "n_layer": LAYERS, "n_head": 4, "d_inner": 48, "pad_token_id": 1},
-        "n_layer",
-    ),
-    "FlaubertForSequenceClassification": (XLM, "n_layers"),
-    "SqueezeBertForSequenceClassification": (TEXT | {"embedding_size": 32}, "num_hidden_layers"),
-    "LlamaForSequenceClassification": (DECODER, "num_hidden_layers"),
-    "GPT2ForSequenceClassification": (GPT, "n_layer"),
-    "BartForSequenceClassification": (BART, "decoder_layers"),
-    "RobertaForTokenClassification": (TEXT, "num_hidden_layers"),
-    "T5ForTokenClassification": (T5, "num_layers"),
-    "BertForQuestionAnswering": (TEXT | {"num_labels": 2}, "num_hidden_layers"),
-    "MPNetForQuestionAnswering": (TEXT | {"num_labels": 2}, "num_hidden_layers"),
-    "RobertaForMultipleChoice": (TEXT, "num_hidden_layers"),
-    # encoder-decoder: the decoder is the stack
-    "T5ForConditionalGeneration": (T5 | {"num_layers": 2, "num_decoder_layers": LAYERS}, "num_decoder_layers"),
-    "BartForConditionalGeneration": (BART, "decoder_layers"),
-    # images, audio
-    "ViTForImageClassification": (IMAGE, "num_hidden_layers"),
-    "DeiTForImageClassification": (IMAGE, "num_hidden_layers"),
-    "BeitForImageClassification": (IMAGE, "num_hidden_layers"),
-    "Dinov2ForImageClassification": (IMAGE, "num_hidden_layers"),
-    "Wav2Vec2ForSequenceClassification": (AUDIO, "num_hidden_layers"),
-    "HubertForSequenceClassification": (AUDIO, "num_hidden_layers"),
-}
-REFUSED = {
-    "SwinForImageClassification": (
-        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
-        "differ in shape",
-    ),
-    "ConvNextForImageClassification": (
-        {"image_size": 32, "hidden_sizes": [4, 8, 8], "depths": [1, 1, 1], "num_stages": 3},
-        "differ in shape",
-    ),
-    "ResNetForImageClassification": (
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
-        "differ in shape",
-    ),
-    "PoolFormerForImageClassification": ({"image_size": 32, "depths": [1] * 4, "hidden_sizes": [4, 8, 8, 8]}, "shape"),
-    "FunnelForSequenceClassification": (
-        {"vocab_size": 99, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "block_sizes": [1, 1, 1]},
-        "differ in shape",
-    ),
-    "CanineForSequenceClassification": (TEXT, "differ in shape"),
-}
-
-
-def build(name, fields):
-    """The model in eval mode with weights of order one: at the usual 0.02, layers hardly differ."""
-    torch.manual_seed(0)
-    model_class = getattr(transformers, name)
-    model = model_class(model_class.config_class(**fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=parameter[0].numel() ** -0.5)
-            else:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def batch_for(model, with_labels=False):
-    torch.manual_seed(1)
-    name = type(model).__name__
-    if model.main_input_name == "pixel_values":
-        size = getattr(model.config, "image_size", 32)
-        return {"pixel_values": torch.randn(2, 3, size, size)}
-    if model.main_input_name == "input_values":
-        return {"input_values": torch.randn(2, 400)}
-    shape = (2, 3, 9) if "MultipleChoice" in name else (2, 9)
-    batch = {"input_ids": torch.randint(5, 99, shape)}  # [batch, (choices,) seq]
-    if "attention_mask" in model.forward.__code__.co_varnames and "Mamba" not in name:
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][-1, ..., -2:] = 0
-        batch["input_ids"][-1, ..., -2:] = 1
-    if name == "BartForSequenceClassification":
-        batch["input_ids"][:, 6] = model.config.eos_token_id
-    if "ConditionalGeneration" in name:
-        batch["decoder_input_ids"] = torch.randint(5, 99, (2, 5))
-    if with_labels:
-        batch["labels"] = batch["input_ids"].clone() if "LM" in name else torch.randint(0, 2, (2,))
-    return batch
-
-
-def truncated(model, field, layer):
-    """A new model with `layer` layers and the first layers' weights."""
-    config = copy.deepcopy(model.config)
-    setattr(config, field, layer)
-    if "layer_types" in vars(config):
-        config.layer_types = config.layer_types[:layer]
-    short = type(model)(config).eval()
-    weights = model.state_dict()
-    short.load_state_dict({name: weights[name] for name in short.state_dict()})
-    return short
 
 
 @pytest.fixture(scope="module")
@@ -194,28 +32,7 @@ def test_each_layer_equals_the_truncated_model(name):
     for layer in range(1, LAYERS + 1):
         assert torch.equal(logits[layer - 1], output_logits(truncated(model, count, layer)(**batch)))
     assert torch.equal(logits[-1], output_logits(model(**batch)))
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(logits, logits[1:]))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refuses_layers_of_differing_shape(name):
-    fields, message = REFUSED[name]
-    model = build(name, fields)
-    with pytest.raises(ValueError, match=message):
-        layer_logits(model, batch_for(model))
-
-
-def test_refuses_what_has_no_stack():
-    class Flat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.linear(x)
-
-    with pytest.raises(ValueError, match="Flat has no stack"):
-        layer_logits(Flat(), {"x": torch.randn(2, 4)})
+    assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(logits))
 
 
 def test_refuses_a_tail_that_reads_several_layers():
@@ -234,16 +51,17 @@ def test_refuses_a_tail_that_reads_several_layers():
         layer_logits(model, batch_for(model))
 
 
-def test_refuses_two_stacks_in_alternation():
-    class Alternating(TwoStage):
+def test_refuses_a_tail_that_reads_what_ran_between_layers():
+    class SideReadouts(TwoStage):
         def forward(self, x):
-            hidden = self.embed(x)
+            hidden, total = self.embed(x), 0.0
             for block in self.blocks:
-                hidden = self.dropout(block(hidden)) + hidden
-            return {"logits": self.head(hidden)}
+                total = total + self.head(hidden)
+                hidden = block(hidden)
+            return {"logits": self.head(hidden) + total}
 
-    with pytest.raises(ValueError, match="no stack"):
-        layer_logits(Alternating(), {"x": torch.randn(2, 4)})
+    with pytest.raises(ValueError, match="earlier layers"):
+        layer_logits(SideReadouts(), {"x": torch.randn(2, 4)})
 
 
 def test_refuses_layerdrop_in_training_only():
@@ -289,27 +107,6 @@ def test_outputs_carry_the_truncated_models_task_loss(name):
     if name == "MixtralForCausalLM":
         assert outputs.aux_loss > 0
         assert outputs.loss > losses[-1]
-
-
-class TwoStage(nn.Module):
-    """Plain module: embeddings, a stack, dropout and a head. Its naive readouts are written out below."""
-
-    def __init__(self, dropout=0.0, inplace=False):
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
-        self.dropout = nn.Dropout(dropout, inplace=inplace)
-        self.head = nn.Linear(8, 3)
-        self.calls = Counter()
-
-    def forward(self, x, scale=1.0, fail=False):
-        self.calls["forward"] += 1
-        hidden = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        if fail:
-            raise RuntimeError("on purpose")
-        return {"logits": self.head(self.dropout(hidden)) * scale}
 
 
 def test_gradients_equal_a_naive_computation():
@@ -381,6 +178,18 @@ def test_train_mode_draws_the_same_dropout_masks_as_the_model(bert):
     mask = pooled_sizes[0].nan_to_num()  # [batch, width], 0 or 1 / (1 - p)
     for logits, hidden in seen:
         torch.testing.assert_close(logits, model.classifier(model.bert.pooler(hidden) * mask))
+
+
+def test_running_statistics_of_the_tail_are_updated_once():
+    model = TwoStage().train()
+    model.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+    expected, x = copy.deepcopy(model), torch.randn(6, 4)
+    layer_logits(model, {"x": x})
+    expected(x)
+    assert torch.equal(model.head[0].running_mean, expected.head[0].running_mean)
+    assert model.head[0].num_batches_tracked == 1
+    model(x)
+    assert model.head[0].num_batches_tracked == 2
 
 
 def test_layer_l_replayed_equals_the_models_own_in_train_mode():
@@ -460,16 +269,6 @@ def test_recovers_from_a_forward_that_raises():
         model(x)
     assert seen == [1, 2, 3, 4]
     assert state_of(model) == before
-
-
-def test_keeps_wrappers_that_others_put_on_forward():
-    model, x = TwoStage(), torch.randn(2, 4)
-    inner = model.blocks[0].forward
-    model.blocks[0].forward = lambda hidden: inner(hidden) + 1.0
-    wrapper = model.blocks[0].forward
-    logits = layer_logits(model, {"x": x})
-    assert model.blocks[0].forward is wrapper
-    torch.testing.assert_close(logits[0], model.head(inner(model.embed(x)) + 1.0))
 
 
 def test_replays_run_neither_layers_nor_their_hooks():

@@ -92,6 +92,16 @@ class DescentArguments:
         Stop training when a layer loss is not finite. Otherwise the multipliers skip such a step, and the layer is
         reported once.
 
+    > Parameters that control the readout of large vocabularies
+
+    readout_token_fraction (`float`, *optional*):
+        Share of the labelled tokens, in (0, 1], on which a language model's intermediate layers are read, the same
+        tokens for every layer of a step. The loss of the last layer in the objective always takes all of them. Where
+        not given: 1/8 for a vocabulary of 8192 or more, else all.
+    readout_gradient_threshold (`float`, *optional*):
+        Share of the gradient of the logits, in (0, 1), that may be left out of the products with the head: the least
+        likely classes go first. Exact where not given.
+
     > Parameters that control the noise
 
     noise_gamma (`float` or `list[float]`, *optional*, defaults to `0.0`):
@@ -123,6 +133,8 @@ class DescentArguments:
     penalty_coefficient: float = field(default=1.0)
     fixed_multipliers: str | None = field(default=None)
     stop_on_nonfinite: bool = field(default=False)
+    readout_token_fraction: float | None = field(default=None)
+    readout_gradient_threshold: float | None = field(default=None)
     noise_gamma: str = field(default=0.0)
     noise_sigma: float | None = field(default=None)
     eval_gammas: str | None = field(default=None)
@@ -155,6 +167,10 @@ class DescentArguments:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"`{name}` is {value}; it must be a positive number.")
+        for name, below in (("readout_token_fraction", 1.0), ("readout_gradient_threshold", math.nextafter(1.0, 0.0))):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= below:
+                raise ValueError(f"`{name}` is {value}; give a share between 0 and 1, or leave it unset.")
         for name in ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

@@ -44,6 +44,8 @@ class FusedStepMixin:
                 ) from reason
             logger.info(f"Layers are read by replay. {reason}")
             return
+        # Trainer goes by the name of the class, which says nothing for some (GPT2LMHeadModel).
+        self._loss_shifts_labels = self._fused.shifts_labels
         if fraction is None:
             fraction = DEFAULT_TOKEN_FRACTION if self._fused.vocab_size >= LARGE_VOCABULARY else 1.0
         self._token_fraction = fraction
@@ -52,17 +54,17 @@ class FusedStepMixin:
             f"{fraction:.4g} of the labelled tokens (`readout_token_fraction`)."
         )
 
-    def _fused_loss(self, model, inputs, count, share, weighted) -> tuple[torch.Tensor, Any]:
+    def _fused_loss(self, model, inputs, share, weighted) -> tuple[torch.Tensor, Any]:
         """The objective of a micro-batch (in evaluation: f_L) and the model's outputs.
 
         Args:
-            count, share: items of the micro-batch, and their share of the step's, times the number of processes.
+            share: the micro-batch's share of the items of the step, times the number of processes.
             weighted: layers (1-based) that the objective of this step depends on.
         """
         training, step, state, num_layers = model.training, self.state.global_step, self._state, self._fused.num_layers
-        # What the sums of this micro-batch are divided by; DDP averages gradients over processes.
-        items = (count if self._items is None else self._items).clamp(min=1) / self.args.world_size
         tokens = self._fused.tokens(inputs, *((self._token_fraction, self._token_generator()) if training else ()))
+        # What the sums of this micro-batch are divided by, to give its mean times its share.
+        items = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
         unweighted = [layer for layer in range(1, num_layers + 1) if layer not in weighted]
 
         def weights(parts):
@@ -72,7 +74,7 @@ class FusedStepMixin:
         def on_forward(read, outputs, hidden_states):
             if not training:
                 self._fused_losses = read(tokens, token_statistics=self._token_statistics)
-                return self._fused_losses.final_sum / count
+                return self._fused_losses.final_sum / len(tokens.rows)
             for layer in weighted:
                 if not hidden_states[layer - 1].requires_grad:
                     raise ValueError(
@@ -104,7 +106,7 @@ class FusedStepMixin:
             self._reported_loss = losses.final_sum / items
             self.loss_is_scaled_for_ga = True
         else:
-            self._eval_sums += torch.cat([losses.sums, count[None]])
+            self._eval_sums += torch.cat([losses.sums, losses.sums.new_tensor([losses.num_tokens])])
         return outputs["loss"], outputs
 
     def _token_generator(self) -> torch.Generator:

@@ -54,6 +54,7 @@ class PreparationMixin:
         model = self.accelerator.unwrap_model(model)
         if self._readout is None:
             self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
+            self._find_fused_readout(model, inputs)
         if self._state is not None:
             return
         num_layers, device = self._readout.num_layers, self.args.device

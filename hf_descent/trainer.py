@@ -22,6 +22,7 @@ from .checkpoints import CheckpointMixin
 from .configs import DescentConfig
 from .descent_state import DescentState
 from .evaluation import noise_curve
+from .fused_step import FusedStepMixin
 from .losses import count_items, loss_from_logits
 from .multipliers import Multipliers
 from .noise import EmbeddingNoise
@@ -34,7 +35,7 @@ logger = logging.get_logger(__name__)
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
-class DescentMixin(PreparationMixin, CheckpointMixin):
+class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
@@ -162,6 +163,8 @@ class DescentMixin(PreparationMixin, CheckpointMixin):
 
         if training and state.needs_labels(step):
             state.constant_predictor.update(next(inputs[name] for name in self.label_names if name in inputs))
+        if self._fused is not None:
+            return self._fused_loss(model, inputs, share, weighted)
 
         losses: list[torch.Tensor] = []
         final: list[torch.Tensor] = []
@@ -270,6 +273,7 @@ class DescentMixin(PreparationMixin, CheckpointMixin):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if not self._reads_layers:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._keeps_logits = not prediction_loss_only
         # Hidden states asked for in the model's config would pile up as predictions.
         if ignore_keys is None:
             ignore_keys = getattr(

@@ -87,7 +87,9 @@ class DescentState:
     def inactive(self, step: int) -> bool:
         """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
         objective = self.args.objective
-        return objective == "erm" or (objective != "deep_supervision" and step < self.active_from)
+        if objective in ("erm", "deep_supervision"):
+            return objective == "erm"
+        return self.problem is None or step < self.active_from
 
     def needs_labels(self, step: int) -> bool:
         """Whether the label statistics of this step enter f_0."""
@@ -101,7 +103,7 @@ class DescentState:
             return list(range(1, self.num_layers + 1))
         return sorted({*self.problem.constrained_layers, self.num_layers})
 
-    def objective(self, layer_losses: torch.Tensor, step: int, share: torch.Tensor | float) -> torch.Tensor:
+    def objective(self, layer_losses: torch.Tensor, step: int, share: torch.Tensor) -> torch.Tensor:
         """The scalar to minimise, from a micro-batch's part of the layer losses `[L]` and its share of the items.
 
         The parts of all micro-batches add up to the layer losses of the step; a part divided by its share is the
@@ -110,7 +112,7 @@ class DescentState:
         if self.inactive(step):
             return layer_losses[-1]
         if self.args.objective in ("hinge", "quadratic"):
-            own = layer_losses / share
+            own = layer_losses / torch.where(share > 0, share, 1.0)
             return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
         layers = [layer - 1 for layer in self.weighted_layers(step)]

@@ -255,6 +255,23 @@ def test_the_progress_bar_leaves_single_layers_out(tmp_path, capsys):
     assert "max_violation" in printed.out + printed.err and "layer_loss_1" not in printed.out + printed.err
 
 
+def test_plain_training_has_the_callbacks_of_trainer(tmp_path):
+    def kinds(trainer):
+        return [type(callback) for callback in trainer.callback_handler.callbacks]
+
+    args = config(tmp_path, objective="erm", disable_tqdm=False)
+    assert kinds(DescentTrainer(bert(), args)) == kinds(Trainer(bert(), args))
+
+
+def test_a_progress_bar_of_ones_own_stays(tmp_path):
+    class Own(ProgressCallback):
+        pass
+
+    trainer = DescentTrainer(bert(), config(tmp_path, disable_tqdm=False), callbacks=[Own])
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert kinds.count(Own) == 1 and ProgressCallback not in kinds
+
+
 def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
     logging.getLogger("hf_descent").propagate = True
     DescentTrainer(bert(), config(tmp_path, descent_alpha=0.9), train_dataset=DATA).train()
@@ -415,6 +432,24 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_minimises_eval_loss(
         trainer.hyperparameter_search(direction="maximize", n_trials=1)
 
 
+def test_a_search_over_objectives_takes_dual_steps_where_the_trial_has_duals(tmp_path):
+    pytest.importorskip("optuna")
+    steps = []
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            steps.append(trainer.multipliers and trainer.multipliers.steps.item())
+
+    trainer = DescentTrainer(
+        args=config(tmp_path, objective="erm", max_steps=2), model_init=lambda: bert(), train_dataset=DATA,
+        eval_dataset=DATA_TEST, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {"objective": ["erm", "descent", "erm"][trial.number]}, n_trials=3
+    )
+    assert steps == [None, 2.0, None]
+
+
 def test_auto_find_batch_size_starts_afresh(tmp_path):
     class TooLarge(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -493,3 +528,40 @@ def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(sum(per_batch) / 4, rel=1e-5)
     with pytest.raises(ValueError, match="not both"):
         DescentTrainer(bert(), config(tmp_path), layer_loss_fn=weighted, compute_loss_func=weighted)
+
+
+@pytest.mark.parametrize("objective", ["hinge", "quadratic"])
+def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objective):
+    """One SGD step of the penalised model equals a step on the penalty written out; empty micro-batches are zero."""
+    args = config(
+        tmp_path, objective=objective, penalty_coefficient=2.0, descent_alpha=0.4, max_steps=1, optim="sgd",
+        learning_rate=0.5, max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer = InOrder(bert(), args, train_dataset=DATA)
+    trainer.train()
+    model = bert()
+    f = naive_layer_losses(model, next(batches(DATA)))
+    excess = (f - 0.6 * torch.cat([torch.ones(1), f[:-1]])).clamp(min=0)
+    (f[-1] + 2 * (excess.sum() if objective == "hinge" else excess.square().sum() / 2)).backward()
+    for (name, a), b in zip(trainer.model.named_parameters(), model.parameters()):
+        torch.testing.assert_close(a, b - 0.5 * b.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+    data = language_data(8, ragged=False)
+    data[3]["labels"] = torch.full_like(data[3]["labels"], -100)
+    args = config(
+        tmp_path, objective=objective, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8
+    )
+    trainer = InOrder(llama(), args, train_dataset=data)
+    trainer.train()
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
+    args = config(tmp_path, label_smoothing_factor=0.2, eval_gammas=[0.0, 1.0], noise_gamma=0.5)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+    trainer.train()
+    curve = trainer.evaluate_robustness()
+    assert curve.losses[0, 0] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    assert any(key.startswith("eval_accuracy") for log in trainer.state.log_history for key in log)
+    with pytest.raises(ValueError, match="eval_gammas"):
+        DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST).evaluate_robustness()

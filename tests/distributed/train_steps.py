@@ -1,0 +1,59 @@
+"""Launched by test_ddp: a few steps of SGD, however many processes there are; rank 0 writes what they led to."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tiny import bert, classification_data, config, language_data, llama
+from torch.utils.data import SequentialSampler
+
+from hf_descent import DescentTrainer
+
+
+class InOrder(DescentTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def main(task: str, output: str, batch: int, accumulation: int, settings: dict) -> None:
+    torch.set_num_threads(1)
+    model, data = (bert(), classification_data(80)) if task == "classification" else (llama(), language_data(80))
+    args = config(
+        output,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        **{
+            "max_steps": 10, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4,
+            "dual_optim": "sgd", "dual_learning_rate": 0.5, "negative_weights": "keep",
+        },
+        **settings,
+    )  # fmt: skip
+    trainer = InOrder(model, args, train_dataset=data, eval_dataset=data[:32])
+    trainer.train()
+    metrics = trainer.evaluate()
+    path = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
+    gathered = trainer.accelerator.gather(trainer.multipliers.values[None])  # [processes, layers]
+    if trainer.is_world_process_zero():
+        Path(output).mkdir(parents=True, exist_ok=True)
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        torch.save(weights, Path(output) / "weights.pt")
+        result = {
+            "processes": trainer.args.world_size,
+            "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],
+            "path": path,
+            "multipliers": gathered.reshape(trainer.args.world_size, -1).tolist(),
+            "eval": [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
+            if "eval_layer_loss_1" in metrics
+            else [],
+            "problem": trainer.problem.state_dict(),
+        }
+        (Path(output) / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    task, output, batch, accumulation, settings = sys.argv[1:]
+    main(task, output, int(batch), int(accumulation), json.loads(settings))

@@ -1,0 +1,236 @@
+import copy
+
+import pytest
+import torch
+from tiny import VOCAB, bert, classification_data, llama
+from torch.nn import functional as F
+
+from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers, fused_step
+from hf_descent.fused_readout import FusedReadout
+
+
+LAYERS = 3
+
+
+def rows(count, seed=0):
+    """Token sequences whose next token follows from the last, with prompts of different lengths left unlabelled."""
+    generator = torch.Generator().manual_seed(seed)
+    data = []
+    for index in range(count):
+        first = int(torch.randint(3, VOCAB, (1,), generator=generator))
+        ids = [(first * 3**k) % (VOCAB - 3) + 3 for k in range(9)]
+        prompt = index % 4
+        data.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return data
+
+
+def trainer(tmp_path, **kwargs):
+    given = {
+        "descent_alpha": 0.2,
+        "initial_loss_bound": 3.0,
+        "dual_warmup_steps": 5,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4,
+        "max_steps": 50,
+        "logging_steps": 1000,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **kwargs,
+    }
+    keywords = {name: given.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in given}
+    args = DescentConfig(output_dir=str(tmp_path), **given)
+    made = DescentTrainer(llama(LAYERS), args, train_dataset=rows(64), eval_dataset=rows(10, seed=1), **keywords)
+    made.history = []
+    step = made._after_optimizer_step
+    made._after_optimizer_step = lambda: (step(), made.history.append(made.multipliers.values.clone()))
+    return made
+
+
+@pytest.fixture
+def no_fused(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("Not here.")
+
+    def switch():
+        monkeypatch.setattr(FusedReadout, "probe", refuse)
+
+    return switch
+
+
+SETTINGS = {
+    "descent": {},
+    "keep": {"negative_weights": "keep", "dual_learning_rate": 0.2},
+    "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto"},
+    "some layers": {"constrained_layers": [1, 3]},
+    "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "noise": {"noise_gamma": 0.3, "noise_sigma": 0.02},
+    "deep supervision": {"objective": "deep_supervision", "penalty_coefficient": 0.3},
+    "hinge": {"objective": "hinge"},
+    "quadratic": {"objective": "quadratic", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
+    fused = trainer(tmp_path, **SETTINGS[setting])
+    fused.train()
+    metrics = fused.evaluate()
+    assert fused._fused is not None
+    no_fused()
+    replayed = trainer(tmp_path, **SETTINGS[setting])
+    replayed.train()
+    assert replayed._fused is None
+    multipliers = torch.stack(replayed.history)  # [steps, layers]
+    assert (multipliers > 0).any() == (replayed.args.objective == "descent")
+    torch.testing.assert_close(torch.stack(fused.history), multipliers, rtol=1e-3, atol=1e-4)
+    expected = replayed.evaluate()
+    assert metrics.keys() == expected.keys()
+    for name in ("eval_loss", *(f"eval_layer_loss_{layer}" for layer in (1, 2, 3))):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+def test_fifty_steps_follow_a_naive_loop(tmp_path):
+    fused = trainer(tmp_path, lr_scheduler_type="constant", max_grad_norm=0.0, optim="sgd", learning_rate=0.1)
+    model = copy.deepcopy(fused.model)
+    batches = []
+    step = fused.training_step
+    fused.training_step = lambda model, inputs, *args: (batches.append(inputs), step(model, inputs, *args))[1]
+    fused.train()
+
+    problem, multipliers = DescentProblem(0.2, 3.0, LAYERS), Multipliers(LAYERS, 0.02, optim="adam", resilience=0.05)
+    states = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: states.append(output))
+    for index, batch in enumerate(batches):
+        states.clear()
+        model.model(batch["input_ids"])
+        labels = batch["labels"][:, 1:]
+        losses = torch.stack(
+            [
+                F.cross_entropy(model.lm_head(model.model.norm(state))[:, :-1].transpose(1, 2), labels)
+                for state in states
+            ]
+        )
+        objective = losses[-1] if index < 5 else problem.weights(multipliers.values).clamp(min=0) @ losses
+        model.zero_grad()
+        objective.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        if index >= 5:
+            multipliers.step(problem.violations(losses.detach()) / 3.0)
+        torch.testing.assert_close(fused.history[index], multipliers.values, rtol=1e-4, atol=1e-5)
+    assert multipliers.values.max() > 0.1
+    for mine, expected in zip(fused.model.parameters(), model.parameters()):
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- sampled tokens ----
+
+
+def test_sampled_run_resumes_bit_for_bit(tmp_path):
+    settings = {
+        "readout_token_fraction": 0.5,
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "dual_warmup_steps": 2,
+    }
+    straight = trainer(tmp_path / "straight", **settings)
+    straight.train()
+    trainer(tmp_path / "parts", save_strategy="steps", save_steps=5, **settings).train()
+    resumed = trainer(tmp_path / "parts", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
+    assert torch.equal(resumed.multipliers.values, straight.multipliers.values)
+    for mine, expected in zip(resumed.model.parameters(), straight.model.parameters()):
+        assert torch.equal(mine, expected)
+
+
+def test_every_micro_batch_draws_its_own_tokens(tmp_path):
+    made = trainer(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2)
+    draws = []
+    generator = made._token_generator
+    made._token_generator = lambda: (draws.append(generator().initial_seed()), generator())[1]
+    made.train()
+    assert len(draws) == len(set(draws)) == 4
+
+
+def reads(monkeypatch, made):
+    """Labelled and sampled tokens in the last step of a run."""
+    seen = []
+    read = FusedReadout._read
+
+    def watch(self, states, tokens, *args, **kwargs):
+        seen.append((len(tokens.rows), None if tokens.sample is None else len(tokens.sample)))
+        return read(self, states, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(FusedReadout, "_read", watch)
+    made.train()
+    return seen[-1]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.125), (0.5, False, 0.5), (1.0, True, None)]
+)
+def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share):
+    monkeypatch.setattr(fused_step, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
+    made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=3)
+    count, sampled = reads(monkeypatch, made)
+    assert sampled == (None if share is None else round(share * count))
+
+
+def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
+    def first_losses(**kwargs):
+        made = trainer(tmp_path, max_steps=1, logging_strategy="no", **kwargs)
+        made.train()
+        return made._state.mean_losses  # [layers]
+
+    expected = first_losses(data_seed=42)
+    found = torch.stack([first_losses(readout_token_fraction=0.25, seed=seed, data_seed=42) for seed in range(30)])
+    assert (found.std(0) > 0).all()
+    assert ((found.mean(0) - expected).abs() < 4 * found.std(0) / 30**0.5).all()
+
+
+# ---- evaluation ----
+
+
+def test_metrics_get_the_models_own_logits(tmp_path):
+    seen = []
+    made = trainer(tmp_path, max_steps=1, compute_metrics=lambda prediction: seen.append(prediction) or {})
+    made.train()
+    made.evaluate()
+    ids = torch.tensor([row["input_ids"] for row in rows(10, seed=1)])
+    with torch.no_grad():
+        expected = made.model.eval()(ids).logits
+    torch.testing.assert_close(torch.tensor(seen[0].predictions), expected)
+
+
+# ---- where it does not apply ----
+
+
+def test_replay_remains_for_a_loss_of_ones_own(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    made = trainer(tmp_path, max_steps=1, compute_loss_func=loss)
+    made.train()
+    assert made._fused is None
+
+
+@pytest.mark.parametrize("name", ["readout_token_fraction", "readout_gradient_threshold"])
+def test_options_that_cannot_be_met(tmp_path, name):
+    args = DescentConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=1, **{name: 0.5})
+    made = DescentTrainer(bert(), args, train_dataset=classification_data(8))
+    with pytest.raises(ValueError, match=name):
+        made.train()
+
+
+@pytest.mark.parametrize("name", ["readout_token_fraction", "readout_gradient_threshold"])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1.5, float("nan")])
+def test_bad_options(tmp_path, name, value):
+    with pytest.raises(ValueError, match=name):
+        DescentConfig(output_dir=str(tmp_path), **{name: value})

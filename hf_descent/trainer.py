@@ -81,10 +81,19 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
         self._eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
         super().__init__(model, args, *positional, **keywords)
-        if self._reads_layers:
-            self._refuse_unsupported()
-        self.add_callback(StepCallback(self))
-        if self.pop_callback(ProgressCallback) is not None:
+        self._follow_layers()
+
+    def _follow_layers(self) -> None:
+        """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs neither."""
+        if not self._reads_layers:
+            return
+        self._refuse_unsupported()
+        callbacks = {type(callback): callback for callback in self.callback_handler.callbacks}
+        if StepCallback not in callbacks:
+            self.add_callback(StepCallback(self))
+        # By exact type: a progress bar of the user's own stays.
+        if ProgressCallback in callbacks:
+            self.remove_callback(callbacks[ProgressCallback])
             self.add_callback(DescentProgressCallback)
 
     @property
@@ -253,6 +262,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
         self.args.check_descent_arguments()
+        self._follow_layers()
         self._state = self._readout = self._noise = self._takes_items = None
         self._layer_sums = self._eval_sums = self._items = None
         self._resumed_from = kwargs.get("resume_from_checkpoint")

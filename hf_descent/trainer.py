@@ -212,7 +212,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         self.loss_is_scaled_for_ga = True
         return objective, outputs
 
-    def _task_loss(self, model, outputs, labels, items) -> torch.Tensor:
+    def _task_loss(self, model, outputs, labels, items=None) -> torch.Tensor:
         """The loss that Trainer would take from these outputs."""
         if self.compute_loss_func is not None:
             return self.compute_loss_func(outputs, labels, num_items_in_batch=items)
@@ -315,13 +315,16 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self.accelerator.unwrap_model(self.model)
+        gamma_train = self.args.noise_gamma
+        own_loss = self.compute_loss_func is not None or self.label_smoother is not None
         settings = {
             "data_collator": self.data_collator,
             "batch_size": self.args.eval_batch_size,
             "seed": self.args.seed,
             "sigma": self.noise_sigma(model),
+            "gamma_train": gamma_train[-1] if isinstance(gamma_train, list) else gamma_train,
             "label_names": self.label_names,
-            "layer_loss_fn": self.compute_loss_func,
+            "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
             "readout": self._readout_fn,
         }
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset

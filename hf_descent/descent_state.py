@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 import transformers
+from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.utils import logging
 
 import hf_descent
 
@@ -20,7 +20,7 @@ from .problem import DescentProblem
 from .schedule import ConstantPredictor, geometric_alpha
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
 SUMMARY_NAME = "descent_config.json"

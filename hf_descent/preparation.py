@@ -10,7 +10,8 @@ import os
 
 import torch
 import transformers
-from transformers.utils import CONFIG_NAME, logging
+from accelerate.logging import get_logger
+from transformers.utils import CONFIG_NAME
 
 from .descent_state import STATE_NAME, DescentState
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
@@ -19,7 +20,7 @@ from .readout import _probing as probing
 from .schedule import ConstantPredictor
 
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 SIGMA_BATCHES = 64  # batches from which the deviation of the clean signal is estimated
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
-from transformers.utils import logging
 
 from .callbacks import DescentProgressCallback, StepCallback
 from .checkpoints import CheckpointMixin
@@ -29,8 +28,6 @@ from .noise import EmbeddingNoise
 from .preparation import PreparationMixin
 from .readout import Readout
 
-
-logger = logging.get_logger(__name__)
 
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 

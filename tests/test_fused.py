@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -295,6 +296,29 @@ def test_no_tensor_is_larger_than_a_tile(monkeypatch, softcap):
         )
         out.objective.backward()
     assert VOCAB * HIDDEN < watch.largest <= tile
+
+
+def peak_bytes(call):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        call()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def test_memory_grows_by_one_gradient_a_layer(monkeypatch):
+    batch, seq, hidden, vocab = 4, 64, 32, 1024
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": 16 * vocab})
+    norm, head = nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
+    tokens = labelled_tokens(torch.randint(vocab, (batch, seq)))
+
+    def step_bytes(layers):
+        states = [torch.randn(batch, seq, hidden).requires_grad_() for _ in range(layers)]
+        return peak_bytes(
+            lambda: fused_layer_losses(states, tokens, norm, head, torch.ones(layers)).objective.backward()
+        )
+
+    gradient = 4 * batch * seq * hidden
+    assert 0.9 * gradient < (step_bytes(12) - step_bytes(4)) / 8 < 1.1 * gradient
 
 
 # ---- sampled tokens ----

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from architectures import LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
+from architectures import BART, LAYERS, MODELS, REFUSED, TEXT, TwoStage, batch_for, build
 from torch import nn
 
 from hf_descent.layer_stack import find_layer_stack, intercepted
@@ -52,6 +52,14 @@ def test_keeps_wrappers_that_others_put_on_forward():
     torch.testing.assert_close(logits[0], model.head(inner(model.embed(x)) + 1.0))
 
 
+def test_refuses_layers_that_take_turns_with_another_stack():
+    fields = TEXT | {"num_key_value_heads": 4, "head_dim": 8, "num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2}
+    del fields["num_hidden_layers"]
+    model = build("HrmTextForCausalLM", fields)
+    with pytest.raises(ValueError, match="do not run one after the other"):
+        layer_logits(model, batch_for(model))
+
+
 @pytest.mark.parametrize(
     ("name", "stack"),
     [
@@ -69,6 +77,13 @@ def test_finds_the_calls_of_the_stack(name, stack):
     found = find_layer_stack(model, batch_for(model))
     assert (found.name, found.num_layers) == (stack, LAYERS)
     assert len(found.layers) == len({id(layer) for layer in found.layers})
+
+
+@torch.no_grad()
+def test_a_decoder_is_the_stack_beside_a_larger_encoder():
+    model = build("BartForConditionalGeneration", BART | {"encoder_layers": 6})
+    found = find_layer_stack(model, batch_for(model))
+    assert (found.name, found.num_layers) == ("model.decoder.layers", LAYERS)
 
 
 @torch.no_grad()

@@ -180,6 +180,18 @@ def test_train_mode_draws_the_same_dropout_masks_as_the_model(bert):
         torch.testing.assert_close(logits, model.classifier(model.bert.pooler(hidden) * mask))
 
 
+def test_draws_between_replays_go_on():
+    model, x, draws = TwoStage(dropout=0.5).train(), torch.randn(2, 4), []
+    readout = Readout.probe(model, {"x": x})
+    torch.manual_seed(3)
+    model(x)
+    expected = torch.rand(4).tolist()
+    torch.manual_seed(3)
+    with readout.attach(lambda *_: draws.append(torch.rand(1).item())):
+        model(x)
+    assert draws == expected
+
+
 def test_running_statistics_of_the_tail_are_updated_once():
     model = TwoStage().train()
     model.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))

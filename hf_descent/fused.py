@@ -79,7 +79,7 @@ class LayerLossSums(NamedTuple):
         token_entropies, token_hits (`torch.Tensor` of shape `[N]`, *optional*): Entropy of the last layer's
             prediction, and whether its most likely class is the label; on request.
         skipped (`torch.Tensor`): Share of the logits' gradient (sum of absolute entries) that `gradient_threshold`
-            left out, a scalar; 0 without a threshold.
+            approximated, a scalar; 0 without a threshold.
     """
 
     objective: torch.Tensor | None

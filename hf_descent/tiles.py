@@ -29,10 +29,10 @@ class HeadLoss:
         logit_scale (`float`): Factor on the head's output (Cohere; the inverse of Granite's `logits_scaling`).
         softcap (`float`, *optional*): Gemma's `final_logit_softcapping`.
         label_smoothing (`float`): The epsilon of transformers' `LabelSmoother`.
-        gradient_threshold (`float`, *optional*): Leave classes out of the two backward products of a tile, as long as
-            all of them together hold less than this share of the gradient of its logits (sum of absolute entries). In
-            a trained model that is most of the vocabulary; a tile whose distributions are flat takes the dense
-            products. `LayerLossSums.skipped` tells the share left out.
+        gradient_threshold (`float`, *optional*): In the two backward products of a tile, approximate the classes that
+            together hold less than this share of the gradient of its logits (sum of absolute entries). In a trained
+            model that is most of the vocabulary; a tile whose distributions are flat takes the dense products.
+            `LayerLossSums.skipped` tells the share approximated.
     """
 
     logit_scale: float = 1.0
@@ -159,7 +159,7 @@ class TiledReader:
         for slice_ in zip(*(t or [None] * len(slices[0]) for t in slices)):
             self._cross_entropy_(*slice_)
         if x_grad is not None:
-            self._products(logits, x, scale * coefficients, x_grad)
+            self._products(logits, targets, x, scale * coefficients, x_grad)
 
     def _cross_entropy_(self, logits, targets, losses, entropies, hits):
         """Turn `logits` into the gradient of the losses with respect to them, before `logit_scale`, in place."""
@@ -191,40 +191,58 @@ class TiledReader:
         if gradient is not logits:
             logits.copy_(gradient)
 
-    def _products(self, logits_grad, x, coefficients, x_grad):
+    def _products(self, logits_grad, targets, x, coefficients, x_grad):
         """Both backward products of a tile; the weights of tokens go on their short sides `[rows, hidden]`."""
         head_grad, bias_grad = self.gradients[:2]
+        scaled = (x * coefficients).to(x.dtype)
         if bias_grad is not None:
             bias_grad.add_((logits_grad.t() @ coefficients.to(x.dtype)).squeeze(1))
-        weight, classes = self.weight, None
-        if self.head_loss.gradient_threshold is not None:
-            classes = self._kept_classes(logits_grad)
-        if classes is not None:
-            logits_grad, weight = logits_grad.index_select(1, classes), weight.index_select(0, classes)
-        x_grad.copy_(logits_grad @ weight).mul_(coefficients)
-
-        if head_grad is not None:
-            scaled = (x * coefficients).to(x.dtype)
-            if classes is not None:
-                head_grad.index_add_(0, classes, (logits_grad.t() @ scaled).to(head_grad.dtype))
+        split = None if self.head_loss.gradient_threshold is None else self._split_classes(logits_grad, targets)
+        if split is not None:
+            self._sparse_products(logits_grad, *split, scaled, x_grad)
+        else:
+            x_grad.copy_(logits_grad @ self.weight)
+            if head_grad is None:
+                pass
             elif head_grad.dtype == x.dtype:
                 head_grad.addmm_(logits_grad.t(), scaled)
             elif x.device.type == "cuda":
                 torch.addmm(head_grad, logits_grad.t(), scaled, out_dtype=head_grad.dtype, out=head_grad)
             else:
                 head_grad.addmm_(logits_grad.t().to(head_grad.dtype), scaled.to(head_grad.dtype))
+        x_grad.mul_(coefficients)
 
-    def _kept_classes(self, logits_grad) -> torch.Tensor | None:
-        """The classes whose gradient counts, `[kept]`; `None` for all where leaving out the others would not pay."""
+    def _split_classes(self, logits_grad, targets) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The classes that take part in the products `[kept]`, and the share of each other one in the rest `[vocab]`.
+
+        The labels always take part. `None` where leaving out the others would not pay.
+        """
         mass = torch.linalg.vector_norm(logits_grad, 1, dim=0, dtype=self.accumulator_dtype)  # [vocab]
-        ascending, order = mass.sort()
+        total = mass.sum()
+        self.total += total
+        ascending, order = mass.index_fill(0, targets, torch.inf).sort()
         cumulative = ascending.cumsum(0)
-        self.total += cumulative[-1]
-        first_kept = torch.searchsorted(cumulative, self.head_loss.gradient_threshold * cumulative[-1]).item()
+        first_kept = torch.searchsorted(cumulative, self.head_loss.gradient_threshold * total).item()
         if len(order) - first_kept > DENSE_SHARE * len(order):
             return None
-        self.skipped += cumulative[first_kept - 1]
-        return order[first_kept:].sort().values
+        rest = cumulative[first_kept - 1]
+        self.skipped += rest
+        classes = order[first_kept:].sort().values
+        return classes, mass.index_fill_(0, classes, 0.0).div_(rest)
+
+    def _sparse_products(self, logits_grad, classes, shares, scaled, x_grad):
+        """The products over `classes`; the rest of each row is spread over the other classes as over all rows.
+
+        This keeps each token's and each class's sum of the gradient, so that no rare class is left without its push.
+        """
+        rest = logits_grad @ (shares > 0).to(logits_grad.dtype)  # [rows]
+        kept = logits_grad.index_select(1, classes)  # [rows, kept]
+        x_grad.copy_(kept @ self.weight.index_select(0, classes))
+        x_grad.addr_(rest.to(x_grad.dtype), (shares.to(self.weight.dtype) @ self.weight).to(x_grad.dtype))
+        head_grad = self.gradients[0]
+        if head_grad is not None:
+            head_grad.index_add_(0, classes, (kept.t() @ scaled).to(head_grad.dtype))
+            head_grad.addr_(shares.to(head_grad.dtype), (rest @ scaled).to(head_grad.dtype))
 
     def skipped_share(self) -> torch.Tensor:
         """Share of the logits' gradient that `gradient_threshold` left out, summed over tiles."""

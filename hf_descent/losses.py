@@ -13,7 +13,7 @@ IGNORE_INDEX = -100
 
 
 def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> torch.Tensor | None:
-    """Number of items that a batch's mean loss averages over, a scalar tensor; `None` for a batch without labels.
+    """Number of items that a batch's mean loss averages over, a scalar tensor; `None` where no tensor of labels is.
 
     Items are the labels that are not ignored (-100); the samples, where labels are floating (regression,
     reconstruction). A causal language model predicts no first token (`shifts_labels`).
@@ -21,7 +21,7 @@ def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_la
     labels = inputs.get("shift_labels")
     if labels is None:
         labels = next((inputs[name] for name in label_names if inputs.get(name) is not None), None)
-        if labels is None:
+        if not isinstance(labels, torch.Tensor):
             return None
         if shifts_labels:
             labels = labels[..., 1:]

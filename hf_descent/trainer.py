@@ -113,9 +113,9 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._micro_step = 0
         self._items = None
-        counts = [self._count_items(batch) for batch in batches]
-        if counts and counts[0] is not None and not self._stock_scaling_is_right:
-            self._items = self._reduce(sum(count.to(device) for count in counts))
+        if not self._stock_scaling_is_right:
+            counts = [count.to(device) for batch in batches if (count := self._count_items(batch)) is not None]
+            self._items = self._reduce(sum(counts)) if counts else None
         return batches, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -124,13 +124,14 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         constrained = self._reads_layers and (model.training or labelled)
         if constrained and not labelled:
             raise ValueError(
-                f"A training batch has no labels (looked for {', '.join(self.label_names) or 'labels'}; found "
-                f"{', '.join(inputs)}); every layer's loss needs them."
+                f"A training batch has no tensor of labels (looked for {', '.join(self.label_names) or 'labels'}; "
+                f"found {', '.join(inputs)}); every layer's loss needs it."
             )
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         if constrained:
             self._prepare(model, inputs)
-        stock = not model.training or self._stock_scaling_is_right or self._loss_takes_items(model, inputs)
+        miscaled = model.training and labelled and not self._stock_scaling_is_right
+        stock = not miscaled or self._loss_takes_items(model, inputs)
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if constrained:
                 loss, outputs = self._descent_loss(model, inputs)

@@ -45,6 +45,7 @@ def test_layer_losses_need_labels():
         ({"start_positions": torch.tensor([1, 2])}, False, 2),
         ({"labels": torch.full((2, 3), -100)}, False, 0),
         ({"labels": None}, False, None),
+        ({"labels": [{"boxes": torch.rand(2, 4)}]}, True, None),
         ({}, False, None),
     ],
 )

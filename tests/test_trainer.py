@@ -118,6 +118,44 @@ def test_erm_is_trainer_bit_for_bit(tmp_path, task, smoothing):
         }
 
 
+class Reconstruct(torch.nn.Module):
+    """Scores itself: on boxes in a list, as detectors take them, or on its own noisy input."""
+
+    config = None
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, labels=None, **kwargs):
+        target = x + torch.randn_like(x) if labels is None else torch.stack([label["box"] for label in labels])
+        return F.mse_loss(self.linear(x), target), x
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, labelled):
+    generator = torch.Generator().manual_seed(1)
+    rows = [
+        {"x": torch.rand(4, generator=generator), "labels": {"box": torch.rand(4, generator=generator)}}
+        for _ in range(32)
+    ]
+
+    def collate(rows):
+        batch = {"x": torch.stack([row["x"] for row in rows])}
+        return {**batch, "labels": [row["labels"] for row in rows]} if labelled else batch
+
+    def run(trainer_class):
+        args = config(tmp_path, objective="erm", gradient_accumulation_steps=accumulation, remove_unused_columns=False)
+        trainer = trainer_class(Reconstruct(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+        trainer.train()
+        return trainer.model.linear.weight, trainer.evaluate().get("eval_loss")
+
+    (weight, loss), (stock_weight, stock_loss) = run(DescentTrainer), run(Trainer)
+    assert weight.equal(stock_weight) and loss == stock_loss
+
+
 def test_plain_training_arguments_get_the_package_defaults(tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=20, report_to="none", use_cpu=True, disable_tqdm=True)
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
@@ -341,7 +379,7 @@ def test_data_parallel_is_refused(tmp_path):
 
 def test_a_batch_without_labels_is_refused(tmp_path):
     data = [{name: value for name, value in row.items() if name != "labels"} for row in DATA]
-    with pytest.raises(ValueError, match="no labels"):
+    with pytest.raises(ValueError, match="no tensor of labels"):
         DescentTrainer(bert(), config(tmp_path), train_dataset=data).train()
 
 

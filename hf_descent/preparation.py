@@ -30,6 +30,12 @@ class PreparationMixin:
 
     def _refuse_unsupported(self) -> None:
         args, parallelism = self.args, getattr(self.accelerator, "parallelism_config", None)
+        scorer = super().compute_loss  # of the class that the mixins stand before
+        if scorer.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
+            raise ValueError(
+                f"`{scorer.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
+                "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of "

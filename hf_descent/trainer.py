@@ -145,7 +145,13 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
+        self._reported_loss = None
         objective = super().training_step(*args, **kwargs)
+        if self._reads_layers and self._reported_loss is None:
+            raise ValueError(
+                f"`{type(self).__name__}.compute_loss` did not come to `DescentMixin.compute_loss`, so no layer was "
+                "read. Give your loss as `layer_loss_fn(outputs, labels, num_items_in_batch=None)` instead."
+            )
         # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
         return objective if self._reported_loss is None else self._reported_loss
 
@@ -202,10 +208,10 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         parts = parts * self.args.world_size if takes_items else torch.where(share > 0, parts, 0.0) * share
         self._layer_sums = self._layer_sums + parts.detach() / self.args.world_size
         objective = state.objective(parts, step, share)
-        if self._model_scores and losses[-1] is not outputs["loss"]:
+        if self._model_scores and losses[-1] is not (own := self._task_loss(unwrapped, outputs, labels)):
             # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
             # as the model itself weighs it.
-            objective = objective + (outputs["loss"] - losses[-1]) * share
+            objective = objective + (own - losses[-1]) * share
         self._reported_loss = parts[-1].detach()
         self.loss_is_scaled_for_ga = True
         return objective, outputs
@@ -220,7 +226,13 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
             )
         if self._readout_fn is not None:
             return loss_from_logits(model, outputs["logits"], labels, items)
-        return outputs["loss"]
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        if loss is None:
+            raise ValueError(
+                f"{type(model).__name__} returns no loss for a batch with labels; give one as `layer_loss_fn(outputs, "
+                "labels, num_items_in_batch=None)`."
+            )
+        return loss
 
     def _after_optimizer_step(self) -> None:
         if self._layer_sums is None:

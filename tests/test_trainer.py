@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.trainer import DescentMixin
 
 
 DATA = classification_data()
@@ -154,6 +155,37 @@ def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, l
 
     (weight, loss), (stock_weight, stock_loss) = run(DescentTrainer), run(Trainer)
     assert weight.equal(stock_weight) and loss == stock_loss
+
+
+class OwnLoss:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs = dict(inputs)
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = F.cross_entropy(outputs.logits, inputs["labels"], weight=torch.tensor([1.0, 2.0, 3.0]))
+        return (loss, outputs) if return_outputs else loss
+
+
+class OwnTrainer(OwnLoss, Trainer):
+    pass
+
+
+def test_a_compute_loss_of_ones_own_trains_plainly_and_is_refused_where_layers_are_read(tmp_path):
+    class Before(OwnLoss, DescentTrainer):
+        pass
+
+    class Behind(DescentMixin, OwnTrainer):
+        pass
+
+    def train(trainer_class, objective):
+        trainer = trainer_class(bert(), config(tmp_path, objective=objective, max_steps=3), train_dataset=DATA)
+        trainer.train()
+        return torch.cat([parameter.flatten() for parameter in trainer.model.parameters()])
+
+    stock = train(OwnTrainer, "erm")
+    for trainer_class in (Before, Behind):
+        assert train(trainer_class, "erm").equal(stock)
+        with pytest.raises(ValueError, match="layer_loss_fn"):
+            train(trainer_class, "descent")
 
 
 def test_plain_training_arguments_get_the_package_defaults(tmp_path):

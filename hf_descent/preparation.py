@@ -11,7 +11,7 @@ import os
 import torch
 import transformers
 from accelerate.logging import get_logger
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .descent_state import STATE_NAME, DescentState
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
@@ -104,10 +104,11 @@ class PreparationMixin:
                 with probing(model):
                     loss = model(**{**inputs, "labels": shifted})["loss"]
             else:
-                loss = self.compute_loss_func({"logits": logits}, shifted, num_items_in_batch=None)
+                loss = self.compute_loss_func(ModelOutput(logits=logits), shifted, num_items_in_batch=None)
             scale = loss / residual.square().mean()
         elif self.compute_loss_func is not None:
-            loss = self.compute_loss_func({"logits": torch.zeros_like(logits)}, labels, num_items_in_batch=None)
+            constant = ModelOutput(logits=torch.zeros_like(logits))
+            loss = self.compute_loss_func(constant, labels, num_items_in_batch=None)
             scale = loss / math.log(logits.shape[-1])
         else:
             return 1.0
@@ -161,9 +162,10 @@ class PreparationMixin:
                 model, labels = self.accelerator.unwrap_model(model), inputs.get("labels")
                 kept = {name: value for name, value in inputs.items() if name != "labels" or self._model_scores}
                 values = []
-                with probing(model):
-                    for items in (torch.tensor(1.0), torch.tensor(2.0)):
-                        kwargs = {"num_items_in_batch": items} if self.model_accepts_loss_kwargs else {}
+                for items in (torch.tensor(1.0), torch.tensor(2.0)):
+                    kwargs = {"num_items_in_batch": items} if self.model_accepts_loss_kwargs else {}
+                    # From the same random state, or the loss of a model that draws would seem to depend on them.
+                    with probing(model):
                         values.append(self._task_loss(model, model(**kept, **kwargs), labels, items))
                 # A batch without labels: its sum is zero where its mean is not a number.
                 self._takes_items = (bool(values[0] != values[1]) and bool(values[0].isfinite())) or bool(

@@ -157,6 +157,29 @@ def test_erm_is_trainer_where_the_labels_are_no_tensor(tmp_path, accumulation, l
     assert weight.equal(stock_weight) and loss == stock_loss
 
 
+class Noisy(torch.nn.Module):
+    """Draws in its forward, and ignores the items that it takes."""
+
+    config = None
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, labels=None, **kwargs):
+        return F.mse_loss(self.linear(x + torch.randn_like(x)), labels), x
+
+
+def test_a_model_that_draws_does_not_seem_to_scale_its_loss(tmp_path):
+    rows = [{"x": x, "labels": 10 * x} for x in torch.rand(16, 4, generator=torch.Generator().manual_seed(1))]
+    args = config(tmp_path, objective="erm", max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    trainer = DescentTrainer(Noisy(), args, train_dataset=rows)
+    trainer.train()
+    whole = next(log["loss"] for log in trainer.state.log_history if "loss" in log)
+    assert whole == pytest.approx(35, rel=0.2)  # the mean square of 10 x, and not four times that
+
+
 class OwnLoss:
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         inputs = dict(inputs)
@@ -578,6 +601,25 @@ def test_a_readout_of_ones_own_scores_every_layer_and_gives_the_predictions(tmp_
     unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in DATA_TEST]
     for data in (DATA_TEST, unlabelled):
         torch.testing.assert_close(torch.tensor(trainer.predict(data).predictions), logits[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_loss_reads_attributes_or_keys(tmp_path):
+    """The "auto" settings call it on outputs of their own."""
+
+    def by_attribute(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels)
+
+    def by_key(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels)
+
+    def losses(loss):
+        args = config(tmp_path, max_steps=3, initial_loss_bound="auto", dual_warmup_steps=1)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA, layer_loss_fn=loss)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    own = losses(by_attribute)
+    assert len(own) == 3 and own == losses(by_key)
 
 
 def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):

@@ -207,15 +207,18 @@ class DescentArguments:
     def from_training_arguments(cls, args: TrainingArguments, **fields: Any) -> "DescentArguments":
         """The same training arguments with the descent arguments added: `fields`, and defaults for the rest.
 
-        Arguments that this class does not have (a subclass's own) stay attributes of the result.
+        Arguments that this class does not have (a subclass's own, or set by hand) stay attributes of the result.
         """
         if isinstance(args, cls) and not fields:
             return args
         own = {argument.name for argument in dataclasses.fields(cls) if argument.init}
         given = {argument.name: getattr(args, argument.name) for argument in dataclasses.fields(args) if argument.init}
         config = cls(**{**{name: value for name, value in given.items() if name in own}, **fields})
-        for name in given.keys() - own:
-            setattr(config, name, given[name])
+        for name, value in vars(args).items():
+            if not hasattr(config, name):
+                setattr(config, name, value)
+        # Set to 1 by hand to keep `nn.DataParallel` off.
+        config._n_gpu = min(args.n_gpu, config.n_gpu)
         return config
 
 

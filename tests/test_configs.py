@@ -86,12 +86,21 @@ def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):
         DescentConfig(str(tmp_path), **arguments)
 
 
+def test_conversion_keeps_data_parallel_off(tmp_path, monkeypatch):
+    args = TrainingArguments(str(tmp_path))
+    args._n_gpu = 1
+    monkeypatch.setattr(DescentConfig, "n_gpu", 4)
+    assert DescentConfig.from_training_arguments(args)._n_gpu == 1
+
+
 def test_conversion_keeps_every_argument_and_a_subclass_s_own(tmp_path):
     args = Seq2SeqTrainingArguments(
         str(tmp_path), learning_rate=3e-4, report_to="none", warmup_steps=7, generation_max_length=9, seed=5,
         lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=11, lr_scheduler_kwargs={"num_cycles": 2},
     )  # fmt: skip
+    args.mine = "set by hand"
     config = DescentConfig.from_training_arguments(args, descent_alpha=0.2)
+    assert config.mine == "set by hand"
     for field in dataclasses.fields(TrainingArguments):
         if field.init:
             assert getattr(config, field.name) == getattr(args, field.name), field.name

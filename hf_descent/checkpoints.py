@@ -16,6 +16,9 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+# What Trainer writes with `torch.save`; a folder may hold others' files of the same endings.
+TORCH_FILES = ("adapter_model", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler", "training_args")
+
 
 class CheckpointMixin:
     """The dual side of a run in Trainer's checkpoints: saved with the optimizer, resumed exactly."""
@@ -116,4 +119,8 @@ def _is_damaged(path: str) -> bool:
                 return False
         except (SafetensorError, OSError):
             return True
-    return path.endswith((".pt", ".pth", ".bin")) and not zipfile.is_zipfile(path)
+    if not (os.path.basename(path).startswith(TORCH_FILES) and path.endswith((".pt", ".pth", ".bin"))):
+        return False
+    with open(path, "rb") as file:
+        legacy = file.read(1) == b"\x80"  # a bare pickle, torch's format before 1.6
+    return not legacy and not zipfile.is_zipfile(path)

@@ -136,6 +136,18 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, victim, damage):
         make(arguments(tmp_path)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
+def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
+    make(arguments(tmp_path, max_steps=2)).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / "index.bin").write_bytes(b"not torch's")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        state = torch.load(checkpoint / name, weights_only=False)
+        torch.save(state, checkpoint / name, _use_new_zipfile_serialization=False)
+    assert newest_complete_checkpoint(str(tmp_path)) == str(checkpoint)
+    (checkpoint / "optimizer.pt").write_bytes(b"")
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
+
+
 def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_run(tmp_path):
     make(arguments(tmp_path, max_steps=3)).train()
     os.utime(tmp_path / "checkpoint-3" / "trainer_state.json", (0, 0))

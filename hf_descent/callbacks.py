@@ -1,7 +1,12 @@
 """What the trainer hangs into Trainer's callbacks: the moment of the dual step, and a readable progress bar."""
 
+import re
+
 from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
+
+
+PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_\d+$")
 
 
 class StepCallback(TrainerCallback):
@@ -23,5 +28,5 @@ class DescentProgressCallback(ProgressCallback):
     """Leaves the values of single layers to the trackers: a line of 4 L numbers is not readable."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        short = {name: value for name, value in (logs or {}).items() if not name.rsplit("_", 1)[-1].isdecimal()}
+        short = {name: value for name, value in (logs or {}).items() if not PER_LAYER.search(name)}
         super().on_log(args, state, control, logs=short, **kwargs)

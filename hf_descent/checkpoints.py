@@ -13,6 +13,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .descent_state import STATE_NAME
+
 
 logger = logging.get_logger(__name__)
 
@@ -42,6 +44,12 @@ class CheckpointMixin:
             self._state.save(output_dir, write=self.args.should_save)
             # For people to read, in trainer_state.json.
             self.state.stateful_callbacks["DescentState"] = self._state.summary()
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        best = self.state.best_model_checkpoint
+        if self._state is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
+            self._state.load(best, is_main=self.args.process_index == 0)
 
     def _load_callback_state(self):
         # The readable copy is no callback; Trainer would report it as missing.

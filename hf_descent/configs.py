@@ -14,6 +14,17 @@ from .objectives import OBJECTIVES
 from .problem import check_alpha, check_constrained_layers, check_initial_loss_bound
 
 
+# Take a number, a list or a word; on a command line, as JSON.
+JSON_ARGUMENTS = (
+    "descent_alpha",
+    "initial_loss_bound",
+    "constrained_layers",
+    "fixed_multipliers",
+    "noise_gamma",
+    "eval_gammas",
+)
+
+
 def _help_from_docstring(cls: type) -> type:
     """Use each argument's paragraph of the class docstring as its command-line help, so that the two cannot differ."""
     paragraphs = re.split(r"\n(?=\w+ \(`)", inspect.cleandoc(cls.__doc__ or "").replace("\n    ", "\n\t"))
@@ -148,8 +159,13 @@ class DescentArguments:
 
         Called again when training starts, since a hyperparameter search sets the arguments one by one.
         """
-        for name in ("descent_alpha", "initial_loss_bound", "constrained_layers", "noise_gamma", "eval_gammas"):
-            setattr(self, name, _parse(name, getattr(self, name)))
+        for argument in dataclasses.fields(DescentArguments):
+            name, value = argument.name, getattr(self, argument.name)
+            if argument.type in (float, float | None) and value is not None:
+                # A search casts to the type of the value it finds, so an int would truncate.
+                setattr(self, name, _as_float(name, value))
+            elif name in JSON_ARGUMENTS:
+                setattr(self, name, _parse(name, value))
         for name, choices in (
             ("objective", OBJECTIVES),
             ("dual_optim", ("adam", "sgd")),
@@ -175,9 +191,17 @@ class DescentArguments:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"`{name}` is {value}; it must not be negative.")
+        if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
+            raise ValueError(
+                f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a fraction below 1."
+            )
+        if isinstance(self.eval_gammas, int | float):
+            self.eval_gammas = [self.eval_gammas]
         for name in ("noise_gamma", "eval_gammas"):
             levels = getattr(self, name)
-            levels = [] if levels is None else levels if isinstance(levels, list) else [levels]
+            levels = (
+                levels if isinstance(levels, list) else [] if levels is None and name == "eval_gammas" else [levels]
+            )
             if not all(isinstance(gamma, int | float) and math.isfinite(gamma) and gamma >= 0 for gamma in levels):
                 raise ValueError(f"`{name}` is {getattr(self, name)}; noise levels must be numbers, not negative.")
         if isinstance(self.noise_gamma, list) and not (
@@ -192,7 +216,7 @@ class DescentArguments:
             raise ValueError(
                 "`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list."
             )
-        if self.is_auto and self.dual_warmup_steps == 0 and self.objective in ("descent", "hinge", "quadratic"):
+        if self.is_auto and self.dual_warmup_steps == 0 and self.objective not in ("erm", "fixed"):
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
                 "`dual_warmup_steps` is 0; give it steps or a fraction (0.1), or give both numbers."
@@ -230,10 +254,21 @@ class DescentConfig(DescentArguments, TrainingArguments):
     )
 
 
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
+
+
 def _parse(name: str, value: Any) -> Any:
-    """A Python value from itself or from its JSON text; "auto" and None stay."""
-    if not isinstance(value, str) or value == "auto":
-        return list(value) if isinstance(value, tuple) else value
+    """A Python value from itself, an array or its JSON text; "auto", None and a folder of multipliers stay."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, tuple | list):
+        return [item.item() if hasattr(item, "item") else item for item in value]
+    if not isinstance(value, str) or value == "auto" or (name == "fixed_multipliers" and not value.startswith("[")):
+        return value
     try:
         return json.loads(value)
     except json.JSONDecodeError:

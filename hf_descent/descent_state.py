@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import transformers
@@ -16,7 +17,7 @@ import hf_descent
 from . import objectives
 from .configs import DescentArguments
 from .multipliers import Multipliers
-from .problem import DescentProblem
+from .problem import DescentProblem, check_alpha, check_constrained_layers
 from .schedule import ConstantPredictor, geometric_alpha
 
 
@@ -24,6 +25,7 @@ logger = get_logger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
 SUMMARY_NAME = "descent_config.json"
+UNKNOWN_SCORE = -1e9  # below that of any checkpoint with a known problem
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
 
 
@@ -58,6 +60,14 @@ class DescentState:
         warmup = args.dual_warmup_steps
         warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
         self.active_from = start_step + warmup
+        check_constrained_layers(args.constrained_layers, num_layers)
+        if args.descent_alpha != "auto":
+            check_alpha(args.descent_alpha, num_layers)
+        if self.active_from >= max_steps > 0 and args.objective not in ("erm", "deep_supervision"):
+            logger.warning(
+                f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
+                "never act. Lower `dual_warmup_steps` or train longer."
+            )
         self.constant_predictor = constant_predictor
         self.reduce = reduce
         self.multipliers = Multipliers(
@@ -71,15 +81,16 @@ class DescentState:
             device=device,
         )
         self.problem: DescentProblem | None = None
+        self._index: torch.Tensor | None = None
         if args.objective == "fixed":
             self._load_fixed_multipliers()
         elif not args.is_auto:
             self._set_problem(args.descent_alpha, args.initial_loss_bound)
         # Running averages of the layer losses, and the weight that makes up for their start at zero.
-        self.averages = torch.zeros(num_layers, device=device)  # [layers]
-        self.average_weight = torch.zeros(1, device=device)
-        self._logged = torch.zeros(num_layers + 1, device=device)  # sums since the last log, and their count
-        self._nonfinite = torch.zeros(num_layers, device=device)  # steps with a non-finite loss, per layer
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+        self.averages, self.average_weight = zeros(num_layers), zeros(1)
+        self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
+        self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._said = set()
 
     # ---- primal side ----
@@ -95,13 +106,20 @@ class DescentState:
         """Whether the label statistics of this step enter f_0."""
         return self.problem is None and self.args.initial_loss_bound == "auto" and step < self.active_from
 
+    @property
+    def trained_layers(self) -> list[int]:
+        """The layers (1-based) whose losses the objective depends on at some step."""
+        if self.args.objective == "erm":
+            return [self.num_layers]
+        layers = range(1, self.num_layers + 1)
+        if self.args.objective == "deep_supervision":
+            return list(layers)
+        constrained = self.problem.constrained_layers if self.problem else self.args.constrained_layers or layers
+        return sorted({*constrained, self.num_layers})
+
     def weighted_layers(self, step: int) -> list[int]:
         """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
-        if self.inactive(step):
-            return [self.num_layers]
-        if self.args.objective == "deep_supervision":
-            return list(range(1, self.num_layers + 1))
-        return sorted({*self.problem.constrained_layers, self.num_layers})
+        return [self.num_layers] if self.inactive(step) else self.trained_layers
 
     def objective(self, layer_losses: torch.Tensor, step: int, share: torch.Tensor) -> torch.Tensor:
         """The scalar to minimise, from a micro-batch's part of the layer losses `[L]` and its share of the items.
@@ -114,9 +132,11 @@ class DescentState:
         if self.args.objective in ("hinge", "quadratic"):
             own = layer_losses / torch.where(share > 0, share, 1.0)
             return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
-        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
-        layers = [layer - 1 for layer in self.weighted_layers(step)]
-        return self.weights()[layers] @ layer_losses[layers]
+        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. The index
+        # is kept: a new one would be copied from the host at every step.
+        if self._index is None:
+            self._index = torch.tensor(self.trained_layers, device=layer_losses.device) - 1
+        return self.weights()[self._index] @ layer_losses[self._index]
 
     def weights(self) -> torch.Tensor:
         """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
@@ -168,23 +188,32 @@ class DescentState:
             f"measured over {self.active_from} warm-up steps at f_L = {self.mean_losses[-1].item():.4g}."
         )
 
-    def _set_problem(self, alpha, initial_loss_bound) -> None:
-        self.problem = DescentProblem(alpha, initial_loss_bound, self.num_layers, self.args.constrained_layers)
-        self.problem.to(self.device)
+    def _set_problem(self, alpha, initial_loss_bound, constrained_layers=None) -> None:
+        layers = constrained_layers or self.args.constrained_layers
+        self.problem = DescentProblem(alpha, initial_loss_bound, self.num_layers, layers).to(self.device)
+        self._index = None
 
     def _load_fixed_multipliers(self) -> None:
-        values, alpha, bound = self.args.fixed_multipliers, self.args.descent_alpha, self.args.initial_loss_bound
+        values, alpha, bound, layers = self.args.fixed_multipliers, self.args.descent_alpha, 1.0, None
         if isinstance(values, str):
             summary = read_summary(values)
-            values, alpha, bound = (summary["multipliers"], summary["alpha"], summary["initial_loss_bound"])
-        if alpha == "auto":
-            raise ValueError("`fixed_multipliers` as a list needs `descent_alpha` as numbers; 'auto' is not enough.")
+            if "alpha" not in summary:
+                raise ValueError(f"The run in {values} was saved during its warm-up, before it had multipliers.")
+            values, alpha, bound = summary["multipliers"], summary["alpha"], summary["initial_loss_bound"]
+            layers = summary["constrained_layers"]
+        elif self.args.is_auto:
+            raise ValueError(
+                "`fixed_multipliers` as a list needs `descent_alpha` and `initial_loss_bound` as numbers, not 'auto'."
+            )
+        else:
+            bound = self.args.initial_loss_bound
         if len(values) != self.num_layers:
             raise ValueError(
                 f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
             )
-        # f_0 does not enter the weights; any positive number serves.
-        self._set_problem(alpha, 1.0 if bound == "auto" else bound)
+        if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
+            raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
+        self._set_problem(alpha, bound, layers)
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
 
     # ---- reports ----
@@ -228,10 +257,13 @@ class DescentState:
             metrics[f"{prefix}_feasible"] = float(feasible)
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
             metrics[f"{prefix}_feasible_score"] = score
+        elif self.args.objective != "erm":  # in the warm-up of "auto"
+            metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE}
         return metrics
 
     def verdict(self) -> dict[str, float]:
         """Feasibility of the running averages of training, said in the log; empty before the problem is known."""
+        self._report_faults()
         if self.problem is None or not self.average_weight.item():
             return {}
         violations = self.problem.violations(self.mean_losses)  # [layers]
@@ -341,13 +373,21 @@ class DescentState:
             ) from error
         self.active_from = meta["active_from"]
         if meta["problem"] is not None:
-            self._set_problem(meta["problem"]["alpha"], meta["problem"]["initial_loss_bound"])
+            problem = meta["problem"]
+            self._set_problem(problem["alpha"], problem["initial_loss_bound"], problem["constrained_layers"])
         if "label_moments" in tensors and is_main:
             self.constant_predictor.moments = tensors["label_moments"].to(self.device)
 
     def _schedule(self) -> dict:
         """The settings that a checkpoint must share with the run that resumes from it."""
-        names = ("objective", "descent_alpha", "initial_loss_bound", "descent_strength", "constrained_layers")
+        names = (
+            "objective",
+            "descent_alpha",
+            "initial_loss_bound",
+            "descent_strength",
+            "constrained_layers",
+            "dual_warmup_steps",
+        )
         return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in names}
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .readout import Readout
@@ -20,14 +21,33 @@ def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_la
     """
     labels = inputs.get("shift_labels")
     if labels is None:
-        labels = next((inputs[name] for name in label_names if inputs.get(name) is not None), None)
+        labels = labels_of(inputs, label_names)
         if not isinstance(labels, torch.Tensor):
             return None
         if shifts_labels:
             labels = labels[..., 1:]
     if labels.is_floating_point() or labels.dim() == 0:
-        return torch.tensor(labels.shape[0] if labels.dim() else 1, device=labels.device)
+        return torch.full((), labels.shape[0] if labels.dim() else 1, device=labels.device)
     return labels.ne(IGNORE_INDEX).sum()
+
+
+def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
+    """The first of a batch's labels; a loss function of one's own may take `labels` that the model does not."""
+    return next((inputs[name] for name in (*label_names, "labels") if inputs.get(name) is not None), None)
+
+
+def finds_shift(logits: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) -> bool | None:
+    """Whether a model's own mean loss predicts token t at t-1; `None` where this batch cannot tell.
+
+    Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
+    """
+    if labels.is_floating_point() or labels.dim() != 2 or logits.shape[:2] != labels.shape:
+        return False
+    plain, shifted = (
+        (F.cross_entropy(x.flatten(0, 1).float(), y.flatten(), ignore_index=IGNORE_INDEX) - loss).abs()
+        for x, y in ((logits, labels), (logits[:, :-1], labels[:, 1:]))
+    )
+    return None if plain.isnan() or shifted.isnan() else bool(shifted < plain)
 
 
 def loss_from_logits(

@@ -30,7 +30,7 @@ class Multipliers:
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
-    _TENSORS = ("values", "slacks", "mean", "square", "slack_mean", "slack_square", "steps")
+    _TENSORS = ("values", "slacks", "mean", "square", "slack_mean", "slack_square", "steps", "slack_steps")
 
     def __init__(
         self,
@@ -43,6 +43,17 @@ class Multipliers:
         maximum: float | None = None,
         device: torch.device | str = "cpu",
     ):
+        rates = {"learning_rate": learning_rate, "slack_learning_rate": slack_learning_rate, "maximum": maximum}
+        for name, value in rates.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` is {value}; it must be positive.")
+        if not resilience >= 0:
+            raise ValueError(f"`resilience` is {resilience}; it must not be negative.")
+        if optim not in ("adam", "sgd") or resilience_form not in ("weight_decay", "slack"):
+            raise ValueError(
+                f"`optim` is {optim!r} and `resilience_form` {resilience_form!r}; choose 'adam' or 'sgd', and "
+                "'weight_decay' or 'slack'."
+            )
         self.learning_rate = learning_rate
         self.optim = optim
         self.resilience = resilience
@@ -50,7 +61,8 @@ class Multipliers:
         self.slack_learning_rate = slack_learning_rate
         self.maximum = maximum
         for name in self._TENSORS:
-            setattr(self, name, torch.zeros(1 if name == "steps" else num_layers, device=device))
+            size = 1 if name.endswith("steps") else num_layers
+            setattr(self, name, torch.zeros(size, dtype=torch.float32, device=device))
 
     @torch.no_grad()
     def step(self, violations: torch.Tensor) -> None:
@@ -60,11 +72,13 @@ class Multipliers:
         before = {name: getattr(self, name).clone() for name in self._TENSORS}
 
         self.steps += 1
+        self.slack_steps += 1
         relaxation = self.slacks if self.uses_slacks else self.resilience * self.values
-        ascent = self._direction(violations - relaxation, self.mean, self.square)  # [layers]
+        ascent = self._direction(violations - relaxation, self.mean, self.square, self.steps)  # [layers]
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
-            descent = self._direction(self.slacks / self.resilience - self.values, self.slack_mean, self.slack_square)
+            excess = self.slacks / self.resilience - self.values
+            descent = self._direction(excess, self.slack_mean, self.slack_square, self.slack_steps)
             self.slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
         self.values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
 
@@ -73,7 +87,7 @@ class Multipliers:
 
     def restart_slacks(self) -> None:
         """Clamp the slacks to zero (paper, Appendix B.2), with their optimizer state, which would undo the clamp."""
-        for slack_state in (self.slacks, self.slack_mean, self.slack_square):
+        for slack_state in (self.slacks, self.slack_mean, self.slack_square, self.slack_steps):
             slack_state.zero_()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -93,12 +107,12 @@ class Multipliers:
                 )
             setattr(self, name, state[name].to(current, copy=True))
 
-    def _direction(self, gradient: torch.Tensor, mean: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    def _direction(self, gradient, mean, square, steps) -> torch.Tensor:
         """The gradient `[L]` itself (sgd) or Adam's normalised direction, with the moments updated in place."""
         if self.optim == "sgd":
             return gradient
         beta1, beta2 = self.BETAS
         mean.lerp_(gradient, 1 - beta1)
         square.lerp_(gradient.square(), 1 - beta2)
-        denominator = (square / (1 - beta2**self.steps)).sqrt() + self.EPSILON
-        return mean / (1 - beta1**self.steps) / denominator
+        denominator = (square / (1 - beta2**steps)).sqrt() + self.EPSILON
+        return mean / (1 - beta1**steps) / denominator

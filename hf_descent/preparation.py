@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .descent_state import STATE_NAME, DescentState
+from .losses import finds_shift, labels_of
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .readout import Readout, output_logits
 from .readout import _probing as probing
@@ -66,16 +67,13 @@ class PreparationMixin:
             return
         num_layers, device = self._readout.num_layers, self.args.device
         with probing(model):
-            logits = output_logits(model(**inputs))
-        # Positions in the sequence are the classes of extractive question answering.
-        num_classes = logits.shape[1] if "start_positions" in inputs else logits.shape[-1]
-        multi_label = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
-        predictor = ConstantPredictor(
-            num_classes,
-            self.args.label_smoothing_factor,
-            multi_label,
-            1.0 if multi_label else self._loss_scale(model, inputs, logits),
-        )
+            outputs = model(**inputs)
+        logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else None
+        if self._fused is None and loss is not None and labels is not None:
+            shift = finds_shift(logits, labels, loss)
+            self._loss_shifts_labels = self._loss_shifts_labels if shift is None else shift
+        predictor = self._constant_predictor(model, inputs, labels, logits)
         state = DescentState(
             self.args, num_layers, self.state.max_steps, self.state.global_step, predictor, self._reduce, device
         )
@@ -90,34 +88,51 @@ class PreparationMixin:
         self._eval_sums = torch.zeros(num_layers + 1, device=device)
         self._state = state
 
+    def _constant_predictor(self, model, inputs, labels, logits) -> ConstantPredictor:
+        """What measures f_0 = "auto" for the loss at hand."""
+        config = getattr(model, "config", None)
+        multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
+        positions = "start_positions" in inputs  # the classes of extractive question answering
+        given = [name for name in self.label_names if inputs.get(name) is not None]
+        auto = self.args.initial_loss_bound == "auto" and self.args.objective not in ("erm", "fixed")
+        if auto and len(given) > 1 and not positions:
+            raise ValueError(
+                f"`initial_loss_bound='auto'` cannot be measured for a loss of several labels ({', '.join(given)}); "
+                "set it to the loss of a constant prediction."
+            )
+        numbers = labels is not None and labels.is_floating_point() and labels.numel() == logits.numel()
+        return ConstantPredictor(
+            max(logits.shape[1], getattr(config, "max_position_embeddings", 0)) if positions else logits.shape[-1],
+            self.args.label_smoothing_factor,
+            multi_label,
+            self._loss_scale(model, inputs, labels, logits) if auto and numbers and not multi_label else 1.0,
+            self._score_constant if self.compute_loss_func is not None else None,
+            positions,
+        )
+
+    def _score_constant(self, logits, labels) -> torch.Tensor:
+        return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=labels.numel())
+
     @torch.no_grad()
-    def _loss_scale(self, model, inputs, logits) -> float:
-        """The loss at hand in units of cross-entropy or mean squared error, on one batch; for f_0 = "auto"."""
-        labels = inputs.get("labels")
-        if labels is None or self.args.initial_loss_bound != "auto":
-            return 1.0
-        if labels.is_floating_point() and labels.numel() == logits.numel():
-            # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
-            residual = labels - labels.mean(0, keepdim=True)
-            shifted = logits.reshape(labels.shape).to(labels) + residual
-            if self.compute_loss_func is None:
-                with probing(model):
-                    loss = model(**{**inputs, "labels": shifted})["loss"]
-            else:
-                loss = self.compute_loss_func(ModelOutput(logits=logits), shifted, num_items_in_batch=None)
-            scale = loss / residual.square().mean()
-        elif self.compute_loss_func is not None:
-            constant = ModelOutput(logits=torch.zeros_like(logits))
-            loss = self.compute_loss_func(constant, labels, num_items_in_batch=None)
-            scale = loss / math.log(logits.shape[-1])
+    def _loss_scale(self, model, inputs, labels, logits) -> float:
+        """The loss of numbers in units of the mean squared error, measured on one batch."""
+        residual = labels - labels.mean(0, keepdim=True)
+        if not residual.any():  # a batch of one
+            residual = torch.ones_like(labels)
+        # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
+        shifted = logits.reshape(labels.shape).to(labels) + residual
+        if self.compute_loss_func is not None:
+            loss = self._score_constant(logits, shifted)
         else:
-            return 1.0
-        if not (scale.isfinite() and scale > 0):
+            with probing(model):
+                loss = model(**{**inputs, "labels": shifted})["loss"]
+        scale = (loss / residual.square().mean()).item()
+        if not (math.isfinite(scale) and scale > 0):
             raise ValueError(
                 "`initial_loss_bound='auto'` could not be measured with this loss; set it to the loss of a constant "
                 "prediction."
             )
-        return scale.item()
+        return scale
 
     def _training_noise(self, model):
         gamma = self.args.noise_gamma
@@ -140,7 +155,7 @@ class PreparationMixin:
             # In dataset order and with its own seed, so that a resumed run finds the same value.
             with probing(model):
                 transformers.set_seed(self.args.seed)
-                batches = (self._prepare_inputs(batch) for batch in self.get_eval_dataloader(self.train_dataset))
+                batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(self.train_dataset))
                 moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES).to(self.args.device))
             sigma = deviation_from_moments(moments)
             logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")

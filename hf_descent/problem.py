@@ -55,7 +55,7 @@ class DescentProblem:
         layers = torch.tensor(self.constrained_layers)  # [constrained], 1-based
         self._layers = layers - 1
         self._previous = torch.cat([layers.new_zeros(1), layers[:-1]])  # [constrained], 0 stands for f_0
-        self._contraction = 1.0 - torch.tensor(self.alpha)[self._layers]  # [constrained]
+        self._contraction = 1.0 - torch.tensor(self.alpha, dtype=torch.float32)[self._layers]  # [constrained]
 
     def to(self, device: torch.device | str) -> "DescentProblem":
         """Move the constants to `device` and return self."""
@@ -65,6 +65,8 @@ class DescentProblem:
 
     def violations(self, layer_losses: torch.Tensor) -> torch.Tensor:
         """g_l = f_l - (1 - alpha_l) f_prev(l) of the losses f `[L]`; `[L]`, 0 at unconstrained layers."""
+        if layer_losses.shape != (self.num_layers,):
+            raise ValueError(f"`layer_losses` has shape {list(layer_losses.shape)}; give [{self.num_layers}].")
         contraction = self._contraction.to(layer_losses.dtype)
         bounded = torch.cat([layer_losses.new_full((1,), self.initial_loss_bound), layer_losses])  # [1 + layers]
         violations = bounded[self._layers + 1] - contraction * bounded[self._previous]  # [constrained]
@@ -77,7 +79,7 @@ class DescentProblem:
         """
         active = multipliers[self._layers]  # [constrained]
         weights = multipliers.new_zeros(1 + self.num_layers)  # [1 + layers], index 0 collects the constant f_0
-        weights[-1] = 1.0
+        weights[-1:].fill_(1.0)  # an assignment would copy from the host
         weights.index_add_(0, self._layers + 1, active)
         weights.index_add_(0, self._previous, -self._contraction.to(active.dtype) * active)
         return weights[1:]
@@ -106,7 +108,12 @@ class DescentProblem:
 
 def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
-    values = [float(alpha)] * (num_layers or 1) if isinstance(alpha, int | float) else [float(a) for a in alpha]
+    try:
+        values = (
+            [float(alpha)] * (num_layers or 1) if not isinstance(alpha, list | tuple) else [float(a) for a in alpha]
+        )
+    except (TypeError, ValueError):
+        raise ValueError(f"`descent_alpha` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
     if num_layers is not None and len(values) != num_layers:
         raise ValueError(
             f"`descent_alpha` has {len(values)} values but the model has {num_layers} layers; give one number or one "
@@ -119,7 +126,7 @@ def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -
 
 def check_initial_loss_bound(bound: float) -> float:
     """`bound` as a float, finite and positive; ValueError otherwise."""
-    if not (math.isfinite(bound) and bound > 0):
+    if not (isinstance(bound, int | float) and math.isfinite(bound) and bound > 0):
         raise ValueError(
             f"`initial_loss_bound` is {bound}; f_0 must be positive and finite: use the loss of the best constant "
             "predictor (log of the number of classes for balanced classification) or 'auto'."
@@ -131,9 +138,15 @@ def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | Non
     """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
     if layers is None:
         return None if num_layers is None else list(range(1, num_layers + 1))
-    layers = list(layers)
-    if not layers or any(b <= a for a, b in zip([0, *layers], layers, strict=False)):
-        raise ValueError(f"`constrained_layers` is {layers}; give at least one layer, 1-based and increasing.")
+    layers = list(layers) if isinstance(layers, list | tuple | range) else []
+    if (
+        not layers
+        or any(not isinstance(layer, int) for layer in layers)
+        or any(b <= a for a, b in zip([0, *layers], layers, strict=False))
+    ):
+        raise ValueError(
+            f"`constrained_layers` is {layers}; give a list of at least one layer, 1-based and increasing."
+        )
     if num_layers is not None and layers[-1] > num_layers:
         raise ValueError(
             f"`constrained_layers` names layer {layers[-1]} but the model has {num_layers} layers; layers are 1-based."

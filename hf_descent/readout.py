@@ -137,7 +137,7 @@ class Readout:
         def read_out(args, kwargs, outputs):
             for layer in layers:
                 hidden = self._stack.hidden_state(tape.layer_outputs[layer - 1])  # [batch, seq, width]
-                if self.readout is None and layer == self.num_layers and not _has_router_loss(outputs):
+                if self.readout is None and layer == self.num_layers and not has_router_loss(outputs):
                     on_layer(layer, outputs, hidden)
                     continue
                 with torch.no_grad() if layer in no_grad_layers else nullcontext():
@@ -334,7 +334,7 @@ def _check_layerdrop(model, stack):
         )
 
 
-def _has_router_loss(outputs):
+def has_router_loss(outputs):
     return isinstance(outputs, dict) and any(
         key.endswith(("aux_loss", "router_loss", "z_loss")) and value is not None for key, value in outputs.items()
     )

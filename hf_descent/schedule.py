@@ -18,6 +18,7 @@ MIN_LABELS_PER_CLASS = 10
 # The least total decrease asked for, as f_L / f_0: without it a model that is no better than a constant at the end of
 # warm-up would get alpha <= 0.
 MAX_LOSS_RATIO = 0.98
+SYNTHETIC_LABELS = 512
 
 
 def geometric_alpha(initial_loss_bound: float, final_loss: float, num_constraints: int, strength: float) -> float:
@@ -43,9 +44,22 @@ class ConstantPredictor:
         label_smoothing (`float`): smoothing of the targets, as `label_smoothing_factor`.
         multi_label (`bool`): whether floating labels are independent classes rather than numbers.
         scale (`float`): the task loss in units of the loss named above (a sum instead of a mean, say).
+        loss_fn (`Callable`, *optional*): `loss_fn(logits, labels)`, a loss of one's own for integer labels; its least
+            value over constant logits is found numerically.
+        positions (`bool`): whether the classes are positions in a sequence, of which only those seen count.
     """
 
-    def __init__(self, num_classes: int, label_smoothing: float = 0.0, multi_label: bool = False, scale: float = 1.0):
+    def __init__(
+        self,
+        num_classes: int,
+        label_smoothing: float = 0.0,
+        multi_label: bool = False,
+        scale: float = 1.0,
+        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        positions: bool = False,
+    ):
+        self.loss_fn = loss_fn
+        self.positions = positions
         self.num_classes = num_classes
         self.scale = scale
         self.label_smoothing = label_smoothing
@@ -54,14 +68,15 @@ class ConstantPredictor:
 
     def update(self, labels: torch.Tensor) -> None:
         """Count a batch of labels, of any shape."""
+        precision = torch.float32 if labels.device.type == "mps" else torch.float64
         if labels.is_floating_point():
-            rows = labels.detach().reshape(len(labels), -1).double()  # [batch, dims]
+            rows = labels.detach().reshape(len(labels), -1).to(precision)  # [batch, dims]
             moments = torch.stack([torch.ones_like(rows), rows, rows.square()]).sum(1)  # [3, dims]
         else:
             flat = labels.detach().reshape(-1)
             counted = (flat >= 0) & (flat < self.num_classes)
-            moments = torch.zeros(self.num_classes, dtype=torch.float64, device=flat.device)
-            moments.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.double())  # [classes]
+            moments = torch.zeros(self.num_classes, dtype=precision, device=flat.device)
+            moments.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.to(precision))  # [classes]
         self.moments = moments if self.moments is None else self.moments + moments
 
     def reduce(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -71,23 +86,48 @@ class ConstantPredictor:
 
     def loss(self) -> float:
         """The loss of the best constant predictor on the labels seen, in units of the task loss."""
-        if self.moments is None or not bool(self.moments.flatten()[0].isfinite()):
+        loss = 0.0 if self.moments is None else self._loss()
+        if not (math.isfinite(loss) and loss > 0):
             raise ValueError(
-                "`initial_loss_bound='auto'` needs labels in the training batches and found none; set "
-                "`initial_loss_bound` to the loss of a constant prediction."
+                f"`initial_loss_bound='auto'` found a constant predictor with loss {loss} on the labels of warm-up: "
+                "there were no labels, or all were alike. Shuffle the data, or set `initial_loss_bound` to the loss "
+                "of a constant prediction."
             )
+        return loss
+
+    def _loss(self) -> float:
         if self.moments.dim() == 2:
             count, total, square = self.moments  # [dims] each
             mean = total / count
             if self.multi_label:
                 return self.scale * _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
             return self.scale * (square / count - mean.square()).mean().item()
-        if self.moments.sum() < MIN_LABELS_PER_CLASS * self.num_classes:
-            return self.scale * math.log(self.num_classes)
-        probabilities = self.moments / self.moments.sum()  # [classes]
-        uniform = 1.0 / self.num_classes
-        smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing * uniform
+        count = self.moments.sum()
+        if self.loss_fn is not None:
+            return self._least_constant_loss(self.moments / count)
+        classes = (self.moments > 0).sum().item() if self.positions else self.num_classes
+        if count < MIN_LABELS_PER_CLASS * classes:
+            return self.scale * math.log(classes) if classes else 0.0
+        probabilities = self.moments / count  # [classes]
+        smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing / self.num_classes
         return self.scale * _entropy(smoothed).item()
+
+    @torch.enable_grad()
+    def _least_constant_loss(self, probabilities: torch.Tensor) -> float:
+        """The least value of `loss_fn` over constant logits, on labels drawn evenly from `probabilities` [classes]."""
+        quantiles = (torch.arange(SYNTHETIC_LABELS, device=probabilities.device) + 0.5) / SYNTHETIC_LABELS
+        labels = torch.searchsorted(probabilities.cumsum(0).float(), quantiles).clamp(max=self.num_classes - 1)
+        logits = probabilities.clamp(min=1e-6).log().float().requires_grad_()  # [classes]
+        optimizer = torch.optim.LBFGS([logits], max_iter=50, line_search_fn="strong_wolfe")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss_fn(logits.expand(len(labels), -1), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return closure().item()
 
 
 def _entropy(probabilities: torch.Tensor) -> torch.Tensor:

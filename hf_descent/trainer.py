@@ -22,11 +22,11 @@ from .configs import DescentConfig
 from .descent_state import DescentState
 from .evaluation import noise_curve
 from .fused_step import FusedStepMixin
-from .losses import count_items, loss_from_logits
+from .losses import count_items, labels_of, loss_from_logits
 from .multipliers import Multipliers
 from .noise import EmbeddingNoise
 from .preparation import PreparationMixin
-from .readout import Readout
+from .readout import Readout, has_router_loss
 
 
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
@@ -113,6 +113,9 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._micro_step = 0
         self._items = None
+        if self._reads_layers and self._readout is None and batches and self._count_items(batches[0]) is not None:
+            # Before anything is counted: what a label counts is found out here, too.
+            self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
         if not self._stock_scaling_is_right:
             counts = [count.to(device) for batch in batches if (count := self._count_items(batch)) is not None]
             self._items = self._reduce(sum(counts)) if counts else None
@@ -166,16 +169,18 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         unwrapped = self.accelerator.unwrap_model(model)
         labels = inputs.get("labels")
         takes_items = training and self._loss_takes_items(model, inputs)
-        # The scale is taken before `super().compute_loss` may pop the labels. With `items` the losses are sums over
-        # the micro-batch divided by the items of the whole step, else means of the micro-batch, to be weighted by its
-        # share. DDP averages gradients over processes, hence the world size in both.
-        items = self._items if takes_items else None
+        # With the `items` of the whole step the losses are sums over the micro-batch divided by them, else means of
+        # the micro-batch, to be weighted by its share. DDP averages gradients over processes, hence the world size in
+        # both. In evaluation a loss function of one's own gets the items of the batch, as from Trainer.
         count = self._count_items(inputs)
+        items = self._items if takes_items else None
+        if not training and self.compute_loss_func is not None:
+            items = count
         share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
         weighted = state.weighted_layers(step) if training else []
 
         if training and state.needs_labels(step):
-            state.constant_predictor.update(next(inputs[name] for name in self.label_names if name in inputs))
+            state.constant_predictor.update(labels_of(inputs, self.label_names))
         if self._fused is not None:
             return self._fused_loss(model, inputs, share, weighted)
 
@@ -183,7 +188,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         final: list[torch.Tensor] = []
 
         def score(layer, outputs, hidden):
-            if layer in weighted and not hidden.requires_grad:
+            if layer in trained and not hidden.requires_grad:
                 raise ValueError(
                     f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave the "
                     "layer out of `constrained_layers`, or unfreeze the layers up to it."
@@ -192,12 +197,14 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
             if layer == num_layers and self._readout_fn is not None:
                 final.append(outputs["logits"])
 
+        trained = state.trained_layers if training else []
         unweighted = [layer for layer in range(1, num_layers + 1) if layer not in weighted]
+        withheld = () if self._model_scores else ("labels",) if self._readout_fn is None else self.label_names
+        model_inputs = {name: value for name, value in inputs.items() if name not in withheld}
+        if takes_items and self.model_accepts_loss_kwargs:
+            model_inputs["num_items_in_batch"] = items
         with self._readout.attach(score, no_grad_layers=unweighted if training else ()):
-            if self._readout_fn is not None:
-                outputs = model(**{name: value for name, value in inputs.items() if name not in self.label_names})
-            else:
-                _, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=items)
+            outputs = model(**model_inputs)
         if final:
             outputs["logits"] = final[0]
 
@@ -208,10 +215,10 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         parts = parts * self.args.world_size if takes_items else torch.where(share > 0, parts, 0.0) * share
         self._layer_sums = self._layer_sums + parts.detach() / self.args.world_size
         objective = state.objective(parts, step, share)
-        if self._model_scores and losses[-1] is not (own := self._task_loss(unwrapped, outputs, labels)):
+        if self._model_scores and has_router_loss(outputs):
             # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
             # as the model itself weighs it.
-            objective = objective + (own - losses[-1]) * share
+            objective = objective + (outputs["loss"] - losses[-1]) * share
         self._reported_loss = parts[-1].detach()
         self.loss_is_scaled_for_ga = True
         return objective, outputs
@@ -241,6 +248,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         layer_losses, self._layer_sums = self._reduce(self._layer_sums), torch.zeros_like(self._layer_sums)
         if not self.accelerator.optimizer_step_was_skipped:
             self._state.dual_step(layer_losses, self.state.global_step)
+        if self.args.stop_on_nonfinite and self._state.has_faults:
+            self.control.should_training_stop = True
 
     def _after_epoch(self) -> None:
         if self._state is not None and self.args.slack_restart:
@@ -287,7 +296,10 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         if self._eval_sums is not None:
             *sums, count = self._reduce(self._eval_sums).tolist()
             if count:
-                output.metrics.update(self._state.evaluation(torch.tensor(sums) / count, metric_key_prefix))
+                losses = torch.tensor(sums) / count  # [layers]
+                # Trainer averages batches; f_L is an average over items.
+                output.metrics[f"{metric_key_prefix}_loss"] = losses[-1].item()
+                output.metrics.update(self._state.evaluation(losses, metric_key_prefix))
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -338,6 +350,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
             "readout": self._readout_fn,
         }
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None or isinstance(dataset, dict):
+            raise ValueError("`eval_dataset` is a dict or not given; pass one dataset to `evaluate_robustness`.")
         curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         return curve
@@ -345,14 +359,12 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
     def log(self, logs, start_time=None):
         if self._state is not None and "loss" in logs:
             logs.update(self._state.logs(self.state.global_step))
-            if self.args.stop_on_nonfinite and self._state.has_faults:
-                self.control.should_training_stop = True
         elif self._state is not None and "train_runtime" in logs:
             logs.update(self._state.verdict())
         super().log(logs, start_time)
 
     def hyperparameter_search(
-        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", **kwargs
+        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", *args, **kwargs
     ):
         if compute_objective is None and self.args.objective != "erm":
             if direction != "minimize":
@@ -360,7 +372,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
                     f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
                 )
             compute_objective = _eval_loss
-        return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, **kwargs)
+        return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
 
 
 def _eval_loss(metrics: dict[str, float]) -> float:

@@ -1,12 +1,14 @@
 import copy
 import logging
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tiny import bert, classification_data, config, language_data, llama
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -312,7 +314,7 @@ def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path
     feasible = [score(0.7, 0.49, 0.3), score(0.7, 0.49, 0.34), score(0.6, 0.4, 0.0)]
     infeasible = [score(0.9, 0.5, 0.01), score(5.0, 0.5, 0.0), score(float("nan"), 0.1, 0.1)]
     assert feasible[2] > feasible[0] > feasible[1] > 0 > infeasible[0] > infeasible[1]
-    assert not infeasible[2] > min(feasible)
+    assert math.isnan(infeasible[2])
 
 
 def test_the_best_feasible_checkpoint_is_kept(tmp_path):
@@ -677,3 +679,93 @@ def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
     assert any(key.startswith("eval_accuracy") for log in trainer.state.log_history for key in log)
     with pytest.raises(ValueError, match="eval_gammas"):
         DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST).evaluate_robustness()
+
+
+def test_auto_bound_of_a_weighted_loss_is_its_best_constant_prediction(tmp_path):
+    weight = torch.tensor([1.0, 20.0, 1.0])
+
+    def weighted(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels, weight)
+
+    args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=5, max_steps=6)
+    trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=weighted)
+    trainer.train()
+    labels = torch.tensor([row["labels"] for row in DATA[:40]])
+    logits = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(600):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits.expand(40, 3), labels, weight)
+        loss.backward()
+        optimizer.step()
+    assert trainer.problem.initial_loss_bound == pytest.approx(loss.item(), rel=0.02)
+
+
+def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path):
+    args = config(
+        tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=4, max_steps=6,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="feasible_score",
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+    trainer.train()
+    scores = [log["eval_feasible_score"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert scores[0] < -1e6 < scores[-1] and not trainer.state.best_model_checkpoint.endswith("-2")
+    best = load_file(f"{trainer.state.best_model_checkpoint}/descent_state.safetensors")["multipliers.values"]
+    assert torch.equal(trainer.multipliers.values, best)
+
+
+def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path):
+    args = config(tmp_path / "constrained", dual_learning_rate=0.3, constrained_layers=[1, 3])
+    constrained = InOrder(bert(), args, train_dataset=DATA)
+    constrained.train()
+    constrained.save_model()
+    args = config(
+        tmp_path, objective="fixed", fixed_multipliers=str(tmp_path / "constrained"), negative_weights="keep"
+    )
+    fixed = InOrder(bert(), args, train_dataset=DATA)
+    fixed.train()
+    weights = constrained.problem.weights(constrained.multipliers.values).tolist()
+    assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"constrained_layers": [1, 4]}, {"descent_alpha": [0.1, 0.2]}, {"frozen": True}]
+)
+def test_auto_does_not_put_off_the_checks_to_the_end_of_warm_up(tmp_path, arguments):
+    model = bert()
+    if arguments.pop("frozen", False):
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].requires_grad_(False)
+    settings = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4, **arguments}
+    trainer = DescentTrainer(model, config(tmp_path, **settings), train_dataset=DATA)
+    with pytest.raises(ValueError, match="layer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path, caplog):
+    DescentTrainer(bert(), config(tmp_path, dual_warmup_steps=500), train_dataset=DATA).train()
+    assert "never act" in caplog.text
+
+
+def test_noise_with_persistent_workers_does_not_evaluate_on_the_training_data(tmp_path):
+    args = config(tmp_path, noise_gamma=0.5, dataloader_num_workers=1, dataloader_persistent_workers=True, max_steps=2)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST[:8])
+    trainer.train()
+    assert trainer.num_examples(trainer.get_eval_dataloader()) == 8
+
+
+def test_the_label_shift_is_the_model_s_own_not_its_name_s(tmp_path):
+    """GPT2LMHeadModel shifts its labels; the items of the first step already count so."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=3, n_head=2))
+    data = language_data(ragged=False)
+    trainer = InOrder(model, config(tmp_path, learning_rate=0.0, max_steps=2), train_dataset=data)
+    trainer.train()
+    logged = [log["loss"] for log in trainer.state.log_history if "grad_norm" in log]
+    batch = {name: torch.stack([row[name] for row in data[:8]]) for name in data[0]}
+    model.eval()
+    with torch.no_grad():
+        assert logged[0] == pytest.approx(model(**batch).loss.item(), rel=0.05)  # dropout
+    assert logged[0] == pytest.approx(logged[1], rel=0.05)

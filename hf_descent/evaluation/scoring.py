@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import find_labels
 
-from ..losses import IGNORE_INDEX, count_items, loss_from_logits
+from ..losses import IGNORE_INDEX, count_items, finds_shift, loss_from_logits
 from ..noise import inner_model
 from ..readout import Readout, output_logits
 
@@ -121,19 +120,10 @@ class Scorer:
         return logits, labels
 
     def _shifts(self, logits, labels, outputs, inputs) -> bool:
-        """Whether token t is predicted at t-1; class names do not tell (XLNet's and BART's causal LMs do not)."""
-        if labels.is_floating_point() or labels.ndim != 2 or logits.shape[:2] != labels.shape:
-            return False
         if self._shifts_labels is None:
-            loss = self._loss(outputs, inputs)
-            plain, shifted = (
-                abs(float(_cross_entropy(x, y).sum() / (y != IGNORE_INDEX).sum()) - loss)
-                for x, y in ((logits, labels), (logits[:, :-1], labels[:, 1:]))
-            )
-            if math.isnan(plain) or math.isnan(shifted):
-                return False  # no labels in this batch: the next one decides
-            self._shifts_labels = shifted < plain
-        return self._shifts_labels
+            # A batch without labels leaves it to the next one.
+            self._shifts_labels = finds_shift(logits, labels, self._loss(outputs, inputs))
+        return bool(self._shifts_labels)
 
 
 class Result:

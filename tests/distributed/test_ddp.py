@@ -35,6 +35,9 @@ def launch(output, task, batch, accumulation, processes, **settings):
     [
         ("classification", {}),
         ("language", {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}),
+        ("image", {"ddp_find_unused_parameters": False}),
+        ("image", {"ddp_find_unused_parameters": True}),
+        ("image", {"objective": "erm"}),
         ("language", {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4}),
     ],
 )
@@ -51,4 +54,4 @@ def test_the_number_of_processes_does_not_matter(tmp_path, task, settings):
         assert double["problem"]["alpha"] == pytest.approx(single["problem"]["alpha"], rel=1e-4)
         for parameter, value in single_weights.items():
             torch.testing.assert_close(weights[parameter], value, rtol=1e-3, atol=1e-5, msg=parameter)
-    assert max(single["multipliers"][0]) > 0.05
+    assert max(single["multipliers"][0]) > 0.01 or "objective" in settings

@@ -1,6 +1,7 @@
 """Launched by test_ddp: a few steps of SGD, however many processes there are; rank 0 writes what they led to."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tiny import bert, classification_data, config, language_data, llama
 from torch.utils.data import SequentialSampler
+from transformers import ViTConfig, ViTForImageClassification
 
 from hf_descent import DescentTrainer
 
@@ -19,9 +21,30 @@ class InOrder(DescentTrainer):
         return SequentialSampler(self.train_dataset)
 
 
+def vit():
+    """Honours `num_items_in_batch` and is read by replay, which neither of the others does."""
+    torch.manual_seed(0)
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=8,
+            patch_size=4,
+        )
+    )  # fmt: skip
+
+
+def images(count):
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(count, 3, 8, 8, generator=generator)
+    return [{"pixel_values": image, "labels": int(image.mean() > 0)} for image in pixels]
+
+
 def main(task: str, output: str, batch: int, accumulation: int, settings: dict) -> None:
     torch.set_num_threads(1)
-    model, data = (bert(), classification_data(80)) if task == "classification" else (llama(), language_data(80))
+    model, data = {
+        "classification": lambda: (bert(), classification_data(80)),
+        "language": lambda: (llama(), language_data(80)),
+        "image": lambda: (vit(), images(80)),
+    }[task]()
     args = config(
         output,
         per_device_train_batch_size=batch,
@@ -29,14 +52,15 @@ def main(task: str, output: str, batch: int, accumulation: int, settings: dict) 
         **{
             "max_steps": 10, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4,
             "dual_optim": "sgd", "dual_learning_rate": 0.5, "negative_weights": "keep",
+            **settings,
         },
-        **settings,
     )  # fmt: skip
     trainer = InOrder(model, args, train_dataset=data, eval_dataset=data[:32])
     trainer.train()
     metrics = trainer.evaluate()
     path = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
-    gathered = trainer.accelerator.gather(trainer.multipliers.values[None])  # [processes, layers]
+    values = torch.zeros(3) if trainer.multipliers is None else trainer.multipliers.values
+    gathered = trainer.accelerator.gather(values[None])  # [processes, layers]
     if trainer.is_world_process_zero():
         Path(output).mkdir(parents=True, exist_ok=True)
         weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -49,9 +73,12 @@ def main(task: str, output: str, batch: int, accumulation: int, settings: dict) 
             "eval": [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
             if "eval_layer_loss_1" in metrics
             else [],
-            "problem": trainer.problem.state_dict(),
+            "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
         }
         (Path(output) / "result.json").write_text(json.dumps(result))
+    trainer.accelerator.wait_for_everyone()
+    # Torch's threads can abort the interpreter's end ("terminate called without an active exception"); all is written.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
 
     Returns:
-        What `demo.json` holds: `settings`, `gammas`, and for each arm a list of one dict per seed: `layer_losses` (mean
-        squared error / noise power at the training noise level, layers 1..L), `max_violation`, `rmse` (0-255 scale,
-        one per gamma), and for the constrained arm `multipliers` (a list of L for each of `steps`).
+        What `demo.json` holds: `settings`, `gammas`, and for each arm a list of one dict per seed: `layer_losses`
+        (mean squared error / noise power at the training noise level, layers 1..L), `max_violation`, `rmse` (0-255
+        scale, one per gamma), and for the constrained arm `multipliers` (a list of L for each of `steps`).
     """
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -187,6 +187,11 @@ class DescentArguments:
             value = getattr(self, name)
             if value is not None and not 0 < value <= below:
                 raise ValueError(f"`{name}` is {value}; give a share between 0 and 1, or leave it unset.")
+        if self.readout_gradient_threshold is not None and self.label_smoothing_factor:
+            raise ValueError(
+                f"`readout_gradient_threshold` is {self.readout_gradient_threshold}, but `label_smoothing_factor` "
+                f"({self.label_smoothing_factor}) gives every class a gradient; use one of the two."
+            )
         for name in ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

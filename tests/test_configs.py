@@ -79,6 +79,7 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
+        ({"readout_gradient_threshold": 0.01, "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):

@@ -467,6 +467,11 @@ def test_bad_input(match, arguments):
         fused_layer_losses(tokens=labelled_tokens(labels), norm=norm, head=head, **arguments)
 
 
+def test_threshold_and_smoothing_exclude_each_other():
+    with pytest.raises(ValueError, match="label_smoothing"):
+        HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)
+
+
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, math.nan])
 def test_bad_fraction(fraction):
     with pytest.raises(ValueError, match=r"\(0, 1\]"):

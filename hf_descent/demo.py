@@ -167,7 +167,7 @@ def _run(arm, seed, max_steps, train, test, sigma, output_dir) -> dict:
         UTConfig(
             hidden_size=train.shape[-1],
             num_hidden_layers=NUM_LAYERS,
-            attention_step=0.2,
+            attention_step=0.3,
             loss_scale=1 / (noise_power * train[0].numel()),
         )
     )
@@ -176,7 +176,7 @@ def _run(arm, seed, max_steps, train, test, sigma, output_dir) -> dict:
         objective=arm,
         descent_alpha=ALPHA,
         initial_loss_bound=INITIAL_LOSS_BOUND,
-        dual_learning_rate=0.02,
+        dual_learning_rate=0.01,
         dual_optim="adam",
         dual_warmup_steps=0.25,
         resilience=0.05,
@@ -184,10 +184,10 @@ def _run(arm, seed, max_steps, train, test, sigma, output_dir) -> dict:
         noise_gamma=GAMMA_TRAIN,
         noise_sigma=sigma,
         learning_rate=1e-3,
-        # A constant rate, as the method was tried with, leaves the last steps' jitter in the layer losses.
+        # The decay settles the layer losses; under a constant rate their last values are a matter of chance.
         lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": max_steps // 3},
-        max_grad_norm=0.0,  # clipped gradients would keep ERM near its start, where the layers descend by themselves
+        lr_scheduler_kwargs={"num_decay_steps": max_steps * 2 // 3, "decay_type": "linear"},
+        max_grad_norm=0.0,  # clipping would keep ERM near its start, where the layers still descend by themselves
         per_device_train_batch_size=32,
         max_steps=max_steps,
         logging_steps=max(1, max_steps // 60),

@@ -1,6 +1,9 @@
 import json
 
-from hf_descent.demo import ARMS, GAMMAS, NUM_LAYERS, demo
+import numpy as np
+import pytest
+
+from hf_descent.demo import ARMS, GAMMA_TRAIN, GAMMAS, NUM_LAYERS, demo
 
 
 def test_a_short_demo_trains_every_arm_and_writes_table_figure_and_numbers(tmp_path, capsys):
@@ -13,3 +16,14 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figure_and_numbers(tmp_p
         assert run["rmse"] == sorted(run["rmse"])  # more noise, more error
     printed = capsys.readouterr().out
     assert "layer 1" in printed and "without noise" in printed
+
+
+@pytest.mark.slow
+def test_the_demo_shows_what_the_readme_says(tmp_path):
+    arms = demo(str(tmp_path))["arms"]
+    assert all(run["max_violation"] <= 0.02 for run in arms["descent"])
+    assert all(run["max_violation"] >= 1 for run in arms["erm"])
+    plain, constrained = (np.mean([run["rmse"] for run in arms[arm]], axis=0) for arm in ("erm", "descent"))  # [gammas]
+    assert constrained.mean() <= 0.98 * plain.mean()
+    level = GAMMAS.index(GAMMA_TRAIN)
+    assert constrained[level] <= 1.01 * plain[level]

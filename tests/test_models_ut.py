@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from scipy.fft import dct
@@ -13,16 +11,8 @@ from transformers import (
 
 from hf_descent import layer_losses
 from hf_descent.models import UTConfig, UTForSequenceClassification, UTForVideoDenoising
-from hf_descent.models.ut.modeling_ut import (
-    UTLayer,
-    explicit_symmetric_attention,
-    symmetric_attention,
-)
-
-
-def similarity(points):
-    """W_ij = exp(-||z_i - z_j||^2 / 2), written out."""
-    return torch.tensor([[math.exp(-float((a - b).square().sum()) / 2) for b in points] for a in points]).double()
+from hf_descent.models.unrolling import explicit_symmetric_attention, symmetric_attention
+from hf_descent.models.ut.modeling_ut import UTLayer
 
 
 def tiny_denoiser(**config):
@@ -57,51 +47,14 @@ def collate(samples):
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-@pytest.mark.parametrize("attention", [symmetric_attention, explicit_symmetric_attention])
-def test_attention_is_the_similarity_weighted_mean(attention):
-    torch.manual_seed(0)
-    tokens, projection = torch.rand(6, 3).double(), torch.randn(3, 4).double()
-    weights = similarity(tokens @ projection)
-    expected = weights @ tokens / weights.sum(1, keepdim=True)
-    output = attention((tokens @ projection)[None], tokens[None])[0]
-    torch.testing.assert_close(output, expected)
-
-
-@pytest.mark.parametrize("attention", [symmetric_attention, explicit_symmetric_attention])
-def test_attention_leaves_masked_keys_out(attention):
-    torch.manual_seed(0)
-    tokens = torch.randn(2, 6, 3)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
-    output = attention(tokens, tokens, mask)
-    torch.testing.assert_close(output[0, :4], attention(tokens[:1, :4], tokens[:1, :4])[0])
-    torch.testing.assert_close(output[1, 1:], attention(tokens[1:, 1:], tokens[1:, 1:])[0])
-    assert output.isfinite().all()
-
-
-@pytest.mark.parametrize("step", [0.3, 1.0])
-def test_attention_half_step_never_raises_its_energy(step):
-    generator = torch.Generator().manual_seed(0)
-    drops = []
-    for draw in range(300):
-        seq, width = 2 + draw % 7, 1 + draw % 5
-        # Scales from "all tokens alike" to "no two alike", and projections that are far from invertible.
-        tokens = torch.randn(seq, width, generator=generator, dtype=torch.float64) * 10 ** (-1 + draw % 3 / 1.5)
-        projection = torch.randn(width, 1 + draw % 4, generator=generator, dtype=torch.float64)
-        attended = symmetric_attention((tokens @ projection)[None], tokens[None])[0]
-        moved = torch.lerp(tokens, attended, step)
-        before, after = -similarity(tokens @ projection).sum(), -similarity(moved @ projection).sum()
-        assert after <= before + 1e-9
-        drops.append(float(before - after))
-    assert max(drops) > 1.0  # the energies do move
-
-
 def test_layer_is_the_stated_formula():
     torch.manual_seed(0)
     layer = UTLayer(UTConfig(hidden_size=4, attention_step=0.3)).double().requires_grad_(False)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     tokens = torch.randn(5, 4).double()
-    weights = similarity(tokens @ layer.projection)
+    projected = tokens @ layer.projection
+    weights = (-torch.cdist(projected, projected).square() / 2).exp()
     moved = tokens + 0.3 * (weights @ tokens / weights.sum(1, keepdim=True) - tokens)
     a = layer.mixing
     expected = (moved @ (a + a.T) / 2 + tokens @ layer.skip).clamp(min=0)
@@ -257,3 +210,51 @@ def test_bad_input_is_refused():
         tiny_denoiser()(torch.rand(8, 5, 15))
     with pytest.raises(ValueError, match="inputs_embeds"):
         tiny_classifier()()
+
+
+def test_the_config_chooses_the_energy_of_the_attention():
+    torch.manual_seed(0)
+    plain, scaled = (UTLayer(UTConfig(hidden_size=4, norm_energy=norm)).double() for norm in (False, True))
+    torch.nn.init.normal_(plain.projection)
+    scaled.projection = plain.projection
+    tokens = torch.randn(1, 5, 4).double()
+    total = (-torch.cdist(tokens @ plain.projection, tokens @ plain.projection).square() / 2).exp().sum(-1)[..., None]
+    torch.testing.assert_close(scaled.attend(tokens), 2 * total / (2 * total + 1) * plain.attend(tokens))
+
+
+def recombined(attended, inputs, symmetric, skip):
+    """The ReLU half-step of a layer whose symmetric part is `symmetric`, before and after: the energies E2."""
+    layer = UTLayer(UTConfig(hidden_size=len(symmetric))).double().requires_grad_(False)
+    # Any A with this symmetric part makes the same layer.
+    layer.mixing.copy_(symmetric + torch.triu(skip, 1) - torch.triu(skip, 1).T)
+    layer.skip.copy_(skip)
+    moved = layer.combine(attended, inputs)
+
+    def energy(y):  # E2 = tr(Y (I - S) Y^T) / 2 - <X B, Y>
+        return float(torch.trace(y @ (torch.eye(len(symmetric)) - symmetric) @ y.T) / 2 - (inputs @ skip * y).sum())
+
+    return energy(attended), energy(moved)
+
+
+def test_relu_half_step_never_raises_its_energy_where_s_is_at_least_minus_one():
+    generator = torch.Generator().manual_seed(0)
+    drops = []
+    for draw in range(300):
+        seq, width = 1 + draw % 6, 1 + draw % 5
+        rows = torch.rand(3, seq, width, generator=generator, dtype=torch.float64)
+        attended, inputs = rows[0] * 10 ** (draw % 3 - 1), rows[1] - 0.3
+        basis = torch.linalg.qr(torch.randn(width, width, generator=generator, dtype=torch.float64))[0]
+        eigenvalues = -1 + 4 * torch.rand(width, generator=generator, dtype=torch.float64)
+        eigenvalues[0] = -1
+        skip = torch.randn(width, width, generator=generator, dtype=torch.float64)
+        before, after = recombined(attended, inputs, basis @ torch.diag(eigenvalues) @ basis.T, skip)
+        assert after <= before + 1e-9
+        drops.append(before - after)
+    assert max(drops) > 1.0
+
+
+def test_relu_half_step_can_raise_its_energy_where_s_is_below_minus_one():
+    one = torch.ones(1, 1, dtype=torch.float64)
+    # y = 1.6, S = -2 and X B = 5 lead to ReLU(5 - 3.2) = 1.8 at S = -1 - 1, past the minimum 5/3 = 1.667 and beyond.
+    before, after = recombined(1.6 * one, 5 * one, -2 * one, one)
+    assert (before, after) == (pytest.approx(-4.16), pytest.approx(-4.14))

@@ -14,6 +14,9 @@ class UTConfig(PreTrainedConfig):
         attention_step (`float`, *optional*, defaults to 1.0):
             Step size of the attention half-step, in (0, 1]: the iterate moves this share of the way to the attention
             output. 1 is plain softmax attention.
+        norm_energy (`bool`, *optional*, defaults to `False`):
+            Whether the energy of the attention half-step has the norm term ||Z||_F^2 / 2, which multiplies the
+            attention output by 2 D_i / (2 D_i + 1); plain attention can raise that energy.
         loss_scale (`float`, *optional*, defaults to 0.5):
             Denoiser only: factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss;
             1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
@@ -26,6 +29,7 @@ class UTConfig(PreTrainedConfig):
     hidden_size: int = 256
     num_hidden_layers: int = 5
     attention_step: float | int = 1.0
+    norm_energy: bool = False
     loss_scale: float | int = 0.5
     vocab_size: int = 30522
 

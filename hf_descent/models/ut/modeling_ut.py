@@ -6,12 +6,12 @@ included), layer l maps its input X to
     Y  = X + attention_step * (D^-1 W X - X)        never raises -sum_ij W_ij
     X' = ReLU(Y S + X B),  S symmetric              never raises tr(Y (I - S) Y^T) / 2 - <X B, Y>, if S >= -I
 
+With `norm_energy` the attention output is 2 D (2 D + 1)^-1 D^-1 W X, and -sum_ij W_ij + ||Z||_F^2 / 2 is never raised.
+That the sum of both energies falls over a whole layer is not guaranteed.
+
 Source: Yang, Huang, Wipf (2022), "Transformers from an Optimization Perspective", arXiv 2205.13891; trained with
 descent constraints in Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix C.
 """
-
-import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,61 +20,10 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
+from ..unrolling import DenoisingOutput, attention_function, check_patches, denoising_loss, orthonormal_dct
 from .configuration_ut import UTConfig
-
-
-@dataclass
-class DenoisingOutput(ModelOutput):
-    """Output of a denoiser: `logits` is the reconstruction, shaped like `pixel_values`."""
-
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-
-
-def symmetric_attention(
-    projected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Softmax attention of one projection with itself and key weights exp(-||z_j||^2 / 2): D^-1 W X.
-
-    In the projected space this is attention with Q = K = V: `symmetric_attention(z, y) V` is
-    `symmetric_attention(z, z)` for z = y V. Averaging the tokens themselves undoes V for any V, also a singular one.
-
-    Args:
-        projected (`torch.Tensor` of shape `[batch, seq, width]`): Z, queries and keys.
-        tokens (`torch.Tensor` of shape `[batch, seq, hidden]`): X, what is averaged.
-        attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 where a token is not to be attended to.
-
-    Returns:
-        `torch.Tensor` of shape `[batch, seq, hidden]`.
-    """
-    bias = -projected.square().sum(-1) / 2  # [batch, seq]; exp(z_i . z_j - ||z_j||^2 / 2) is W_ij times a factor of i
-    if attention_mask is not None:
-        bias = bias.masked_fill(attention_mask == 0, torch.finfo(bias.dtype).min)
-    projected, tokens = projected[:, None], tokens[:, None]  # [batch, 1 head, seq, ...]
-    bias = bias[:, None, None]  # [batch, 1, 1, seq]
-    return F.scaled_dot_product_attention(projected, projected, tokens, attn_mask=bias, scale=1.0)[:, 0]
-
-
-def explicit_symmetric_attention(
-    projected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[`symmetric_attention`] from the distances themselves, with memory `[batch, seq, seq, width]`: the reference."""
-    distances = (projected[:, :, None] - projected[:, None]).square().sum(-1)  # [batch, seq, seq]
-    if attention_mask is not None:
-        distances = distances.masked_fill(attention_mask[:, None] == 0, torch.finfo(distances.dtype).max)
-    return (-distances / 2).softmax(-1) @ tokens
-
-
-def orthonormal_dct(size: int) -> torch.Tensor:
-    """The orthonormal DCT-II matrix `[size, size]`: row k is the cosine of frequency k."""
-    index = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / size * index[:, None] * (index + 0.5)) * math.sqrt(2 / size)  # [frequency, sample]
-    matrix[0] /= math.sqrt(2)
-    return matrix.float()
 
 
 class UTLayer(GradientCheckpointingLayer):
@@ -90,9 +39,8 @@ class UTLayer(GradientCheckpointingLayer):
         super().__init__()
         shape = (config.hidden_size, config.hidden_size)
         self.attention_step = config.attention_step
-        self.attention = (
-            explicit_symmetric_attention if config._attn_implementation == "eager" else symmetric_attention
-        )
+        self.null_weight = 0.5 if config.norm_energy else 0.0
+        self.attention = attention_function(config._attn_implementation)
         self.projection = nn.Parameter(torch.empty(shape))
         self.mixing = nn.Parameter(torch.empty(shape))
         self.skip = nn.Parameter(torch.empty(shape))
@@ -101,10 +49,18 @@ class UTLayer(GradientCheckpointingLayer):
     def symmetric_mixing(self) -> torch.Tensor:
         return (self.mixing + self.mixing.T) / 2  # [hidden, hidden]
 
+    def attend(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The first half-step, from X to Y; both `[batch, seq, hidden]`."""
+        projected = hidden_states @ self.projection  # [batch, seq, hidden]
+        attended = self.attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
+        return torch.lerp(hidden_states, attended, self.attention_step)
+
+    def combine(self, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The second half-step, from Y and X to the next iterate; all `[batch, seq, hidden]`."""
+        return F.relu(attended @ self.symmetric_mixing + hidden_states @ self.skip)
+
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        attended = self.attention(hidden_states @ self.projection, hidden_states, attention_mask)
-        moved = hidden_states + self.attention_step * (attended - hidden_states)  # [batch, seq, hidden]
-        return F.relu(moved @ self.symmetric_mixing + hidden_states @ self.skip)  # [batch, seq, hidden]
+        return self.combine(self.attend(hidden_states, attention_mask), hidden_states)
 
 
 class UTPreTrainedModel(PreTrainedModel):
@@ -155,21 +111,13 @@ class UTForVideoDenoising(UTPreTrainedModel):
             [`DenoisingOutput`]: the loss is `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
 
         Raises:
-            ValueError: the patches have not `hidden_size` values.
+            ValueError: the patches have not `hidden_size` values, or the labels another shape.
         """
-        size = self.config.hidden_size
-        if pixel_values.dim() != 3 or pixel_values.shape[-1] != size:
-            raise ValueError(
-                f"`pixel_values` has shape {list(pixel_values.shape)}; give [batch, frames, {size}], or set "
-                "`hidden_size` to the number of values in a patch (channels x height x width)."
-            )
+        check_patches(pixel_values, self.config.hidden_size)
         hidden_states = pixel_values
         for layer in self.layers:
             hidden_states = layer(hidden_states)  # [batch, frames, hidden]
-        loss = None
-        if labels is not None:
-            squared_error = F.mse_loss(hidden_states.float(), labels.float(), reduction="sum")
-            loss = self.config.loss_scale * squared_error / len(labels)
+        loss = denoising_loss(hidden_states, labels, self.config.loss_scale)
         return DenoisingOutput(loss=loss, logits=hidden_states)
 
 

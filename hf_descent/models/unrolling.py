@@ -1,0 +1,125 @@
+"""What the unrolled transformers share: attention as a descent step, the DCT, and the denoising loss.
+
+Tokens are rows. For points z_i let W_ij = exp(-||z_i - z_j||^2 / 2) and D_i = sum_j W_ij, both with j = i included.
+
+Source: Yang, Huang, Wipf (2022), "Transformers from an Optimization Perspective", arXiv 2205.13891, theorem 3.1;
+Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix C.2.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers.utils import ModelOutput
+
+
+@dataclass
+class DenoisingOutput(ModelOutput):
+    """Output of a denoiser: `logits` is the reconstruction, shaped like `pixel_values`."""
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+def symmetric_attention(
+    projected: torch.Tensor,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    self_weight: float = 0.0,
+    null_weight: float = 0.0,
+) -> torch.Tensor:
+    """Softmax attention of one projection with itself, a step of descent on energies of W:
+
+        x_i <- (sum_j W_ij x_j + self_weight x_i) / (D_i + self_weight + null_weight)
+
+    - With neither weight it is plain attention with Q = K = V and token weights exp(-||z_j||^2 / 2), and never raises
+      -sum_ij W_ij: the majorant of this energy at Z is sum_ij W_ij ||z_i - z_j||^2 / 2 up to a constant, and the step
+      is its Jacobi-preconditioned gradient step.
+    - `null_weight=1/2` multiplies by 2 D_i / (2 D_i + 1) and never raises -sum_ij W_ij + ||Z||_F^2 / 2.
+    - `self_weight=a` is the proximal step, which never raises -sum_ij W_ij + a sum_i ||z_i - z_i^old||^2.
+
+    Averaging the tokens X themselves undoes the projection Z = X V for any V, also a singular one.
+
+    Args:
+        projected (`torch.Tensor` of shape `[batch, seq, width]`): Z, queries and keys.
+        tokens (`torch.Tensor` of shape `[batch, seq, hidden]`): X, what is averaged.
+        attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 where a token is not to be attended to.
+        self_weight, null_weight (`float`): weights >= 0 of the token itself and of a token that is zero.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, seq, hidden]`.
+    """
+    half_norms = projected.square().sum(-1) / 2  # [batch, seq]; W_ij = exp(z_i . z_j - half_norms_j - half_norms_i)
+    bias = -half_norms
+    if attention_mask is not None:
+        bias = bias.masked_fill(attention_mask == 0, torch.finfo(bias.dtype).min)
+    bias = bias[:, None]  # [batch, 1, key]
+    if self_weight:
+        bias = bias + math.log1p(self_weight) * torch.eye(bias.shape[-1], dtype=bias.dtype, device=bias.device)
+    keys = projected
+    if null_weight:
+        null = (math.log(null_weight) + half_norms)[..., None]  # [batch, query, 1]
+        bias = torch.cat([bias.expand(-1, null.shape[1], -1), null], dim=-1)  # [batch, query, key + 1]
+        keys, tokens = F.pad(keys, (0, 0, 0, 1)), F.pad(tokens, (0, 0, 0, 1))
+    # [batch, 1 head, seq, ...]
+    return F.scaled_dot_product_attention(
+        projected[:, None], keys[:, None], tokens[:, None], attn_mask=bias[:, None], scale=1.0
+    )[:, 0]
+
+
+def explicit_symmetric_attention(
+    projected: torch.Tensor,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    self_weight: float = 0.0,
+    null_weight: float = 0.0,
+) -> torch.Tensor:
+    """[`symmetric_attention`] from the distances themselves, with memory `[batch, seq, seq, width]`: the reference.
+
+    A token that is masked and resembles no other becomes zero.
+    """
+    distances = (projected[:, :, None] - projected[:, None]).square().sum(-1)  # [batch, seq, seq]
+    weights = (-distances / 2).exp()
+    if attention_mask is not None:
+        weights = weights * (attention_mask != 0)[:, None]
+    averaged = weights @ tokens + self_weight * tokens  # [batch, seq, hidden]
+    total = weights.sum(-1, keepdim=True) + self_weight + null_weight  # [batch, seq, 1]
+    return averaged / total.clamp(min=torch.finfo(total.dtype).tiny)
+
+
+def attention_function(attn_implementation: str | None):
+    """The attention that a config's `attn_implementation` stands for: explicit for "eager", else SDPA."""
+    return explicit_symmetric_attention if attn_implementation == "eager" else symmetric_attention
+
+
+def orthonormal_dct(size: int) -> torch.Tensor:
+    """The orthonormal DCT-II matrix `[size, size]`: row k is the cosine of frequency k."""
+    index = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / size * index[:, None] * (index + 0.5)) * math.sqrt(2 / size)  # [frequency, sample]
+    matrix[0] /= math.sqrt(2)
+    return matrix.float()
+
+
+def check_patches(pixel_values: torch.Tensor, size: int) -> None:
+    """ValueError unless `pixel_values` are patches of `size` values, `[batch, frames, size]`."""
+    if pixel_values.dim() != 3 or pixel_values.shape[-1] != size:
+        raise ValueError(
+            f"`pixel_values` has shape {list(pixel_values.shape)}; give [batch, frames, {size}], or set "
+            "`hidden_size` to the number of values in a patch (channels x height x width)."
+        )
+
+
+def denoising_loss(
+    reconstruction: torch.Tensor, labels: torch.Tensor | None, loss_scale: float
+) -> torch.Tensor | None:
+    """`loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the batch (paper, section 4); `None` without labels."""
+    if labels is None:
+        return None
+    if labels.shape != reconstruction.shape:
+        raise ValueError(
+            f"`labels` has shape {list(labels.shape)} and the reconstruction {list(reconstruction.shape)}: give the "
+            "clean input in the shape of `pixel_values`."
+        )
+    return loss_scale * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum") / len(labels)

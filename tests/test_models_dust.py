@@ -1,0 +1,215 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import Lasso
+from transformers import AutoConfig, AutoModelForImageToImage, Trainer, TrainingArguments
+
+from hf_descent import layer_logits, layer_losses
+from hf_descent.models import DustConfig, DustForVideoDenoising
+from hf_descent.models.dust.modeling_dust import DustLayer, dct_dictionary
+from hf_descent.models.unrolling import explicit_symmetric_attention, symmetric_attention
+
+
+SHARED = [False, True]
+
+
+def tiny(**config):
+    torch.manual_seed(0)
+    return DustForVideoDenoising(
+        DustConfig(**{"hidden_size": 16, "dictionary_size": 24, "num_hidden_layers": 3, **config})
+    )
+
+
+def clips(n=8, frames=5, size=16):
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.rand(n, 1, size, generator=generator).expand(n, frames, size)
+    noisy = clean + 0.1 * torch.randn(n, frames, size, generator=generator)
+    return [{"pixel_values": x, "labels": y} for x, y in zip(noisy, clean)]
+
+
+def collate(samples):
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+@pytest.mark.parametrize("size", [16, 24, 64])
+def test_dictionary_is_a_tight_frame(size):
+    dictionary = dct_dictionary(16, size).double()
+    assert dictionary.shape == (16, size)
+    torch.testing.assert_close(dictionary @ dictionary.T, torch.eye(16).double(), atol=1e-6, rtol=0)
+    # The smallest c that the energy allows is 1.
+    assert torch.linalg.eigvalsh(dictionary.T @ dictionary)[-1] == pytest.approx(1, abs=1e-6)
+    # The first atom is constant, and each next one oscillates faster.
+    torch.testing.assert_close(dictionary[:, 0], torch.full((16,), size**-0.5).double(), atol=1e-6, rtol=0)
+    crossings = (dictionary[1:].sign() != dictionary[:-1].sign()).sum(0)
+    assert (crossings[1:] >= crossings[:-1]).all()
+    if size == 16:
+        torch.testing.assert_close(dictionary.T @ dictionary, torch.eye(16).double(), atol=1e-6, rtol=0)
+
+
+def soft_threshold(values, threshold):
+    return values.sign() * (values.abs() - threshold).clamp(min=0)
+
+
+def test_layer_is_the_stated_formula():
+    torch.manual_seed(0)
+    layer = DustLayer(DustConfig(hidden_size=4, dictionary_size=6, sparsity=0.2, coupling=0.4, curvature=1.7)).double()
+    torch.nn.init.normal_(layer.dictionary)
+    d = layer.dictionary.detach()
+    reconstruction, code, x = (torch.randn(5, n).double() for n in (4, 6, 4))
+    weights = (-torch.cdist(reconstruction, reconstruction).square() / 2).exp()
+    a = 1.7 / (2 * 0.4)
+    h = (weights @ code + a * code) / (weights.sum(1, keepdim=True) + a)
+    h = soft_threshold(h @ (torch.eye(6).double() - d.T @ d / 1.7) + x @ d / 1.7, 0.2 / 1.7)
+    new_reconstruction, new_code = layer(reconstruction[None], code[None], x[None])
+    torch.testing.assert_close(new_code[0], h)
+    torch.testing.assert_close(new_reconstruction[0], h @ d.T)
+    assert (new_code == 0).any()
+
+
+def lasso_objective(x, code, dictionary, sparsity):
+    return float((x - code @ dictionary.T).square().sum() / 2 + sparsity * code.abs().sum())
+
+
+def test_one_frame_without_attention_is_ista_and_reaches_the_lasso():
+    torch.manual_seed(0)
+    size, sparsity, depths = 32, 0.05, (1, 10, 100, 3000)
+    dictionary = dct_dictionary(16, size).double()
+    for x in torch.rand(4, 16).double():
+        lasso = Lasso(alpha=sparsity / 16, fit_intercept=False, tol=1e-10, max_iter=100_000)
+        code = torch.from_numpy(lasso.fit(dictionary.numpy(), x.numpy()).coef_)
+        best = lasso_objective(x, code, dictionary, sparsity)
+        objectives = []
+        for depth in depths:
+            model = tiny(
+                dictionary_size=size, num_hidden_layers=depth, sparsity=sparsity, coupling=0, shared_dictionary=True
+            ).double()
+            codes = []
+            model.layers[-1].register_forward_hook(lambda module, args, output, codes=codes: codes.append(output[1]))
+            with torch.no_grad():
+                model(x[None, None])
+            objectives.append(lasso_objective(x, codes[-1][0, 0], dictionary, sparsity))
+        assert objectives == sorted(objectives, reverse=True)
+        assert objectives[0] > best * 1.01
+        assert objectives[-1] == pytest.approx(best, rel=1e-4)
+
+
+def energy(x, code, dictionary, sparsity, coupling):
+    y = code @ dictionary.T
+    weights = (-torch.cdist(y, y).square() / 2).exp()
+    return lasso_objective(x, code, dictionary, sparsity) - coupling * float(weights.sum())
+
+
+def test_both_half_steps_never_raise_their_energy():
+    generator = torch.Generator().manual_seed(0)
+    for draw in range(100):
+        sparsity, coupling = 0.02 * (1 + draw % 4), 0.1 * (1 + draw % 3)
+        layer = DustLayer(
+            DustConfig(hidden_size=8, dictionary_size=12, sparsity=sparsity, coupling=coupling, curvature=1.0)
+        ).double()
+        dictionary = dct_dictionary(8, 12).double()
+        layer.dictionary.data = dictionary
+        x = torch.rand(4, 8, generator=generator, dtype=torch.float64)
+        code = torch.randn(4, 12, generator=generator, dtype=torch.float64) * 10 ** (-draw % 3)
+        y = code @ dictionary.T
+        with torch.no_grad():
+            attended = layer.attention(y[None], code[None], self_weight=1 / (2 * coupling))[0]
+            _, result = layer(y[None], code[None], x[None])
+        alone = [energy(torch.zeros_like(x), c, dictionary, 0, coupling) for c in (code, attended)]
+        quadratic = [float((c @ dictionary.T).square().sum() / 2) for c in (code, attended)]
+        assert alone[1] - quadratic[1] <= alone[0] - quadratic[0] + 1e-9
+        objectives = [lasso_objective(x, c, dictionary, sparsity) for c in (attended, result[0])]
+        assert objectives[1] <= objectives[0] + 1e-9
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_layers_are_iterates_that_the_readout_reads(shared):
+    model, batch = tiny(shared_dictionary=shared), collate(clips())
+    assert len(list(model.parameters())) == (1 if shared else 3)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    outputs = model(**batch, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 4
+    assert torch.equal(outputs.hidden_states[0], batch["pixel_values"])
+    assert torch.equal(outputs.hidden_states[-1], outputs.logits)
+    for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
+        torch.testing.assert_close(state, logits)
+    # Layer 2 of the whole model is the last of the model with two layers.
+    cut = tiny(shared_dictionary=shared, num_hidden_layers=2)
+    cut.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("layers.2")})
+    torch.testing.assert_close(layer_losses(model, batch)[1], cut(**batch).loss)
+    expected = sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 8
+    torch.testing.assert_close(outputs.loss, expected)
+
+
+def test_untrained_model_moves_towards_the_clean_clip():
+    # With c = 1 and a tight frame every LISTA step starts from the noisy patches again.
+    batch, model = collate(clips()), tiny(curvature=4, coupling=10)
+    noise, error = (x - batch["labels"] for x in (batch["pixel_values"], model(batch["pixel_values"]).logits))
+    assert error.square().mean() < 0.5 * noise.square().mean()
+
+
+def test_eager_attention_is_the_explicit_formula():
+    sdpa, eager = tiny(), tiny(attn_implementation="eager")
+    assert sdpa.layers[0].attention is symmetric_attention
+    assert eager.layers[0].attention is explicit_symmetric_attention
+    batch = collate(clips())
+    torch.testing.assert_close(sdpa(**batch).logits, eager(**batch).logits)
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_save_and_load(shared, tmp_path):
+    model = tiny(shared_dictionary=shared, sparsity=0.03)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForImageToImage.from_pretrained(tmp_path)
+    assert type(loaded) is DustForVideoDenoising
+    assert AutoConfig.from_pretrained(tmp_path).sparsity == 0.03
+    batch = collate(clips())
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_gradient_checkpointing_gives_the_same_gradients(shared):
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny(shared_dictionary=shared).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model(**collate(clips())).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients):
+        torch.testing.assert_close(plain, checkpointed)
+        assert np.isfinite(plain).all() and plain.any()
+
+
+def test_stock_trainer_lowers_the_loss(tmp_path):
+    args = TrainingArguments(
+        tmp_path, max_steps=30, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(tiny(), args, train_dataset=clips(), eval_dataset=clips())
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.9 * before
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"curvature": 0.0}, "curvature"),
+        ({"sparsity": -0.1}, "sparsity"),
+        ({"coupling": -1}, "coupling"),
+        ({"loss_scale": 0}, "loss_scale"),
+        ({"hidden_size": 32, "dictionary_size": 31}, "`dictionary_size` is 31.*32 columns"),
+    ],
+)
+def test_bad_config_is_refused(config, match):
+    with pytest.raises(ValueError, match=match):
+        DustConfig(**config)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match=r"\[8, 5, 15\].*hidden_size"):
+        tiny()(torch.rand(8, 5, 15))

@@ -1,0 +1,116 @@
+"""The statements that make attention a step of descent, in float64 over many draws, each with its counterexample."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.fft import dct
+
+from hf_descent.models.unrolling import (
+    denoising_loss,
+    explicit_symmetric_attention,
+    orthonormal_dct,
+    symmetric_attention,
+)
+
+
+ATTENTIONS = [symmetric_attention, explicit_symmetric_attention]
+
+
+def similarity(points):
+    """W_ij = exp(-||z_i - z_j||^2 / 2), written out."""
+    return torch.tensor([[math.exp(-float((a - b).square().sum()) / 2) for b in points] for a in points]).double()
+
+
+def draws(count=300):
+    """Tokens and projections, from "all tokens alike" to "no two alike", and far from invertible."""
+    generator = torch.Generator().manual_seed(0)
+    for draw in range(count):
+        seq, width = 2 + draw % 7, 1 + draw % 5
+        tokens = torch.randn(seq, width, generator=generator, dtype=torch.float64) * 10 ** (-1 + draw % 3 / 1.5)
+        yield tokens, torch.randn(width, 1 + draw % 4, generator=generator, dtype=torch.float64)
+
+
+def attend(tokens, **weights):
+    return symmetric_attention(tokens[None], tokens[None], **weights)[0]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("self_weight", "null_weight"), [(0, 0), (0.7, 0), (0, 0.5), (1.3, 2.0)])
+def test_attention_is_the_stated_formula(attention, self_weight, null_weight):
+    torch.manual_seed(0)
+    tokens, projection = torch.rand(6, 3).double(), torch.randn(3, 4).double()
+    weights = similarity(tokens @ projection)
+    expected = torch.stack(
+        [
+            (sum(weights[i, j] * tokens[j] for j in range(6)) + self_weight * tokens[i])
+            / (weights[i].sum() + self_weight + null_weight)
+            for i in range(6)
+        ]
+    )
+    output = attention((tokens @ projection)[None], tokens[None], self_weight=self_weight, null_weight=null_weight)[0]
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("weights", [{}, {"self_weight": 0.7}, {"null_weight": 0.5}])
+def test_attention_leaves_masked_keys_out(attention, weights):
+    torch.manual_seed(0)
+    tokens = torch.randn(2, 6, 3)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1]])
+    output = attention(tokens, tokens, mask, **weights)
+    torch.testing.assert_close(output[0, :4], attention(tokens[:1, :4], tokens[:1, :4], **weights)[0])
+    torch.testing.assert_close(output[1, 1:], attention(tokens[1:, 1:], tokens[1:, 1:], **weights)[0])
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("step", [0.3, 1.0])
+def test_attention_never_raises_its_energy(step):
+    drops = []
+    for tokens, projection in draws():
+        attended = symmetric_attention((tokens @ projection)[None], tokens[None])[0]
+        moved = torch.lerp(tokens, attended, step)
+        before, after = -similarity(tokens @ projection).sum(), -similarity(moved @ projection).sum()
+        assert after <= before + 1e-9
+        drops.append(float(before - after))
+    assert max(drops) > 1.0  # the energies do move
+
+
+def energy_with_norm(points):
+    """E1 = -sum_ij W_ij + ||Z||_F^2 / 2."""
+    return float(-similarity(points).sum() + points.square().sum() / 2)
+
+
+def test_the_scaled_step_never_raises_the_energy_with_the_norm_term():
+    drops = []
+    for tokens, _ in draws():
+        total = similarity(tokens).sum(1, keepdim=True)
+        moved = attend(tokens, null_weight=0.5)
+        torch.testing.assert_close(moved, 2 * total / (2 * total + 1) * attend(tokens))
+        drops.append(energy_with_norm(tokens) - energy_with_norm(moved))
+    assert min(drops) >= -1e-9 and max(drops) > 1.0
+
+
+def test_plain_attention_can_raise_the_energy_with_the_norm_term():
+    tokens = torch.tensor([[10.0], [12.0], [12.0]], dtype=torch.float64)
+    energies = [round(energy_with_norm(points), 2) for points in (tokens, attend(tokens))]
+    assert energies == [188.46, 188.92]
+    assert energy_with_norm(attend(tokens, null_weight=0.5)) < energies[0]
+
+
+@pytest.mark.parametrize("weight", [0.1, 1.0, 10.0])
+def test_the_proximal_step_never_raises_its_energy(weight):
+    for tokens, _ in draws(100):
+        moved = attend(tokens, self_weight=weight)
+        anchored = -similarity(moved).sum() + weight * (moved - tokens).square().sum()
+        assert anchored <= -similarity(tokens).sum() + 1e-9
+
+
+def test_dct_is_scipys():
+    np.testing.assert_allclose(orthonormal_dct(12), dct(np.eye(12), norm="ortho", axis=0), atol=1e-6)
+
+
+def test_denoising_loss_refuses_labels_of_another_shape():
+    with pytest.raises(ValueError, match=r"\[2, 3, 4\].*\[2, 3, 5\]"):
+        denoising_loss(torch.rand(2, 3, 5), torch.rand(2, 3, 4), 0.5)

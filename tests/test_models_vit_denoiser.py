@@ -1,0 +1,116 @@
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForImageToImage,
+    BertConfig,
+    DeiTConfig,
+    Dinov2Config,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTModel,
+)
+
+from hf_descent import layer_logits, layer_losses
+from hf_descent.models import ViTDenoiserConfig, ViTForDenoising
+
+
+SIZES = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16, "patch_size": 4}
+
+
+def encoder(kind=ViTConfig, **config):
+    return kind(**{**SIZES, "hidden_size": 48, "num_channels": 3, **config})
+
+
+def tiny(encoder_config=None, **config):
+    torch.manual_seed(0)
+    return ViTForDenoising(ViTDenoiserConfig(encoder_config=encoder_config or encoder(), **config)).eval()
+
+
+def images(n=4):
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.rand(n, 3, 1, 1, generator=generator).expand(n, 3, 16, 16)
+    return {"pixel_values": clean + 0.1 * torch.randn(n, 3, 16, 16, generator=generator), "labels": clean}
+
+
+def to_image(tokens):
+    """Tokens `[16, 48]` of one 16x16 image, laid out pixel by pixel."""
+    image = torch.empty(3, 16, 16)
+    for index, token in enumerate(tokens):
+        for place, value in enumerate(token):
+            channel, row, column = place // 16, place % 16 // 4, place % 4
+            image[channel, index // 4 * 4 + row, index % 4 * 4 + column] = value
+    return image
+
+
+@pytest.mark.parametrize("kind", [ViTConfig, DeiTConfig, Dinov2Config])
+def test_every_layers_tokens_are_read_as_the_patches_of_an_image(kind):
+    model, batch = tiny(encoder(kind)), images()
+    outputs = model(**batch, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 4
+    for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
+        for tokens, image in zip(state, logits):
+            torch.testing.assert_close(image, to_image(tokens[-16:]))
+    torch.testing.assert_close(layer_logits(model, batch)[-1], outputs.logits)
+    expected = sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 4
+    torch.testing.assert_close(outputs.loss, expected)
+    torch.testing.assert_close(layer_losses(model, batch)[-1], expected)
+
+
+def test_linear_readout_is_shared_by_the_layers():
+    model, batch = tiny(encoder(hidden_size=32), readout="linear"), images()
+    outputs = model(**batch, output_hidden_states=True)
+    for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
+        torch.testing.assert_close(logits[0], to_image(model.readout(state)[0, -16:]))
+
+
+def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
+    torch.manual_seed(1)
+    classifier = ViTForImageClassification(encoder()).eval()
+    classifier.save_pretrained(tmp_path / "vit")
+    model = ViTForDenoising.from_encoder(tmp_path / "vit", loss_scale=2.0)
+    assert not model.training
+    states = classifier(images()["pixel_values"], output_hidden_states=True).hidden_states
+    tokens = model(images()["pixel_values"], output_hidden_states=True).hidden_states
+    for theirs, own in zip(states, tokens):
+        torch.testing.assert_close(theirs, own)
+    assert not isinstance(model.encoder, ViTModel) or isinstance(model.encoder.layernorm, torch.nn.Identity)
+
+    model.save_pretrained(tmp_path / "denoiser")
+    loaded = AutoModelForImageToImage.from_pretrained(tmp_path / "denoiser")
+    assert type(loaded) is ViTForDenoising
+    assert AutoConfig.from_pretrained(tmp_path / "denoiser").loss_scale == 2.0
+    assert torch.equal(loaded(**images()).logits, model(**images()).logits)
+
+
+def test_every_parameter_learns_and_stock_trainer_lowers_the_loss(tmp_path):
+    batch = images(8)
+    model = tiny().train()
+    model(**batch).loss.backward()
+    unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert not unused
+    dataset = [{name: tensor[i] for name, tensor in batch.items()} for i in range(8)]
+    args = TrainingArguments(
+        tmp_path, max_steps=30, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(tiny(), args, train_dataset=dataset, eval_dataset=dataset)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < 0.9 * before
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"`hidden_size` is 32.*3 x 4\^2 = 48 values.*readout='linear'"):
+        tiny(encoder(hidden_size=32))
+    with pytest.raises(ValueError, match="choose one of patches, linear"):
+        ViTDenoiserConfig(readout="mlp")
+    with pytest.raises(ValueError, match="`loss_scale` is 0"):
+        ViTDenoiserConfig(loss_scale=0)
+    with pytest.raises(ValueError, match=r"bert.*square patches"):
+        tiny(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
+    with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*multiples of the patch size, 4"):
+        tiny()(torch.rand(2, 3, 16, 18))
+    with pytest.raises(ValueError, match=r"\[2, 1, 16, 16\].*\[batch, 3, height, width\]"):
+        tiny()(torch.rand(2, 1, 16, 16))

@@ -18,8 +18,7 @@ from transformers.utils import logging
 
 from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_layer_losses, labelled_tokens
 from .layer_stack import LayerStack, intercepted, tensors
-from .readout import Readout, output_logits
-from .readout import _probing as probing
+from .readout import Readout, output_logits, probing
 
 
 logger = logging.get_logger(__name__)

@@ -16,8 +16,7 @@ from transformers.utils import CONFIG_NAME, ModelOutput
 from .descent_state import STATE_NAME, DescentState
 from .losses import finds_shift, labels_of
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
-from .readout import Readout, output_logits
-from .readout import _probing as probing
+from .readout import Readout, output_logits, probing
 from .schedule import ConstantPredictor
 
 

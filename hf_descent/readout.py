@@ -101,7 +101,7 @@ class Readout:
         """
         known, stack = _stacks.get(model, (None, None))
         if known != _fingerprint(model):
-            with _probing(model):
+            with probing(model):
                 stack = find_layer_stack(model, inputs)
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
@@ -109,7 +109,7 @@ class Readout:
         _check_layerdrop(model, stack)
         self = cls(model, stack, readout)
         if readout is not None:
-            with _probing(model), self.attach(_check_finite):
+            with probing(model), self.attach(_check_finite):
                 model(**inputs)
         return self
 
@@ -348,7 +348,7 @@ def _fingerprint(model):
 
 
 @contextmanager
-def _probing(model):
+def probing(model):
     """Eval mode without gradients; modes and random states are put back."""
     modes = [(module, module.training) for module in model.modules()]
     with random_state.preserved(random_state.accelerators(model)), torch.inference_mode(False), torch.no_grad():

@@ -1,0 +1,193 @@
+"""A model's first layers as a model of its own: an ordinary checkpoint, exact, that plain `from_pretrained` loads."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import is_peft_available
+
+from .. import random_state
+from ..layer_stack import _called_children
+from ..readout import Readout, output_logits, probing
+from ..readout import _switched_off as switched_off
+
+
+# A config field that counts layers has one of these in its name.
+COUNT_WORDS = ("layer", "depth", "block")
+
+
+def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
+
+    The config of the copy says `num_layers` (lists with one entry per layer are cut with it), so it is saved and
+    loaded like any other checkpoint. Its logits are compared with the model's own readout at that layer before it is
+    returned, so a config that scales by its depth, or layers that only a pattern describes, are refused, not spoilt.
+
+    Args:
+        model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
+        num_layers (`int`): layers to keep, 1..L.
+        inputs (`dict`, *optional*): a batch as given to `model(**inputs)`. Where not given one is made up, which
+            works for token ids, images and raw audio.
+
+    Raises:
+        TypeError: `model` is no `PreTrainedModel`.
+        ValueError: `num_layers` is out of range; the model has no shared readout (see [`~readout.Readout.probe`]); or
+            no change of its config gives exactly its first layers.
+    """
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            raise TypeError("`model` is a PeftModel; give `model.merge_and_unload()`.")
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"`model` is a {type(model).__name__}; only a `PreTrainedModel` can be rebuilt from a config.")
+    reader, inputs = _reader(model, inputs)
+    if not 1 <= num_layers <= reader.num_layers:
+        raise ValueError(f"`num_layers` is {num_layers}; {type(model).__name__} has 1..{reader.num_layers}.")
+    truth: list[torch.Tensor] = []
+    with (
+        probing(model),
+        reader.attach(lambda layer, outputs, hidden: truth.append(output_logits(outputs)), [num_layers]),
+    ):
+        model(**inputs)
+
+    stack, faults = reader._stack, []
+    shared = len(stack.layers) != reader.num_layers  # calls of the same layers: nothing to remove but calls
+    for field, config in _shorter_configs(model.config, reader.num_layers, num_layers):
+        try:
+            type(config).from_dict(config.to_dict())  # must be loadable, too
+            with torch.device("meta"):
+                kept = _members(type(model)(config), stack.name)
+            if not shared and kept != num_layers:
+                continue
+            short = _rebuild(model, config)
+            logits = _logits(short, inputs)
+        except Exception as error:
+            faults.append(f"with {field} = {num_layers} it fails with {error!r}")
+            continue
+        if logits.shape == truth[0].shape and torch.allclose(logits, truth[0], rtol=1e-4, atol=1e-5, equal_nan=True):
+            return short.train(model.training)
+        faults.append(f"with {field} = {num_layers} its logits are not those of layer {num_layers}")
+    raise ValueError(
+        f"{type(model).__name__} cannot be cut to {num_layers} of its {reader.num_layers} layers by its config: "
+        f"{'; '.join(faults) or 'no field of it counts the layers of `' + stack.name + '`'}. Use `layer_logits`, or "
+        "`ConfidenceExit` for a classifier, which need no shorter model."
+    )
+
+
+def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A small random batch for `model`: token ids, images or audio; drawn with a seed of its own.
+
+    Raises:
+        ValueError: for a model whose main input is anything else.
+    """
+    generator, config = torch.Generator().manual_seed(0), model.config
+    arguments, name = inspect.signature(model.forward).parameters, model.main_input_name
+    if name == "input_ids":
+        text = config.get_text_config()
+        shape = (2, 2, 8) if "MultipleChoice" in type(model).__name__ else (2, 8)  # [batch, (choices,) seq]
+        ids = torch.randint(min(5, text.vocab_size - 1), text.vocab_size, shape, generator=generator)
+        eos = getattr(text, "eos_token_id", None)
+        eos = eos[0] if isinstance(eos, list) else eos
+        if isinstance(eos, int) and eos < text.vocab_size:
+            ids = torch.where(ids == eos, ids - 1, ids)
+            ids[..., -1] = eos  # some heads read the last one
+        inputs = {"input_ids": ids}
+        if config.is_encoder_decoder and "decoder_input_ids" in arguments:
+            inputs["decoder_input_ids"] = ids
+    elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        shape = (2, getattr(config, "num_channels", 3), config.image_size, config.image_size)
+        inputs = {name: torch.randn(shape, generator=generator)}
+    elif name == "input_values":
+        inputs = {name: torch.randn(2, 4000, generator=generator)}
+    else:
+        raise ValueError(f"No batch can be made up for {type(model).__name__}, which reads `{name}`: give `inputs`.")
+    return {key: value.to(model.device) for key, value in inputs.items()}
+
+
+def _reader(model, inputs):
+    if inputs is not None:
+        return Readout.probe(model, inputs), inputs
+    inputs = example_inputs(model)
+    try:
+        with probing(model):
+            model(**inputs)
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} does not run on made-up {', '.join(inputs)} ({error!r}): give `inputs`."
+        ) from error
+    return Readout.probe(model, inputs), inputs
+
+
+def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """(field, copy of the config with that count of layers cut), decoders before encoders."""
+    fields = sorted(_count_fields(config, num_layers), key=lambda path: ("encoder" in path[-1], "decoder" in path[-1]))
+    for path in fields:
+        lists_before = None
+        for words in (("layer",), ("",)):  # lists that speak of layers; then every list of that length
+            cut = copy.deepcopy(config)
+            owner = cut
+            for name in path[:-1]:
+                owner = getattr(owner, name)
+            lists = [
+                name
+                for name, value in vars(owner).items()
+                if isinstance(value, list | tuple) and len(value) == num_layers and any(w in name for w in words)
+            ]
+            if lists == lists_before:
+                continue
+            lists_before = lists
+            for name in lists:
+                setattr(owner, name, getattr(owner, name)[:kept])
+            setattr(owner, path[-1], kept)
+            if getattr(owner, "is_heterogeneous", False):
+                overrides = owner._heterogeneity_spec.per_layer_overrides
+                owner.per_layer_config = {layer: values for layer, values in overrides.items() if layer < kept}
+            if stages := vars(owner).get("stage_names"):  # a backbone's: the stem and the layers
+                owner.stage_names = stages[: kept + 1]
+                owner.set_output_features_output_indices(out_features=None, out_indices=None)
+            yield ".".join(path), cut
+
+
+def _count_fields(config, num_layers, path=()) -> Iterator[tuple[str, ...]]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _count_fields(value, num_layers, (*path, name))
+        elif type(value) is int and value == num_layers and any(word in name for word in COUNT_WORDS):
+            yield (*path, name)
+
+
+def _members(model, name) -> int:
+    return len({id(layer) for layer in _called_children(model.get_submodule(name))})
+
+
+def _logits(model, inputs):
+    caches = [(module.config, "use_cache") for module in model.modules() if hasattr(module, "config")]
+    with probing(model):
+        try:
+            return output_logits(model(**inputs))
+        except ValueError:  # no layer is left that the cache could take its length from
+            with switched_off(caches):
+                return output_logits(model(**inputs))
+
+
+def _rebuild(model, config) -> PreTrainedModel:
+    with random_state.preserved(random_state.accelerators(model)):
+        short = type(model)(config).to(model.device).eval()
+    for own, given in (
+        (short.named_parameters(), dict(model.named_parameters(remove_duplicate=False))),
+        (short.named_buffers(), dict(model.named_buffers(remove_duplicate=False))),
+    ):
+        for name, tensor in own:
+            # Embeddings of all layers in one table keep the first layers' part of it.
+            part = tuple(slice(size) for size in tensor.shape)
+            value = given[name].detach()[part].clone()
+            if value.shape != tensor.shape:
+                raise ValueError(f"`{name}` changes its shape from {list(given[name].shape)} to {list(tensor.shape)}")
+            tensor.data = value
+    if model.can_generate():
+        short.generation_config = copy.deepcopy(model.generation_config)
+    return short

@@ -16,6 +16,8 @@ _EXPORTS = {
     "DescentTrainer": "trainer",
     "EmbeddingNoise": "noise",
     "Multipliers": "multipliers",
+    "SFTDescentConfig": "sft_config",
+    "SFTDescentTrainer": "sft_trainer",
     "layer_logits": "readout",
     "layer_losses": "losses",
     "layer_profile": "evaluation",
@@ -27,6 +29,8 @@ __all__ = [
     "DescentTrainer",
     "EmbeddingNoise",
     "Multipliers",
+    "SFTDescentConfig",
+    "SFTDescentTrainer",
     "layer_logits",
     "layer_losses",
     "layer_profile",
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from .noise import EmbeddingNoise
     from .problem import DescentProblem
     from .readout import layer_logits
+    from .sft_config import SFTDescentConfig
+    from .sft_trainer import SFTDescentTrainer
     from .trainer import DescentTrainer
 
 

@@ -106,6 +106,11 @@ class FusedReadout:
         def record(module, call, *args, **kwargs):
             nonlocal depth
             if module is self._head:
+                # Mixed precision ends with the model's forward, before the layers are read.
+                device_type = args[0].device.type
+                self._autocast = torch.autocast(
+                    device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+                )
                 return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
             depth += 1  # `__call__` on its way to `forward`, or a layer inside a layer
             try:
@@ -144,16 +149,17 @@ class FusedReadout:
                 handle.remove()
 
     def _read(self, hidden_states, tokens: LabelledTokens, weights=None, **kwargs) -> LayerLossSums:
-        return fused_layer_losses(
-            hidden_states,
-            tokens,
-            self._norm,
-            self._head,
-            weights,
-            head_loss=self.head_loss,
-            workspace=self._workspace,
-            **kwargs,
-        )
+        with self._autocast:
+            return fused_layer_losses(
+                hidden_states,
+                tokens,
+                self._norm,
+                self._head,
+                weights,
+                head_loss=self.head_loss,
+                workspace=self._workspace,
+                **kwargs,
+            )
 
     def _check(self, inputs, precision):
         """Compare the first, a middle and the last layer with their replay; find the shift and the router's weight."""

@@ -74,7 +74,7 @@ class FusedStepMixin:
         def on_forward(read, outputs, hidden_states):
             if not training:
                 self._fused_losses = read(tokens, token_statistics=self._token_statistics)
-                return self._fused_losses.final_sum / len(tokens.rows)
+                return self._fused_losses.final_sum / max(len(tokens.rows), 1)
             for layer in weighted:
                 if not hidden_states[layer - 1].requires_grad:
                     raise ValueError(

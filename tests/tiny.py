@@ -1,7 +1,14 @@
 """Tiny random models and learnable toy data shared by the tests."""
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from hf_descent import DescentConfig
 
@@ -41,6 +48,31 @@ def llama(num_layers=3, seed=0, **config):
             max_position_embeddings=64,
             **config,
         )
+    )
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}</s>{% endgeneration %}"
+    "{% else %}{{ message.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer(chat=True):
+    """Bytes as tokens, with `<s>`, `</s>`, `<pad>` and the markers of a small chat template: 261 or 264 tokens."""
+    special = ["<pad>", "<s>", "</s>", "<unk>", *(["<user>", "<assistant>", "<system>"] if chat else [])]
+    vocab = {token: index for index, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=special[4:],
+        chat_template=CHAT_TEMPLATE if chat else None,
     )
 
 

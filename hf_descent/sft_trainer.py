@@ -1,0 +1,181 @@
+"""Supervised fine-tuning of language models with layerwise descent constraints: TRL's `SFTTrainer`, every layer read.
+
+Data, collation, PEFT and metrics are TRL's. What differs is the loss of a micro-batch, which is that of `trainer.py`;
+TRL's own `compute_loss` then logs its metrics from the last layer's predictions, without a forward of its own.
+"""
+
+from itertools import groupby
+
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers.utils import logging
+from trl import SFTTrainer
+from trl.data_utils import get_dataset_column_names
+from trl.trainer.utils import FusedCausalLMOutput
+
+from .fused import labelled_tokens
+from .losses import IGNORE_INDEX
+from .sft_config import SFTDescentConfig
+from .trainer import DescentMixin
+
+
+logger = logging.get_logger(__name__)
+
+
+class SFTDescentTrainer(DescentMixin, SFTTrainer):
+    """[`~trl.SFTTrainer`] whose model lowers the token loss with every layer (arXiv 2601.17257, Algorithm 1).
+
+    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit. Otherwise `loss` in the log is the
+    token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are those of the last layer.
+
+    Args:
+        model, args, ...:
+            As for [`~trl.SFTTrainer`]; plain `SFTConfig` and `TrainingArguments` get the defaults of
+            [`SFTDescentConfig`].
+        readout, layer_loss_fn:
+            As for [`DescentTrainer`].
+
+    Raises:
+        ValueError: a data set has none of the columns that TRL knows, no token with a label, or a sequence longer than
+            the model's positions; `loss_type` is not "nll" where layers are read.
+
+    Example:
+
+    ```python
+    trainer = SFTDescentTrainer(
+        "Qwen/Qwen3-0.6B",
+        SFTDescentConfig(output_dir="out", noise_gamma=1.0),
+        train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+        peft_config=LoraConfig(r=6, lora_alpha=8, lora_dropout=0.05),
+    )
+    trainer.train()
+    trainer.multipliers.values  # [L]
+    ```
+    """
+
+    _name = "SFT-Descent"
+    _tag_names = [*DescentMixin._tag_names, *SFTTrainer._tag_names]
+    config_class = SFTDescentConfig
+    _token_statistics = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
+            if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
+                self._check_positions(dataset, name)
+
+    def preview(self) -> str:
+        """The first training example as the model sees it, in stretches of tokens with a label and without one."""
+        example = next(iter(self.train_dataset))
+        labels = example.get("labels", example["input_ids"])
+        count = sum(label != IGNORE_INDEX for label in labels)
+        lines = [f"First training example: {len(labels)} tokens, {count} with a label"]
+        for scored, stretch in groupby(zip(example["input_ids"], labels), key=lambda pair: pair[1] != IGNORE_INDEX):
+            text = self.processing_class.decode([token for token, _ in stretch])
+            lines.append(f"[{'label' if scored else 'no label'}] {text!r}")
+        return "\n".join(lines)
+
+    # ---- data ----
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        columns = set(get_dataset_column_names(dataset))
+        texts = ("input_ids", "messages", "conversations", args.dataset_text_field)
+        if not (formatting_func or columns.intersection(texts) or columns >= {"prompt", "completion"}):
+            raise ValueError(
+                f"The {dataset_name} dataset has the columns {sorted(columns)}; give `{args.dataset_text_field}` "
+                "(`dataset_text_field`), `messages`, `prompt` with `completion`, or `input_ids`; or a "
+                "`formatting_func`."
+            )
+        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+        if isinstance(dataset, Dataset) and not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
+            raise ValueError(
+                f"The {dataset_name} dataset has no token with a label after masking and cutting to "
+                f"`max_length`={args.max_length}: raise `max_length`, or see to the completions."
+            )
+        return dataset
+
+    def _check_positions(self, dataset, name) -> None:
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if positions is None:
+            return
+        # Positions start afresh with every document where rows hold several.
+        documents = self.padding_free and "seq_lengths" in dataset.column_names
+        rows = dataset["seq_lengths"] if documents else dataset["input_ids"]
+        longest = max(max(row) if documents else len(row) for row in rows)
+        if longest > positions:
+            raise ValueError(
+                f"The {name} dataset has a sequence of {longest} tokens, but {type(self.model).__name__} has "
+                f"{positions} positions; set `max_length` to at most that (it is {self.args.max_length})."
+            )
+
+    # ---- one micro-batch ----
+
+    def _refuse_unsupported(self) -> None:
+        super()._refuse_unsupported()
+        if self.args.loss_type != "nll":
+            raise ValueError(
+                f"`loss_type` is {self.args.loss_type!r}, which has no form per layer; use 'nll', or "
+                "`objective='erm'`."
+            )
+
+    @property
+    def _stock_scaling_is_right(self) -> bool:
+        return not self._reads_layers  # TRL itself divides by the items of the whole step
+
+    def _descent_loss(self, model, inputs):
+        loss, outputs = super()._descent_loss(model, {**inputs, "use_cache": False})
+        statistics = self._final_statistics(inputs, outputs)
+        # TRL takes its metrics from what the model returns, and a loss that is not needed here. One of the caller's
+        # own would want logits.
+        own = {name: getattr(self, name) for name in ("compute_loss_func", "label_smoother")}
+        self.compute_loss_func = self.label_smoother = None
+        try:
+            SFTTrainer.compute_loss(self, lambda **_: statistics, {**inputs})
+        finally:
+            vars(self).update(own)
+        return loss, outputs
+
+    @torch.no_grad()
+    def _final_statistics(self, inputs, outputs) -> FusedCausalLMOutput:
+        """What TRL logs of the last layer's predictions, for the labelled tokens."""
+        if self._fused is not None:
+            _, _, _, _, losses, entropies, hits, _ = self._fused_losses
+        else:
+            labels, shifted = inputs["labels"], inputs.get("shift_labels")
+            tokens = labelled_tokens(
+                labels if shifted is None else shifted, self._loss_shifts_labels and shifted is None
+            )
+            # Trained prompts come first, and have no labels.
+            logits = outputs["logits"][:, -labels.shape[1] :].flatten(0, 1)[tokens.rows].float()  # [tokens, vocab]
+            log_probs = logits.log_softmax(-1)
+            losses = -log_probs.gather(1, tokens.targets[:, None])
+            entropies = -(log_probs.exp() * log_probs).sum(-1)  # [tokens]
+            hits = logits.argmax(-1) == tokens.targets  # [tokens]
+        return FusedCausalLMOutput(
+            log_probs=-losses,
+            entropy=entropies,
+            is_top1=hits,
+            label_mask=torch.ones_like(hits),
+            aux_loss=outputs.get("aux_loss"),
+        )
+
+    # ---- evaluation and logs ----
+
+    def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, Dataset):
+            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+            dataset = self._prepare_dataset(
+                dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
+            )
+            # With TRL's columns, which hold the lengths of packed documents.
+            dataset = self._remove_unused_columns(dataset)
+            dataset = DataLoader(dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
+        return super().evaluate_robustness(dataset, gammas, **kwargs)
+
+    def log(self, logs, start_time=None):
+        if "train_runtime" in logs:
+            logs.setdefault("train_tokens_per_second", round(self._total_train_tokens / logs["train_runtime"], 3))
+        super().log(logs, start_time)

@@ -73,10 +73,10 @@ class DescentArguments:
     normalize_violations (`bool`, *optional*, defaults to `True`):
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
-    dual_warmup_steps (`float`, *optional*, defaults to `0.1`):
+    dual_warmup_steps (`float`, *optional*, defaults to `0.25`):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
         epoch. The "auto" settings need a warm-up.
-    resilience (`float`, *optional*, defaults to `0.05`):
+    resilience (`float`, *optional*, defaults to `0.01`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
         multiplier. 0 keeps them hard.
     resilience_form (`str`, *optional*, defaults to `"weight_decay"`):
@@ -134,8 +134,8 @@ class DescentArguments:
     dual_learning_rate: float = field(default=0.02)
     dual_optim: str = field(default="adam")
     normalize_violations: bool = field(default=True)
-    dual_warmup_steps: float = field(default=0.1)
-    resilience: float = field(default=0.05)
+    dual_warmup_steps: float = field(default=0.25)
+    resilience: float = field(default=0.01)
     resilience_form: str = field(default="weight_decay")
     slack_learning_rate: float = field(default=0.02)
     slack_restart: bool = field(default=True)
@@ -224,7 +224,7 @@ class DescentArguments:
         if self.is_auto and self.dual_warmup_steps == 0 and self.objective not in ("erm", "fixed"):
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
-                "`dual_warmup_steps` is 0; give it steps or a fraction (0.1), or give both numbers."
+                "`dual_warmup_steps` is 0; give it steps or a fraction (0.25), or give both numbers."
             )
 
     @property

@@ -30,13 +30,16 @@ NUM_LAYERS, EXIT_LAYER = 5, 3
 ALPHA, INITIAL_LOSS_BOUND = 0.05, 1.0  # f_0: the noisy input's own loss
 
 
-def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200) -> dict:
+def demo(
+    output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200, negative_weights: str = "keep"
+) -> dict:
     """Train every arm with every seed, evaluate on held-out clips, print the tables, write `demo.json` and `demo.png`.
 
     Args:
         output_dir (`str`): folder for both files.
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
+        negative_weights (`str`): "keep" or "clip", as in [`DescentConfig`], for the constrained arm.
 
     Returns:
         What `demo.json` holds: `settings`, `gammas`, and for each arm a list of one dict per seed: `layer_losses`
@@ -47,8 +50,9 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
     output_dir.mkdir(parents=True, exist_ok=True)
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
     sigma = float(train.std())
+    settings = {"max_steps": max_steps, "negative_weights": negative_weights}
     results = {
-        "settings": {"seeds": list(seeds), "max_steps": max_steps, "gamma_train": GAMMA_TRAIN, "sigma": sigma},
+        "settings": {"seeds": list(seeds), "gamma_train": GAMMA_TRAIN, "sigma": sigma, **settings},
         "gammas": list(GAMMAS),
         "arms": {arm: [] for arm in ARMS},
     }
@@ -58,7 +62,7 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
         for seed in seeds:
             for arm in ARMS:
                 start = time.perf_counter()
-                results["arms"][arm].append(_run(arm, seed, max_steps, train, test, sigma, output_dir))
+                results["arms"][arm].append(_run(arm, seed, train, test, sigma, output_dir, **settings))
                 print(f"seed {seed}, {ARMS[arm]}: {time.perf_counter() - start:.0f} s", flush=True)
     finally:
         torch.set_num_threads(threads)
@@ -160,7 +164,7 @@ def _row(label: str, values: dict[str, np.ndarray]) -> str:
     return f"{label:28}" + "".join(f"{f'{array.mean():.2f}{spread[arm]}':>20}" for arm, array in values.items())
 
 
-def _run(arm, seed, max_steps, train, test, sigma, output_dir) -> dict:
+def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights) -> dict:
     """Train one model and evaluate it on the clips `test`."""
     noise_power = (GAMMA_TRAIN * sigma) ** 2
     model = UTForVideoDenoising(
@@ -180,7 +184,7 @@ def _run(arm, seed, max_steps, train, test, sigma, output_dir) -> dict:
         dual_optim="adam",
         dual_warmup_steps=0.25,
         resilience=0.05,
-        negative_weights="keep",
+        negative_weights=negative_weights,
         noise_gamma=GAMMA_TRAIN,
         noise_sigma=sigma,
         learning_rate=1e-3,
@@ -223,7 +227,10 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--output_dir", default="demo", help="folder for demo.json and demo.png")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed")
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
+    parser.add_argument(
+        "--negative_weights", choices=("keep", "clip"), default="keep", help="in the constrained model's objective"
+    )
 
 
 def run(args: argparse.Namespace):
-    demo(args.output_dir, args.seeds, args.max_steps)
+    demo(args.output_dir, args.seeds, args.max_steps, args.negative_weights)

@@ -53,7 +53,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    try:
+        module = importlib.import_module(f".{_EXPORTS[name]}", __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError(f"`{name}` needs TRL: `pip install hf_descent[sft]`.") from error
+    return getattr(module, name)
 
 
 def __dir__():

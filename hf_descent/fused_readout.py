@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
 
 from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_layer_losses, labelled_tokens
@@ -149,7 +150,8 @@ class FusedReadout:
                 handle.remove()
 
     def _read(self, hidden_states, tokens: LabelledTokens, weights=None, **kwargs) -> LayerLossSums:
-        with self._autocast:
+        # The backward pass of the norm, inside the forward, is no business of what offloads activations.
+        with self._autocast, saved_tensors_hooks(_unchanged, _unchanged):
             return fused_layer_losses(
                 hidden_states,
                 tokens,
@@ -283,6 +285,10 @@ def _require_close(value, expected, precision, message):
     error, size = (value - expected).abs().max().item(), expected.abs().max().item()
     if not error <= precision * size:
         raise ValueError(f"{message} (largest error {error:.3g}, at values up to {size:.3g}).")
+
+
+def _unchanged(tensor):
+    return tensor
 
 
 def _same_storage(a, b):

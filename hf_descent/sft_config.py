@@ -3,13 +3,9 @@
 import inspect
 from dataclasses import dataclass
 
+from trl import SFTConfig
+
 from .configs import DescentArguments
-
-
-try:
-    from trl import SFTConfig
-except ModuleNotFoundError as error:
-    raise ImportError("Supervised fine-tuning needs TRL: `pip install hf_descent[sft]`.") from error
 
 
 @dataclass

@@ -124,8 +124,12 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def _stock_scaling_is_right(self) -> bool:
         return not self._reads_layers  # TRL itself divides by the items of the whole step
 
+    def _prepare_inputs(self, inputs):
+        # As TRL's own `compute_loss` has it: beside a cache, the attention mask would ignore the borders of documents.
+        return {**super()._prepare_inputs(inputs), "use_cache": False}
+
     def _descent_loss(self, model, inputs):
-        loss, outputs = super()._descent_loss(model, {**inputs, "use_cache": False})
+        loss, outputs = super()._descent_loss(model, inputs)
         statistics = self._final_statistics(inputs, outputs)
         # TRL takes its metrics from what the model returns, and a loss that is not needed here. One of the caller's
         # own would want logits.
@@ -166,13 +170,18 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Dataset):
-            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-            dataset = self._prepare_dataset(
-                dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
-            )
+            if "input_ids" not in dataset.column_names:
+                packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+                dataset = self._prepare_dataset(
+                    dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
+                )
             # With TRL's columns, which hold the lengths of packed documents.
             dataset = self._remove_unused_columns(dataset)
-            dataset = DataLoader(dataset, self.args.eval_batch_size, collate_fn=self.data_collator)
+            dataset = DataLoader(
+                dataset,
+                self.args.eval_batch_size,
+                collate_fn=lambda rows: self._prepare_inputs(self.data_collator(rows)),
+            )
         return super().evaluate_robustness(dataset, gammas, **kwargs)
 
     def log(self, logs, start_time=None):

@@ -1,0 +1,435 @@
+import copy
+import itertools
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from tiny import tokenizer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer, fused_step
+from hf_descent.fused_readout import FusedReadout
+
+
+LAYERS = 3
+TOKENIZER = tokenizer()
+TIMES = ("runtime", "per_second")
+
+
+def shape(**config):
+    return {
+        "vocab_size": len(TOKENIZER),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        **config,
+    }
+
+
+def llama(**config):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**shape(**config)))
+
+
+def mixtral():
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**shape(num_local_experts=4, router_aux_loss_coef=0.1)))
+
+
+def texts(count, start=0):
+    return [f"{'ab' * (index % 4)}c{index**2}" for index in range(start, start + count)]
+
+
+def pairs(count=32, start=0):
+    """Prompts and completions of different lengths."""
+    return Dataset.from_list([{"prompt": f"Say {text}:", "completion": f" {text}!"} for text in texts(count, start)])
+
+
+def plain(count=32, start=0):
+    return Dataset.from_list([{"text": text} for text in texts(count, start)])
+
+
+def chats(count=32, start=0):
+    return Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": f"Say {text}"}, {"role": "assistant", "content": text}]}
+            for text in texts(count, start)
+        ]
+    )
+
+
+def make(cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given):
+    given = {
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "activation_checkpointing": False,
+        **given,
+    }
+    config = SFTDescentConfig if cls is SFTDescentTrainer else SFTConfig
+    return cls(
+        model(),
+        config(str(folder), **given),
+        train_dataset=data(),
+        eval_dataset=data(9, 40) if eval_data is None else eval_data,
+        processing_class=copy.deepcopy(TOKENIZER),
+        peft_config=copy.deepcopy(peft_config),
+        **(keywords or {}),
+    )
+
+
+def history(trainer):
+    """What was logged, without times."""
+    logs = trainer.state.log_history
+    return [{name: log[name] for name in log if not any(time in name for time in TIMES)} for log in logs]
+
+
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+SETTINGS = {
+    "pairs": {},
+    "text": {"data": plain},
+    "chat": {"data": chats},
+    "assistant only": {"data": chats, "assistant_only_loss": True},
+    "whole sequence": {"completion_only_loss": False},
+    "packed": {"packing": True, "max_length": 48},
+    "packed across": {"packing": True, "packing_strategy": "wrapped", "max_length": 48},
+    "padding free": {"padding_free": True, "max_length": None},
+    "lora": {"peft_config": LORA},
+    "lora dropout": {"peft_config": LoraConfig(r=2, lora_dropout=0.3, task_type="CAUSAL_LM")},
+    "checkpointing": {"activation_checkpointing": True},
+    "lora checkpointing": {"peft_config": LORA, "activation_checkpointing": True},
+    "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "tied": {"model": lambda: llama(tie_word_embeddings=True)},
+    "experts": {"model": mixtral},
+    "bf16": {"bf16": True},
+    "prompt tuning": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+    "prefix tuning": {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_erm_is_the_stock_trainer_bit_for_bit(tmp_path, setting):
+    runs = []
+    for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"objective": "erm"})):
+        trainer = make(cls, tmp_path, **SETTINGS[setting], **given)
+        trainer.train()
+        trainer.evaluate()
+        runs.append(trainer)
+    stock, ours = runs
+    assert history(ours) == history(stock)
+    weights = stock.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in ours.model.state_dict().items())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_warm_up_takes_the_steps_of_the_stock_trainer_and_logs_its_metrics(tmp_path, setting):
+    stock = make(SFTTrainer, tmp_path, **SETTINGS[setting])
+    stock.train()
+    ours = make(SFTDescentTrainer, tmp_path, dual_warmup_steps=4, **SETTINGS[setting])
+    ours.train()
+    tolerance = {"rel": 1e-2, "abs": 5e-2} if setting == "bf16" else {"rel": 2e-4, "abs": 1e-5}
+    for log, expected in zip(history(ours)[:-1], history(stock)[:-1]):
+        if setting == "experts":
+            expected.pop("loss")  # with the router's, which is no layer's
+        assert {name: log[name] for name in expected} == pytest.approx(expected, **tolerance)
+        assert all(f"layer_loss_{layer}" in log for layer in (1, 2, 3))
+    if setting == "bf16":
+        return
+    weights = stock.model.state_dict()
+    for name, tensor in ours.model.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+CONSTRAINED = {
+    "descent_alpha": 0.2,
+    "initial_loss_bound": 5.0,
+    "dual_warmup_steps": 0,
+    "dual_learning_rate": 0.2,
+    "per_device_eval_batch_size": 16,
+}
+
+
+@pytest.mark.parametrize("setting", ["packed", "lora checkpointing", "experts", "prompt tuning"])
+def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setting):
+    ours = make(SFTDescentTrainer, tmp_path, **SETTINGS[setting], **CONSTRAINED)
+    ours.train()
+    assert ours.multipliers.values.gt(0).all()
+    stock = make(SFTTrainer, tmp_path, **SETTINGS[setting], per_device_eval_batch_size=16)
+    stock.model.load_state_dict(ours.model.state_dict())
+    metrics, expected = ours.evaluate(), stock.evaluate()
+    for name in ("eval_mean_token_accuracy", "eval_entropy", *(["eval_loss"] if setting != "experts" else [])):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]
+
+
+def log_likelihood(outputs, labels, num_items_in_batch=None):
+    count = labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
+    return (
+        nn.functional.cross_entropy(outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum") / count
+    )
+
+
+VARIANTS = {
+    "plain": {},
+    "packed": {"packing": True, "max_length": 48},
+    "noise": {"noise_gamma": 1.0},
+    "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "own loss": {"keywords": {"layer_loss_fn": log_likelihood}},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "deep supervision": {"objective": "deep_supervision"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`(compute_loss_func|label_smoothing_factor)` is deprecated:FutureWarning")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, variant):
+    given = {**CONSTRAINED, **VARIANTS[variant]}
+    ours = make(SFTDescentTrainer, tmp_path, **given)
+    ours.train()
+    keywords = given.pop("keywords", {})
+    rows = ours.train_dataset.remove_columns(
+        set(ours.train_dataset.column_names) - {"input_ids", "labels", "seq_lengths"}
+    )
+    args = {
+        name: getattr(ours.args, name)
+        for name in ("report_to", "use_cpu", "disable_tqdm", "max_steps", "learning_rate")
+    }
+    args |= {name: value for name, value in given.items() if name not in ("packing", "max_length")}
+    args |= {"per_device_train_batch_size": ours.args.per_device_train_batch_size, "logging_steps": 1}
+    torch.manual_seed(ours.args.seed)
+    model = llama()
+    torch.manual_seed(ours.args.seed)
+    plain = DescentTrainer(
+        model,
+        DescentConfig(str(tmp_path), remove_unused_columns=False, save_strategy="no", **args),
+        train_dataset=rows,
+        data_collator=ours.data_collator,
+        **keywords,
+    )
+    plain.train()
+    torch.testing.assert_close(ours.multipliers.values, plain.multipliers.values, rtol=1e-4, atol=1e-6)
+    if given.get("objective") is None:
+        assert ours.multipliers.values.gt(0).any()
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:`(compute_loss_func|label_smoothing_factor)` is deprecated:FutureWarning")
+@pytest.mark.parametrize("variant", ["own loss", "label smoothing"])
+def test_losses_of_ones_own_leave_the_metrics_alone(tmp_path, variant):
+    ours = make(SFTDescentTrainer, tmp_path, **CONSTRAINED, **VARIANTS[variant])
+    ours.train()
+    assert (ours._fused is None) == (variant == "own loss")
+    stock = make(SFTTrainer, tmp_path, per_device_eval_batch_size=16)
+    stock.model.load_state_dict(ours.model.state_dict())
+    metrics, expected = ours.evaluate(), stock.evaluate()
+    for name in ("eval_mean_token_accuracy", "eval_entropy"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+def test_one_large_batch_is_eight_small_ones(tmp_path):
+    runs = []
+    for size in (8, 1):
+        trainer = make(
+            SFTDescentTrainer,
+            tmp_path,
+            **CONSTRAINED,
+            noise_gamma=0.0,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+        )
+        trainer.train()
+        runs.append(trainer)
+    torch.testing.assert_close(runs[0].multipliers.values, runs[1].multipliers.values, rtol=1e-4, atol=1e-6)
+    keys = ("loss", "grad_norm", "lagrangian", "num_tokens", *(f"layer_loss_{layer}" for layer in (1, 2, 3)))
+    for large, small in zip(*(history(trainer)[:-1] for trainer in runs)):
+        assert [small[key] for key in keys] == pytest.approx([large[key] for key in keys], rel=1e-4)
+
+
+@pytest.mark.parametrize("setting", ["pairs", "lora dropout"])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, setting):
+    given = {**CONSTRAINED, **SETTINGS[setting], "noise_gamma": 1.0, "readout_token_fraction": 0.5}
+    straight = make(SFTDescentTrainer, tmp_path / "straight", **given, save_strategy="steps", save_steps=2)
+    straight.train()
+    resumed = make(SFTDescentTrainer, tmp_path / "resumed", **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    assert torch.equal(resumed.multipliers.values, straight.multipliers.values)
+    weights = straight.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in resumed.model.state_dict().items())
+
+
+@pytest.mark.parametrize("setting", ["lora", "packed", "padding free", "pairs"])
+def test_checkpointing_draws_the_same_noise(tmp_path, setting):
+    given = {**CONSTRAINED, **SETTINGS[setting]}
+    losses = {}
+    for gamma, checkpointing in ((0.0, False), (1.0, False), (1.0, True)):
+        trainer = make(SFTDescentTrainer, tmp_path, noise_gamma=gamma, activation_checkpointing=checkpointing, **given)
+        trainer.train()
+        losses[gamma, checkpointing] = [log["loss"] for log in history(trainer)[:-1]]
+    assert losses[1.0, True] == pytest.approx(losses[1.0, False], rel=1e-5)
+    assert losses[1.0, False] != pytest.approx(losses[0.0, False], rel=1e-3)
+
+
+def test_erm_takes_noise(tmp_path):
+    clean = make(SFTTrainer, tmp_path)
+    clean.train()
+    noisy = make(SFTDescentTrainer, tmp_path, objective="erm", noise_gamma=1.0)
+    noisy.train()
+    assert history(noisy)[0]["loss"] != history(clean)[0]["loss"]
+    assert history(noisy)[0]["loss"] == pytest.approx(history(clean)[0]["loss"], rel=0.1)
+    assert noisy.model.config.noise_sigma > 0
+
+
+@pytest.mark.parametrize("setting", ["pairs", "packed", "lora"])
+def test_robustness_without_noise_is_the_evaluation(tmp_path, setting):
+    trainer = make(SFTDescentTrainer, tmp_path, **CONSTRAINED, **SETTINGS[setting])
+    trainer.train()
+    metrics, raw = trainer.evaluate(), pairs(9, 40)
+    for dataset in (None, raw):
+        curve = trainer.evaluate_robustness(dataset, gammas=[0.0, 4.0], draws=1)
+        assert curve.losses[0, 0] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+        assert curve.values[0, 0] == pytest.approx(metrics["eval_mean_token_accuracy"], rel=1e-5)
+        assert curve.losses[1, 0] != pytest.approx(metrics["eval_loss"], rel=1e-3)
+
+
+def test_compute_metrics_gets_the_stock_logits(tmp_path):
+    def keep(prediction):
+        seen.append(prediction.predictions)
+        return {"size": float(prediction.label_ids.size)}
+
+    seen = []
+    ours = make(SFTDescentTrainer, tmp_path, keywords={"compute_metrics": keep}, **CONSTRAINED)
+    ours.train()
+    stock = make(SFTTrainer, tmp_path, keywords={"compute_metrics": keep}, per_device_eval_batch_size=16)
+    stock.model.load_state_dict(ours.model.state_dict())
+    metrics = ours.evaluate()
+    with pytest.warns(FutureWarning, match="return_outputs"):
+        expected = stock.evaluate()
+    torch.testing.assert_close(*map(torch.from_numpy, seen), rtol=1e-4, atol=1e-5)
+    assert metrics["eval_size"] == expected["eval_size"]
+
+
+def test_what_offloads_activations_sees_no_backward_pass_in_the_forward(tmp_path):
+    events = []
+    trainer = make(SFTDescentTrainer, tmp_path, **CONSTRAINED)
+    trainer.maybe_activation_offload_context = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (events.append("pack"), tensor)[1], lambda tensor: (events.append("unpack"), tensor)[1]
+    )
+    trainer.train()
+    assert [kind for kind, _ in itertools.groupby(events)] == ["pack", "unpack"] * 4
+
+
+def test_bfloat16_reads_the_layers_in_it(tmp_path):
+    dtypes = []
+    read = fused_step.FusedReadout._read
+    trainer = make(SFTDescentTrainer, tmp_path, bf16=True, **CONSTRAINED)
+
+    def spy(self, *args, **kwargs):
+        with self._autocast:
+            dtypes.append((self._head.weight @ self._head.weight.T).dtype)
+        return read(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FusedReadout, "_read", spy)
+        trainer.train()
+    assert dtypes[-1] == torch.bfloat16
+
+
+# ---- what it says and refuses ----
+
+
+def test_plain_arguments_are_taken(tmp_path):
+    for args in (
+        SFTConfig(str(tmp_path), max_length=33, use_cpu=True),
+        TrainingArguments(str(tmp_path), use_cpu=True),
+    ):
+        trainer = SFTDescentTrainer(llama(), args, train_dataset=pairs(8), processing_class=copy.deepcopy(TOKENIZER))
+        assert isinstance(trainer.args, SFTDescentConfig)
+        assert trainer.args.objective == "descent"
+        assert trainer.args.learning_rate == args.learning_rate
+    assert trainer.args.max_length == SFTConfig(str(tmp_path), use_cpu=True).max_length
+
+
+def test_preview_and_throughput(tmp_path):
+    trainer = make(SFTDescentTrainer, tmp_path, **CONSTRAINED)
+    assert trainer.preview() == (
+        "First training example: 12 tokens, 5 with a label\n[no label] 'Say c0:'\n[label] ' c0!</s>'"
+    )
+    output = trainer.train()
+    tokens = trainer.state.log_history[-2]["num_tokens"]
+    rate = output.metrics["train_tokens_per_second"]
+    assert rate == pytest.approx(tokens / output.metrics["train_runtime"], rel=1e-3)
+
+
+def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog):
+    said = []
+    for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"objective": "deep_supervision"})):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = make(cls, tmp_path, peft_config=LORA, activation_checkpointing=True, **given)
+            trainer.train()
+            trainer.evaluate()
+        said.append({str(warning.message) for warning in caught})
+    assert said[1] <= said[0]
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
+        (
+            {"data": lambda *_: Dataset.from_list([{"question": "a", "answer": "b"}])},
+            "columns \\['answer', 'question'\\]",
+        ),
+        ({"data": lambda *_: Dataset.from_list([{"prompt": "a"}])}, "`prompt` with `completion`"),
+        ({"max_length": 4}, "no token with a label after masking .* `max_length`=4"),
+        (
+            {"data": lambda *_: Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}]), "packing": True},
+            "no token with a label",
+        ),
+        (
+            {"data": lambda *_: Dataset.from_list([{"text": "a" * 200}])},
+            "train dataset has a sequence of 201 tokens, but LlamaForCausalLM has 128 positions; .* is 1024",
+        ),
+        ({"eval_data": Dataset.from_list([{"prompt": "a" * 200, "completion": "b"}])}, "eval dataset has a sequence"),
+    ],
+)
+def test_refusals_name_the_remedy(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        make(SFTDescentTrainer, tmp_path, **given)
+
+
+def test_packed_rows_may_be_longer_than_the_positions_of_a_document(tmp_path):
+    trainer = make(SFTDescentTrainer, tmp_path, packing=True, max_length=400, **CONSTRAINED, data=plain)
+    assert max(map(len, trainer.train_dataset["input_ids"])) > 128
+    trainer.train()
+    with pytest.raises(ValueError, match="128 positions"):
+        make(SFTDescentTrainer, tmp_path, packing=True, packing_strategy="wrapped", max_length=400, data=plain)
+
+
+def test_importing_the_package_needs_neither_trl_nor_peft():
+    code = (
+        "import sys\n"
+        "sys.modules.update(trl=None, peft=None)\n"
+        "import hf_descent\n"
+        "from hf_descent import DescentTrainer, DescentConfig, EmbeddingNoise\n"
+        "try:\n    hf_descent.SFTDescentTrainer\nexcept ImportError as error:\n    print(error)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install hf_descent[sft]" in result.stdout

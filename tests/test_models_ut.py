@@ -255,6 +255,6 @@ def test_relu_half_step_never_raises_its_energy_where_s_is_at_least_minus_one():
 
 def test_relu_half_step_can_raise_its_energy_where_s_is_below_minus_one():
     one = torch.ones(1, 1, dtype=torch.float64)
-    # y = 1.6, S = -2 and X B = 5 lead to ReLU(5 - 3.2) = 1.8 at S = -1 - 1, past the minimum 5/3 = 1.667 and beyond.
+    # y = 1.6 goes to ReLU(5 - 2 * 1.6) = 1.8, farther from the minimum 5/3, on its other side.
     before, after = recombined(1.6 * one, 5 * one, -2 * one, one)
     assert (before, after) == (pytest.approx(-4.16), pytest.approx(-4.14))

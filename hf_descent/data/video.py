@@ -1,0 +1,367 @@
+"""Surveillance video (CUHK Avenue, UCSD Ped1 and Ped2, ShanghaiTech Campus, or your own) as clips of gray frames.
+
+A video is a file that PyAV decodes, or a folder of frames. Frames are gray, square (160x160) and cut into patches
+(16x16), as in the paper (arXiv 2601.17257, appendix B.2); clips are T frames that follow one another, and no frame is
+in two of them. Noise is not added here but by the trainer, on the fly (`EmbeddingNoise`).
+"""
+
+import glob
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Array2D, Array3D, Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
+from datasets.exceptions import DatasetGenerationError
+from PIL import Image, UnidentifiedImageError
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
+# As the sets are published. The masks in UCSD's Test/Test001_gt are no frames.
+LAYOUTS = {
+    "avenue": {"train": "training_videos/*.avi", "test": "testing_videos/*.avi"},
+    "ucsd": {"train": "Train/Train[0-9][0-9][0-9]", "test": "Test/Test[0-9][0-9][0-9]"},
+    "shanghaitech": {"train": "training/videos/*.avi", "test": "testing/frames/*"},
+}
+
+
+@dataclass
+class VideoArguments:
+    """Which videos, how they are split, and how they are cut into clips."""
+
+    data_layout: str | None = field(
+        default=None,
+        metadata={"help": f"Published layout of `data_dir`: {', '.join(LAYOUTS)} (UCSDped1 or UCSDped2 itself)."},
+    )
+    data_dir: str | None = field(default=None, metadata={"help": "Folder of that data set."})
+    train_files: list[str] | None = field(
+        default=None,
+        metadata={"help": "In place of a layout: video files or folders of frames to train on, or patterns of them."},
+    )
+    test_files: list[str] | None = field(
+        default=None, metadata={"help": "The same for the final report, read once, after training."}
+    )
+    split_by: str = field(
+        default="video",
+        metadata={
+            "help": "What is held out of the training videos for validation: whole videos (`video`), or the end of "
+            "each (`time`)."
+        },
+    )
+    validation_percentage: float = field(
+        default=10.0, metadata={"help": "Share of the videos, or of the frames of each, that is held out so."}
+    )
+    later_percentage: float = field(
+        default=0.0,
+        metadata={"help": "With `split_by` time: share of the frames at the very end for a test split `later`."},
+    )
+    split_gap: int = field(default=50, metadata={"help": "Frames left out between parts of one video."})
+    split_seed: int = field(
+        default=0,
+        metadata={"help": "Seed of the draws of this data. Not `seed`: runs that differ by it share their data."},
+    )
+    num_frames: int = field(default=10, metadata={"help": "Frames T in a clip."})
+    frame_size: int = field(default=160, metadata={"help": "Height and width of a frame, in pixels."})
+    patch_size: int = field(default=16, metadata={"help": "Height and width of a patch, in pixels."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many rows, drawn at random."})
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Evaluate on this many rows of every other split, drawn at random."}
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Decode the training videos while training; nothing is cached."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Folder for the decoded clips."})
+
+    def __post_init__(self):
+        if (self.data_layout is None) == (self.train_files is None):
+            raise ValueError("Name the videos by `data_layout` (with `data_dir`) or by `train_files`: one of the two.")
+        if self.data_layout is not None and self.data_layout not in LAYOUTS:
+            raise ValueError(f"`data_layout` is {self.data_layout!r}; choose one of {', '.join(LAYOUTS)}.")
+        if self.data_layout is not None and self.data_dir is None:
+            raise ValueError(f"`data_layout` {self.data_layout!r} needs `data_dir`, the folder of the data set.")
+        if self.split_by not in ("video", "time"):
+            raise ValueError(f"`split_by` is {self.split_by!r}; choose 'video' or 'time'.")
+        if not (self.validation_percentage > 0 <= self.later_percentage) or (
+            self.validation_percentage + self.later_percentage >= 100
+        ):
+            raise ValueError(
+                f"`validation_percentage` is {self.validation_percentage} and `later_percentage` "
+                f"{self.later_percentage}; the first must be positive, and something must be left to train on."
+            )
+        if self.later_percentage and self.split_by != "time":
+            raise ValueError("`later_percentage` needs `split_by` time: it is the end of every training video.")
+        for name in ("num_frames", "frame_size", "patch_size", "max_train_samples", "max_eval_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}; give a positive number or leave it out.")
+        if self.split_gap < 0:
+            raise ValueError(f"`split_gap` is {self.split_gap}; give 0 or more frames.")
+        check_patch_size(self.frame_size, self.patch_size)
+
+
+@dataclass(frozen=True)
+class VideoPart:
+    """The frames `first` to `last` (not included) of one video; `stamp` tells whether its files changed."""
+
+    path: str
+    first: int
+    last: int
+    stamp: float
+
+
+def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
+    """Decodes the videos into clips; once, as the result is cached.
+
+    Returns:
+        The splits "train", "validation" and, where they are given, "later" (the end of each training video) and
+        "test" (the layout's, or `test_files`). A row is a clip: `frames` (uint8 `[num_frames, frame_size,
+        frame_size]`), `video` (its path) and `start` (number of its first frame). With `streaming`, an
+        `IterableDatasetDict`, decoded anew at every pass.
+
+    Raises:
+        ValueError: a folder or file is missing or unreadable, or a split holds no clip.
+    """
+    parts = split_videos(args)
+    features = Features(
+        {
+            "frames": Array3D((args.num_frames, args.frame_size, args.frame_size), "uint8"),
+            "video": Value("string"),
+            "start": Value("int64"),
+        }
+    )
+    splits = {}
+    for name, of_split in parts.items():
+        fields = {
+            "parts": [astuple(part) for part in of_split],
+            "num_frames": args.num_frames,
+            "size": args.frame_size,
+        }
+        given = {"features": features, "gen_kwargs": fields}
+        if args.streaming:
+            splits[name] = IterableDataset.from_generator(read_clips, **given)
+            continue
+        try:
+            splits[name] = Dataset.from_generator(read_clips, cache_dir=args.cache_dir, **given)
+        except DatasetGenerationError as error:
+            raise error.__cause__ or error from None  # what is wrong is which file, not that there is no data set
+    return (IterableDatasetDict if args.streaming else DatasetDict)(splits)
+
+
+def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
+    """The parts of the videos that make each split; ValueError where there is nothing, or nothing long enough."""
+    if args.data_layout is not None:
+        patterns = {split: [str(Path(args.data_dir) / glob_)] for split, glob_ in LAYOUTS[args.data_layout].items()}
+    else:
+        patterns = {"train": args.train_files, "test": args.test_files or []}
+    whole = {
+        split: [VideoPart(path, 0, count_frames(path), _stamp(path)) for path in find_videos(given)]
+        for split, given in patterns.items()
+        if given
+    }
+    validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
+    if args.split_by == "time":
+        shares = {"train": 1 - validation - later, "validation": validation} | ({"later": later} if later else {})
+        divided = [_divide(video, list(shares.values()), args.split_gap) for video in whole["train"]]
+        parts = dict(zip(shares, map(list, zip(*divided))))
+    else:
+        videos = whole["train"]
+        if len(videos) < 2:
+            raise ValueError(f"`split_by` video needs two training videos, and there is {videos[0].path}: use 'time'.")
+        order = np.random.default_rng(args.split_seed).permutation(len(videos))
+        count = min(max(1, round(validation * len(videos))), len(videos) - 1)
+        held_out = set(order[:count].tolist())
+        parts = {
+            "train": [video for i, video in enumerate(videos) if i not in held_out],
+            "validation": [video for i, video in enumerate(videos) if i in held_out],
+        }
+    parts |= {split: videos for split, videos in whole.items() if split == "test"}
+    return {name: _long_enough(name, of_split, args.num_frames) for name, of_split in parts.items()}
+
+
+def find_videos(patterns: Sequence[str]) -> list[str]:
+    """Video files and folders of frames, in natural order; ValueError naming a pattern without any."""
+    found = []
+    for pattern in patterns:
+        matches = [pattern] if Path(pattern).exists() else glob.glob(pattern)
+        matches = [path for path in matches if not Path(path).name.startswith(".")]
+        if not matches:
+            raise ValueError(f"There is no video at {pattern!r}: check the path, or the layout of the data set.")
+        found += sorted(matches, key=_natural)
+    return found
+
+
+def count_frames(path: str) -> int:
+    """Number of frames of a video, without decoding it; ValueError naming the file when it cannot be read."""
+    if Path(path).is_dir():
+        return len(_frame_files(path))
+    av = _import_av()
+    try:
+        with av.open(path) as container:
+            return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"{path} cannot be read as a video ({error or 'no video stream'}).") from error
+
+
+def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
+    """The frames of a video, gray and resized (bilinear, antialiased): uint8 `[size, size]` each.
+
+    Raises:
+        ValueError: naming the file that cannot be read.
+    """
+    if Path(path).is_dir():
+        for file in _frame_files(path):
+            try:
+                with Image.open(file) as image:
+                    yield np.asarray(image.convert("L").resize((size, size), Image.Resampling.BILINEAR))
+            except (UnidentifiedImageError, OSError) as error:
+                raise ValueError(f"{file} cannot be read as an image ({error}).") from error
+        return
+    av = _import_av()
+    try:
+        with av.open(path) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            for frame in container.decode(video=0):
+                yield frame.reformat(size, size, "gray", interpolation="BILINEAR").to_ndarray()
+    except (av.error.FFmpegError, IndexError) as error:
+        raise ValueError(f"{path} cannot be read as a video ({error or 'no video stream'}).") from error
+
+
+def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
+    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples."""
+    for path, first, last, _ in parts:
+        frames = islice(read_frames(path, size), first, last)
+        start = first
+        while len(clip := list(islice(frames, num_frames))) == num_frames:
+            yield {"frames": np.stack(clip), "video": path, "start": start}
+            start += num_frames
+
+
+def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Clips `[..., frames, height, width]` -> their patches `[..., places, frames, patch_size ** 2]`, row by row.
+
+    Raises:
+        ValueError: height or width is no multiple of `patch_size`.
+    """
+    for size in frames.shape[-2:]:
+        check_patch_size(size, patch_size)
+    patches = frames.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))  # [..., T, rows, p, columns, p]
+    return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)  # [..., rows * columns, T, p * p]
+
+
+def from_patches(patches: torch.Tensor, height: int) -> torch.Tensor:
+    """The inverse of [`to_patches`], exactly: `[..., places, frames, values]` -> `[..., frames, height, width]`."""
+    size = round(patches.shape[-1] ** 0.5)
+    rows = height // size
+    patches = patches.unflatten(-3, (rows, -1)).unflatten(-1, (size, size))  # [..., rows, columns, T, p, p]
+    return patches.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
+
+
+def patch_rows(clips: Dataset | IterableDataset, patch_size: int) -> Dataset | IterableDataset:
+    """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
+    num_frames = clips.features["frames"].shape[0]
+    features = Features({"pixel_values": Array2D((num_frames, patch_size**2), "uint8")})
+    return _expand(clips, partial(_cut_patches, patch_size=patch_size), features)
+
+
+def frame_rows(clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """One row per frame: `pixel_values`, uint8 `[height, width]`, in torch format."""
+    features = Features({"pixel_values": Array2D(clips.features["frames"].shape[1:], "uint8")})
+    return _expand(clips, _cut_frames, features)
+
+
+def collate(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A batch of patch rows: `pixel_values` and `labels`, both the clean patches in [0, 1] `[batch, frames, values]`.
+
+    The trainer's noise perturbs `pixel_values` and leaves the labels clean.
+    """
+    clean = torch.stack([row["pixel_values"] for row in rows]).float() / 255
+    return {"pixel_values": clean, "labels": clean}
+
+
+def collate_images(rows: Sequence[dict[str, torch.Tensor]], image_processor) -> dict[str, torch.Tensor]:
+    """A batch of frame rows, made into color images by a model's own image processor `[batch, 3, height, width]`."""
+    images = [row["pixel_values"][None].expand(3, -1, -1) for row in rows]
+    clean = image_processor(images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
+    return {"pixel_values": clean, "labels": clean}
+
+
+def check_patch_size(frame_size: int, patch_size: int) -> None:
+    if frame_size % patch_size:
+        raise ValueError(
+            f"Frames of {frame_size} pixels cannot be cut into patches of `patch_size` {patch_size}: give a "
+            "divisor, or another `frame_size`."
+        )
+
+
+def _expand(clips, cut, features: Features):
+    rows = clips.with_format("numpy").map(
+        cut, batched=True, batch_size=50, remove_columns=list(clips.features), features=features
+    )
+    return rows.with_format("torch")
+
+
+def _cut_patches(batch: dict[str, np.ndarray], patch_size: int) -> dict[str, np.ndarray]:
+    patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), patch_size)  # [clips, places, T, values]
+    return {"pixel_values": patches.flatten(0, 1).numpy()}
+
+
+def _cut_frames(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"pixel_values": np.concatenate(batch["frames"])}
+
+
+def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPart]:
+    """Parts of a video, one after another, with `gap` frames between them."""
+    borders = np.round(np.cumsum([0, *shares]) * (video.last - gap * (len(shares) - 1))).astype(int).tolist()
+    return [
+        VideoPart(video.path, first + gap * i, last + gap * i, video.stamp)
+        for i, (first, last) in enumerate(pairwise(borders))
+    ]
+
+
+def _long_enough(split: str, parts: list[VideoPart], num_frames: int) -> list[VideoPart]:
+    kept = [part for part in parts if part.last - part.first >= num_frames]
+    if not kept:
+        longest = max(parts, key=lambda part: part.last - part.first)
+        raise ValueError(
+            f"The {split} split holds no clip of `num_frames` {num_frames}: its longest part is frames "
+            f"{longest.first} to {longest.last} of {longest.path}."
+        )
+    if len(kept) < len(parts):
+        logger.info(f"The {split} split: {len(parts) - len(kept)} of {len(parts)} videos are shorter than a clip.")
+    return kept
+
+
+def _frame_files(folder: str) -> list[Path]:
+    files = [
+        file
+        for file in Path(folder).iterdir()
+        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")  # UCSD ships "._001.tif" files
+    ]
+    if not files:
+        raise ValueError(f"The folder {folder} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}.")
+    return sorted(files, key=_natural)
+
+
+def _natural(path: str | Path) -> list:
+    """Sort key that puts frame 2 before frame 10."""
+    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]
+
+
+def _stamp(path: str) -> float:
+    return max(file.stat().st_mtime for file in (Path(path), *(_frame_files(path) if Path(path).is_dir() else ())))
+
+
+def _import_av():
+    try:
+        import av
+    except ImportError as error:
+        raise ImportError("Video files are decoded by PyAV: `pip install hf_descent[video]`.") from error
+    return av

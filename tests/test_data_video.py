@@ -1,0 +1,253 @@
+import os
+import shutil
+import time
+
+import av
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hf_descent.data.video import (
+    VideoArguments,
+    collate,
+    count_frames,
+    find_videos,
+    frame_rows,
+    from_patches,
+    load_clips,
+    patch_rows,
+    read_frames,
+    split_videos,
+    to_patches,
+)
+
+
+SIZE = 32
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def pixels(number, height=SIZE, width=SIZE, seed=0):
+    """Frame `number` of a video: smooth, different from all others, and never quite black."""
+    rows, columns = np.mgrid[:height, :width]
+    return (20 + number + 3 * seed + rows + 2 * columns).astype(np.uint8)
+
+
+def write_video(path, count, seed=0, **size):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=10)  # lossless
+        stream.height, stream.width = pixels(0, **size).shape
+        stream.pix_fmt = "gray"
+        for number in range(count):
+            frame = av.VideoFrame.from_ndarray(pixels(number, seed=seed, **size), format="gray")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return str(path)
+
+
+def write_frames(folder, count, suffix, seed=0):
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.fromarray(pixels(number, seed=seed)).save(folder / f"{number + 1}{suffix}")
+    return str(folder)
+
+
+def arguments(**values):
+    return VideoArguments(
+        **{
+            "num_frames": 4,
+            "frame_size": SIZE,
+            "patch_size": 8,
+            "split_gap": 2,
+            "split_by": "time",
+            "validation_percentage": 20,
+            **values,
+        }
+    )
+
+
+def test_patches_are_cut_row_by_row_and_put_back_exactly():
+    frames = torch.rand(3, 4, 16, 24)  # [clips, frames, height, width]
+    patches = to_patches(frames, 8)
+    assert patches.shape == (3, 6, 4, 64)
+    for place in range(6):
+        row, column = divmod(place, 3)
+        expected = frames[:, :, 8 * row : 8 * row + 8, 8 * column : 8 * column + 8].flatten(2)
+        assert torch.equal(patches[:, place], expected)
+    assert torch.equal(from_patches(patches, 16), frames)
+    assert torch.equal(from_patches(to_patches(frames[0], 2), 16), frames[0])
+    with pytest.raises(ValueError, match="24 pixels .* `patch_size` 5"):
+        to_patches(frames[..., :15, :], 5)
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".png", ".bmp"])
+def test_frames_of_a_folder_come_in_natural_order(tmp_path, suffix):
+    folder = write_frames(tmp_path / "frames", 12, suffix)
+    (tmp_path / "frames" / "notes.txt").write_text("no frame")
+    (tmp_path / "frames" / f"._3{suffix}").write_bytes(b"no frame either")
+    assert count_frames(folder) == 12
+    np.testing.assert_array_equal(np.stack(list(read_frames(folder, SIZE))), [pixels(i) for i in range(12)])
+
+
+def test_frames_of_a_video_file(tmp_path):
+    path = write_video(tmp_path / "video.avi", 12)
+    assert count_frames(path) == 12
+    np.testing.assert_array_equal(np.stack(list(read_frames(path, SIZE))), [pixels(i) for i in range(12)])
+
+
+def test_files_and_folders_are_resized_alike(tmp_path):
+    path = write_video(tmp_path / "video.avi", 1, height=48, width=80)
+    (tmp_path / "frames").mkdir()
+    Image.fromarray(np.stack([pixels(0, 48, 80)] * 3, axis=2)).save(tmp_path / "frames" / "1.png")  # color
+    decoded, loaded = (next(read_frames(str(p), SIZE)).astype(int) for p in (path, tmp_path / "frames"))
+    assert decoded.shape == loaded.shape == (SIZE, SIZE)
+    assert np.abs(decoded - loaded).max() <= 2
+    assert np.corrcoef(decoded.ravel(), np.mgrid[:SIZE, :SIZE].T.reshape(-1, 2) @ [160, 48])[0, 1] > 0.9
+
+
+def build_avenue(root):
+    for number in range(1, 4):
+        write_video(root / "training_videos" / f"{number:02}.avi", 9, seed=number)
+    write_video(root / "testing_videos" / "01.avi", 9)
+
+
+def build_ucsd(root):
+    for number in range(1, 4):
+        write_frames(root / "Train" / f"Train{number:03}", 9, ".tif", seed=number)
+    write_frames(root / "Test" / "Test001", 9, ".tif")
+    write_frames(root / "Test" / "Test001_gt", 9, ".bmp", seed=9)
+    (root / "Test" / ".DS_Store").write_bytes(b"")
+
+
+def build_shanghaitech(root):
+    for number in range(1, 4):
+        write_video(root / "training" / "videos" / f"01_{number:03}.avi", 9, seed=number)
+    write_frames(root / "testing" / "frames" / "01_0014", 9, ".jpg")
+    write_frames(root / "testing" / "test_pixel_mask", 9, ".png", seed=9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "build"), [("avenue", build_avenue), ("ucsd", build_ucsd), ("shanghaitech", build_shanghaitech)]
+)
+def test_published_layouts(tmp_path, layout, build):
+    build(tmp_path / layout)
+    args = arguments(data_layout=layout, data_dir=str(tmp_path / layout), split_by="video")
+    clips = load_clips(args)
+    assert {name: len(split) for name, split in clips.items()} == {"train": 4, "validation": 2, "test": 2}
+    videos = {name: set(split["video"]) for name, split in clips.items()}
+    assert len(videos["train"]) == 2 and not videos["train"] & videos["validation"]
+    row = clips["test"].with_format("numpy")[1]
+    assert row["start"] == 4  # of 9 frames two clips of 4
+    close = 4 if layout == "shanghaitech" else 0  # JPEG
+    assert np.abs(row["frames"].astype(int) - [pixels(i) for i in range(4, 8)]).max() <= close
+
+
+def test_parts_of_a_video_lie_a_gap_apart(tmp_path):
+    path = write_video(tmp_path / "video.avi", 44)
+    clips = load_clips(arguments(train_files=[path], later_percentage=30))
+    frames = {name: {start + i for start in split["start"] for i in range(4)} for name, split in clips.items()}
+    # 44 frames less two gaps of 2 are 40: 20, 8 and 12 frames.
+    assert frames == {
+        "train": set(range(20)),
+        "validation": set(range(22, 30)),
+        "later": set(range(32, 44)),
+    }
+    for split in clips.values():
+        for row in split.with_format("numpy"):
+            np.testing.assert_array_equal(row["frames"], [pixels(row["start"] + i) for i in range(4)])
+
+
+def test_rows_hold_every_pixel_once(tmp_path):
+    path = write_video(tmp_path / "video.avi", 30)
+    clips = load_clips(arguments(train_files=[path]))["train"]
+    frames = torch.from_numpy(np.stack(clips.with_format("numpy")["frames"][:]))
+    patches = patch_rows(clips, 8)
+    assert len(patches) == len(clips) * 16
+    batch = collate([patches[i] for i in range(len(patches))])
+    assert batch["pixel_values"].dtype == torch.float32 and torch.equal(batch["pixel_values"], batch["labels"])
+    restored = from_patches((batch["labels"] * 255).unflatten(0, (-1, 16)), SIZE)
+    assert torch.equal(restored.round().to(torch.uint8), frames)
+    images = frame_rows(clips)
+    assert torch.equal(torch.stack([row["pixel_values"] for row in images]).to(torch.uint8), frames.flatten(0, 1))
+
+
+def test_streaming_gives_the_same_rows(tmp_path):
+    path = write_video(tmp_path / "video.avi", 30)
+    cached, streamed = (load_clips(arguments(train_files=[path], streaming=s)) for s in (False, True))
+    for name in ("train", "validation"):
+        for ours, theirs in zip(patch_rows(streamed[name], 8), patch_rows(cached[name], 8), strict=True):
+            assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
+
+
+def test_decoded_once_until_the_file_changes(tmp_path, monkeypatch):
+    path = tmp_path / "video.avi"
+    write_video(path, 30)
+    args = arguments(train_files=[str(path)])
+    first = load_clips(args)["train"].with_format("numpy")[0]["frames"]
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_descent.data.video.read_frames", None)
+        again = load_clips(args)["train"].with_format("numpy")[0]["frames"]
+    np.testing.assert_array_equal(first, again)
+    write_video(path, 30, seed=5)
+    os.utime(path, (time.time() + 10,) * 2)
+    changed = load_clips(args)["train"].with_format("numpy")[0]["frames"]
+    np.testing.assert_array_equal(changed, [pixels(i, seed=5) for i in range(4)])
+
+
+def test_patterns_and_missing_videos(tmp_path):
+    for number in (10, 9):
+        write_frames(tmp_path / f"v{number}", 1, ".png")
+    assert [os.path.basename(path) for path in find_videos([str(tmp_path / "v*")])] == ["v9", "v10"]
+    with pytest.raises(ValueError, match="no video at .*nothing"):
+        find_videos([str(tmp_path / "nothing")])
+    with pytest.raises(ValueError, match=r"no video at .*avenue.training_videos.\*\.avi"):
+        split_videos(arguments(data_layout="avenue", data_dir=str(tmp_path / "avenue")))
+
+
+def test_unreadable_files_are_named(tmp_path):
+    write_frames(tmp_path / "frames", 20, ".png")
+    (tmp_path / "frames" / "3.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"frames/3\.png cannot be read as an image"):
+        load_clips(arguments(train_files=[str(tmp_path / "frames")]))
+    (tmp_path / "bad.avi").write_bytes(b"no video")
+    with pytest.raises(ValueError, match=r"bad\.avi cannot be read as a video"):
+        load_clips(arguments(train_files=[str(tmp_path / "bad.avi")]))
+    shutil.rmtree(tmp_path / "frames")
+    (tmp_path / "frames").mkdir()
+    with pytest.raises(ValueError, match=r"frames holds no frames: no file ends in"):
+        load_clips(arguments(train_files=[str(tmp_path / "frames")]))
+
+
+def test_splits_without_a_clip_are_refused(tmp_path):
+    path = write_video(tmp_path / "short.avi", 12)
+    with pytest.raises(ValueError, match=r"validation split holds no clip.*frames 10 to 12 of .*short\.avi"):
+        load_clips(arguments(train_files=[path]))
+    with pytest.raises(ValueError, match=r"needs two training videos.*use 'time'"):
+        load_clips(arguments(train_files=[path], split_by="video"))
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({}, "one of the two"),
+        ({"data_layout": "avenue", "train_files": ["x"]}, "one of the two"),
+        ({"data_layout": "kinetics", "data_dir": "x"}, "choose one of avenue, ucsd, shanghaitech"),
+        ({"data_layout": "ucsd"}, "needs `data_dir`"),
+        ({"train_files": ["x"], "split_by": "frame"}, "choose 'video' or 'time'"),
+        ({"train_files": ["x"], "validation_percentage": 0}, "must be positive"),
+        ({"train_files": ["x"], "validation_percentage": 60, "later_percentage": 40}, "left to train on"),
+        ({"train_files": ["x"], "split_by": "video", "later_percentage": 10}, "needs `split_by` time"),
+        ({"train_files": ["x"], "num_frames": 0}, "`num_frames` is 0"),
+        ({"train_files": ["x"], "split_gap": -1}, "`split_gap` is -1"),
+        ({"train_files": ["x"], "patch_size": 7}, "32 pixels .* `patch_size` 7"),
+    ],
+)
+def test_bad_arguments_are_refused(values, match):
+    with pytest.raises(ValueError, match=match):
+        arguments(**values)

@@ -10,6 +10,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local pe
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import islice
 
@@ -90,6 +91,7 @@ class EmbeddingNoise:
         if seed is not None and seed < 0:
             raise ValueError(f"`seed` is {seed}; give an integer >= 0.")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else int(seed)
+        self._parts: list[EmbeddingNoise] = []
         self.reseed()
 
         self._handles: list = []
@@ -120,6 +122,16 @@ class EmbeddingNoise:
         """
         self._stream = int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0])
         self._generator = None  # made on the device of the first tensor
+
+    def split(self, *parts: tuple[float, tuple[int, ...]]):
+        """Perturb batches as equal parts, each by its own (level, key) as if it came alone; no parts: as a whole.
+
+        So one forward serves several noise levels, on as many copies of a batch.
+        """
+        self._parts = [copy(self) for _ in parts]
+        for part, (gamma, key) in zip(self._parts, parts):
+            part._parts, part.gamma = [], gamma
+            part.reseed(*key)
 
     def attach(self) -> "EmbeddingNoise":
         """Register the hooks (once) and return self."""
@@ -209,6 +221,10 @@ class EmbeddingNoise:
     def _perturb(self, clean: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set; same dtype."""
         self._reached = True
+        if self._parts:
+            chunks = clean.chunk(len(self._parts))
+            masks = mask.chunk(len(self._parts)) if torch.is_tensor(mask) else [None] * len(self._parts)
+            return torch.cat([part._perturb(*given) for part, *given in zip(self._parts, chunks, masks)])
         if self._generator is None or self._generator.device != clean.device:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)
         noise = torch.randn(clean.shape, generator=self._generator, device=clean.device, dtype=torch.float32)

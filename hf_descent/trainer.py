@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import find_batch_size, slice_tensors
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
@@ -313,7 +314,15 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
             )
         step = partial(super().prediction_step, model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
         if self._readout_fn is None or self._count_items(inputs) is not None:
-            return step()
+            before = None if self._eval_sums is None else self._eval_sums.clone()
+            prediction = step()
+            own_rows, rows = self._rows_counted_once(inputs)
+            if own_rows < rows and self._eval_sums is not None:
+                self._eval_sums.copy_(torch.zeros_like(self._eval_sums) if before is None else before)
+                if own_rows:
+                    with torch.no_grad(), self.compute_loss_context_manager():
+                        self._descent_loss(model, self._prepare_inputs(slice_tensors(inputs, slice(own_rows))))
+            return prediction
         self._prepare(model, self._prepare_inputs(inputs))
         final = []
         with self._readout.attach(
@@ -321,6 +330,13 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         ):
             step()
         return None, None if prediction_loss_only else final[0], None
+
+    def _rows_counted_once(self, inputs) -> tuple[int, int]:
+        """Rows of an evaluation batch that are not repeated to give every process a full last batch, and all rows."""
+        rows, loader = find_batch_size(inputs), self.accelerator.gradient_state
+        if not (loader.end_of_dataloader and loader.remainder > 0):
+            return rows, rows
+        return min(max(loader.remainder - self.args.process_index * rows, 0), rows), rows
 
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
         """Metric and loss of the model on noisy inputs, for each noise level.
@@ -348,6 +364,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
             "label_names": self.label_names,
             "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
             "readout": self._readout_fn,
+            "accelerator": self.accelerator,
+            "progress": self.is_world_process_zero() and not self.args.disable_tqdm,
         }
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None or isinstance(dataset, dict):

@@ -110,7 +110,7 @@ def test_results_survive_the_disk(tmp_path):
 def test_table_has_a_row_for_each_level():
     lines = str(curve()).splitlines()
     assert len(lines) == 6
-    assert lines[2].split() == ["0.5", "0.85", "0.071", "2.5"]
+    assert lines[2].split() == ["0.5", "0.85", "nan", "0.071", "2.5"]
 
 
 # ---- the noise curve, measured ----

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate import Accelerator
+from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -16,12 +17,27 @@ from tqdm.auto import tqdm
 from ..noise import EmbeddingNoise
 from ..problem import DescentProblem
 from ..readout import Readout
-from .scoring import Metric, Result, Scorer, check_scored, evaluating, noise_key, prepare_batches, read_layers
+from .scoring import (
+    Metric,
+    Result,
+    Scorer,
+    evaluating,
+    mean_loss,
+    metric_value,
+    noise_key,
+    numbered_batches,
+    prepare_collator,
+    read_layers,
+)
+from .sums import BlockSums
+from .uncertainty import radius
 
 
 @dataclass
 class LayerProfile(Result):
     """Loss and metric at each of L layers, on held-out data; layer l at index l-1.
+
+    The keys of `layer_profile.json` are the attributes.
 
     Attributes:
         metric (`str`): name of the metric.
@@ -32,6 +48,11 @@ class LayerProfile(Result):
         violations (float64 `[L]`, *optional*): g_l of the problem, in units of the loss; at most 0 is satisfied.
         max_violation (`float`, *optional*): the largest violation over the constrained layers.
         feasible (`bool`, *optional*): whether no violation exceeds the tolerance.
+        problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
+        tolerance (`float`): largest violation that counts as feasible, in units of the loss.
+        blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
+            blocks of the data, the source of every confidence interval.
+        scale (`float`): factor of the rmse.
     """
 
     metric: str
@@ -42,9 +63,13 @@ class LayerProfile(Result):
     violations: np.ndarray | None = None
     max_violation: float | None = None
     feasible: bool | None = None
+    problem: dict[str, Any] | None = None
+    tolerance: float = 0.0
+    blocks: np.ndarray | None = None
+    scale: float = 1.0
 
     def __post_init__(self):
-        for name in ("losses", "values", "sample_losses", "violations"):
+        for name in ("losses", "values", "sample_losses", "violations", "blocks"):
             if getattr(self, name) is not None:
                 setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
 
@@ -60,6 +85,24 @@ class LayerProfile(Result):
         """Share of (sample, layer) steps whose loss falls, rho < 1; not a number for a single layer."""
         return float(np.mean(self.ratios < 1.0)) if self.ratios.size else float("nan")
 
+    @property
+    def constrained_layers(self) -> list[int]:
+        """The constrained layers of the problem, 1-based; none without a problem."""
+        return [] if self.problem is None else self.problem["constrained_layers"]
+
+    def radius(self, name: str, confidence: float = 0.95, comparisons: int = 1) -> np.ndarray | float:
+        """Half-width `[L]` of the confidence intervals of `"losses"`, `"values"` or `"violations"`, over the choice of
+        the data and the noise; of `comparisons` intervals that hold together. Not a number without two blocks."""
+        return radius(self._statistic(name), self.blocks, confidence, comparisons)
+
+    def _statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
+        """Maps sums `[L, 4]` to the attribute that a profile with these sums has."""
+        return {
+            "losses": mean_loss,
+            "values": partial(metric_value, self.metric, self.scale),
+            "violations": lambda sums: violations(self.problem, mean_loss(sums)),
+        }[name]
+
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
         flat = {}
@@ -73,11 +116,14 @@ class LayerProfile(Result):
         return flat
 
     def __str__(self) -> str:
-        header = f"{'layer':>6} {'loss':>12} {self.metric:>12}"
-        rows = [header if self.violations is None else f"{header} {'violation':>12}"]
-        for layer, (loss, value) in enumerate(zip(self.losses, self.values), start=1):
-            row = f"{layer:6d} {loss:12.5g} {value:12.5g}"
-            rows.append(row if self.violations is None else f"{row} {self.violations[layer - 1]:12.3g}")
+        columns = {"loss": "losses", self.metric: "values"}
+        if self.violations is not None:
+            columns["violation"] = "violations"
+        rows = [f"{'layer':>6}" + "".join(f" {name:>12} {'+- (95 %)':>10}" for name in columns)]
+        errors = {name: np.broadcast_to(self.radius(name), self.losses.shape) for name in columns.values()}
+        for layer in range(len(self.losses)):
+            cells = (f" {getattr(self, name)[layer]:12.5g} {errors[name][layer]:10.2g}" for name in columns.values())
+            rows.append(f"{layer + 1:6d}" + "".join(cells))
         if self.ratios.size:
             rows.append(
                 f"per-sample ratios: mean {np.mean(self.ratios):.3g}, median {np.median(self.ratios):.3g}, "
@@ -86,11 +132,42 @@ class LayerProfile(Result):
         return "\n".join(rows)
 
 
+def violations(problem: Mapping[str, Any], losses: np.ndarray) -> np.ndarray:
+    """g_l of the losses `[L]` under the [`DescentProblem`] with these arguments, float64 `[L]`."""
+    return DescentProblem(**problem).violations(torch.as_tensor(losses, dtype=torch.float64)).numpy()
+
+
 def layer_profile(
     model: nn.Module,
     dataset: Dataset | DataLoader,
     *,
     gamma: float = 0.0,
+    **settings,
+) -> LayerProfile:
+    """Loss and metric of `model` at every layer, through the readout that its layers share.
+
+    f_l is the model's own loss, averaged over the items of the data set. The per-sample losses behind the ratios are
+    computed from the logits: cross-entropy, or mean squared error for floating labels. They are all that grows with
+    the data set: L numbers a sample.
+
+    Args:
+        model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
+        dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
+        gamma (`float`): noise level of the input; the noise is that of `noise_curve`'s first draw.
+        settings: see [`~evaluation.profile.layer_profiles`].
+
+    Raises:
+        ValueError: no shared readout, an empty or unlabelled data set, a bad noise level, labels that do not suit the
+            metric.
+    """
+    return layer_profiles(model, dataset, [gamma], **settings)[0]
+
+
+def layer_profiles(
+    model: nn.Module,
+    dataset: Dataset | DataLoader,
+    gammas: Sequence[float],
+    *,
     problem: DescentProblem | None = None,
     tolerance: float = 0.0,
     metric: Metric = "accuracy",
@@ -103,55 +180,79 @@ def layer_profile(
     label_names: Sequence[str] | None = None,
     layer_loss_fn: Callable[..., torch.Tensor] | None = None,
     readout: Callable | None = None,
+    accelerator: Accelerator | None = None,
     progress: bool = False,
-) -> LayerProfile:
-    """Loss and metric of `model` at every layer, through the readout that its layers share.
-
-    f_l is the model's own loss, averaged over the items of the data set. The per-sample losses behind the ratios are
-    computed from the logits: cross-entropy, or mean squared error for floating labels. They are all that grows with
-    the data set: L numbers a sample.
+) -> list[LayerProfile]:
+    """The [`layer_profile`] at each of several noise levels, from one pass over the data.
 
     Args:
-        model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
-        dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
-        gamma (`float`): noise level of the input; the noise is that of `noise_curve`'s first draw.
+        gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`], *optional*): constraints to check the losses against.
         tolerance (`float`): largest violation that counts as feasible, in units of the loss.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         Others: see [`noise_curve`].
 
     Raises:
-        ValueError: no shared readout, an empty or unlabelled data set, a bad noise level, labels that do not suit the
-            metric.
+        ValueError: as [`layer_profile`].
     """
-    noise = EmbeddingNoise(model, gamma, seed, sigma) if gamma else nullcontext()
+    gammas = [float(gamma) for gamma in gammas]
+    noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
-    batches = prepare_batches(model, dataset, data_collator, processing_class, batch_size, label_names)
-    sums, sample_losses = torch.zeros(1, 4), []
+    collate = prepare_collator(model, data_collator, processing_class, label_names)
+    sums, samples = None, []  # samples: (batch, losses [levels, samples, layers])
+    step, first = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
 
     with evaluating(model) as device:
-        for index, batch in enumerate(tqdm(batches, desc="Layer profile", disable=not progress)):
+        batches = numbered_batches(dataset, collate, batch_size, first, step)
+        for index, batch in tqdm(batches, desc="Layer profile", disable=not progress):
             inputs = send_to_device(batch, device)
             given = scorer.model_inputs(inputs, readout)
-            if index == 0:
+            if sums is None:
                 reader = Readout.probe(model, given, readout)
-            if gamma:
-                noise.reseed(*noise_key(0, gamma, index))
-            with noise:
-                layers = read_layers(reader, given, partial(_score, scorer, inputs))
-            sums = sums + torch.stack([layer_sums for layer_sums, _ in layers])  # [layers, 4]
-            sample_losses.append(torch.stack([losses for _, losses in layers], dim=1))  # [batch, layers]
-    check_scored(sums)
-    losses = sums[:, 2] / sums[:, 3]  # [layers]
+                sums = BlockSums((len(gammas), reader.num_layers), accelerator)
+            scores, losses = [], []
+            for gamma in gammas:
+                if gamma:
+                    noise.split((gamma, noise_key(0, gamma, index)))
+                with noise if gamma else nullcontext():
+                    layers = read_layers(reader, given, partial(_score, scorer, inputs))
+                scores.append(torch.stack([layer_sums for layer_sums, _ in layers]))  # [layers, 4]
+                losses.append(torch.stack([losses for _, losses in layers], dim=1))  # [samples, layers]
+            sums.add(index, torch.stack(scores).numpy())
+            samples.append((index, torch.stack(losses).double().numpy()))
+    blocks = (sums or BlockSums(())).total()  # [blocks, levels, layers, 4]
+    if step > 1:
+        samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
+    samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
+    return [
+        _profile(scorer, blocks[:, level], samples[level], gamma, problem, tolerance)
+        for level, gamma in enumerate(gammas)
+    ]
+
+
+def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance) -> LayerProfile:
+    total = blocks.sum(axis=0)  # [layers, 4]
     profile = LayerProfile(
-        scorer.metric_name, losses, scorer.value(sums), torch.cat(sample_losses).double(), gamma=float(gamma)
+        scorer.metric_name,
+        mean_loss(total),
+        metric_value(scorer.metric_name, scorer.scale, total),
+        sample_losses,
+        gamma,
+        blocks=blocks,
+        scale=scorer.scale,
     )
-    if problem is not None:
-        problem = DescentProblem(**problem.state_dict())  # on the CPU, wherever the trainer keeps its own
-        profile.violations = problem.violations(losses).numpy()
-        profile.max_violation = float(problem.max_violation(losses))
-        profile.feasible = problem.feasible(losses, tolerance)
-    return profile
+    if problem is None:
+        return profile
+    found = violations(problem.state_dict(), profile.losses)
+    largest = float(max(found[layer - 1] for layer in problem.constrained_layers))
+    return replace(
+        profile,
+        violations=found,
+        max_violation=largest,
+        feasible=largest <= tolerance,
+        problem=problem.state_dict(),
+        tolerance=tolerance,
+    )
 
 
 def _score(scorer: Scorer, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

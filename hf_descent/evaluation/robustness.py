@@ -1,13 +1,16 @@
 """The noise curve: a model's metric and loss against the noise level of its input."""
 
-from collections.abc import Callable, Sequence
+import csv
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -15,20 +18,45 @@ from tqdm.auto import tqdm
 
 from ..noise import EmbeddingNoise
 from ..readout import Readout
-from .scoring import Metric, Result, Scorer, check_scored, evaluating, noise_key, prepare_batches, read_layers
+from .scoring import (
+    Metric,
+    Result,
+    Scorer,
+    evaluating,
+    mean_loss,
+    metric_value,
+    noise_key,
+    numbered_batches,
+    prepare_collator,
+    read_layers,
+)
+from .sums import BlockSums, weights_fingerprint
+from .uncertainty import pseudo_values, radius
+
+
+SUMMARIES = ("auc", "auc_over_range", "retention", "auc_id", "auc_ood", "mean_over_levels")
 
 
 @dataclass
 class NoiseCurve(Result):
     """Metric and loss at G noise levels, for repeated noise draws.
 
+    The keys of `noise_curve.json` are the attributes.
+
     Attributes:
         metric (`str`): name of the metric.
-        gammas (float64 `[G]`): increasing noise levels, in units of the clean signal's standard deviation.
+        gammas (float64 `[G]`): increasing noise levels, in units of the clean signal's standard deviation (rates in
+            [0, 1] for another perturbation).
         values (float64 `[G, draws]`): the metric; level 0 repeats its one value.
         losses (float64 `[G, draws]`): the task loss.
         gamma_train (`float`, *optional*): the training level; up to it a level is in-distribution (ID), above it
             out-of-distribution (OOD).
+        blocks (float64 `[B, G, draws, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to
+            32 blocks of the data, the source of every confidence interval.
+        scale (`float`): factor of the rmse.
+        greater_is_better (`bool`): whether more of the metric is better.
+        settings (`dict`): seed, batch size, sigma, perturbation, samples and a fingerprint of the weights. Curves with
+            equal seed, batch size and data have common random numbers.
     """
 
     metric: str
@@ -36,15 +64,25 @@ class NoiseCurve(Result):
     values: np.ndarray
     losses: np.ndarray
     gamma_train: float | None = None
+    blocks: np.ndarray | None = None
+    scale: float = 1.0
+    greater_is_better: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("gammas", "values", "losses"):
-            setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+        for name in ("gammas", "values", "losses", "blocks"):
+            if getattr(self, name) is not None:
+                setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
 
     @property
     def mean(self) -> np.ndarray:
         """Mean of the metric over draws, `[G]`."""
         return self.values.mean(axis=1)
+
+    @property
+    def mean_losses(self) -> np.ndarray:
+        """Mean of the loss over draws, `[G]`."""
+        return self.losses.mean(axis=1)
 
     @property
     def std(self) -> np.ndarray:
@@ -62,6 +100,11 @@ class NoiseCurve(Result):
     def auc_over_range(self) -> float:
         """The AUC divided by the range of levels: an average of the metric, comparable between grids."""
         return self._average(self.gammas[0], self.gammas[-1])
+
+    @property
+    def mean_over_levels(self) -> float:
+        """Mean of the metric over the levels, the paper's summary for denoising."""
+        return float(self.mean.mean())
 
     @property
     def retention(self) -> float | None:
@@ -82,6 +125,24 @@ class NoiseCurve(Result):
             return None
         return self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1])
 
+    def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
+        """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
+        of the data and the draws of the noise; not a number without two blocks."""
+        return radius(self._statistic(name), self.blocks, confidence)
+
+    def pseudo_values(self, name: str) -> np.ndarray:
+        """The share of each block of the data in the property `name`, `[B, ...]` (see `uncertainty`)."""
+        return pseudo_values(self._statistic(name), self.blocks)
+
+    def _statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
+        """Maps sums `[G, draws, 4]` to the property that a curve with these sums has."""
+
+        def statistic(sums):
+            values = metric_value(self.metric, self.scale, sums)
+            return np.asarray(getattr(replace(self, values=values, losses=mean_loss(sums), blocks=None), name))
+
+        return statistic
+
     def _average(self, low: float, high: float) -> float:
         """Mean of the piecewise linear curve over [low, high]; its value where they coincide."""
         inside = self.gammas[(self.gammas > low) & (self.gammas < high)]
@@ -92,16 +153,32 @@ class NoiseCurve(Result):
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging: `<metric>@<gamma>`, `loss@<gamma>` and the summaries that exist."""
         levels = {}
-        for gamma, value, loss in zip(self.gammas, self.mean, self.losses.mean(axis=1)):
+        for gamma, value, loss in zip(self.gammas, self.mean, self.mean_losses):
             levels |= {f"{self.metric}@{gamma:g}": float(value), f"loss@{gamma:g}": float(loss)}
-        summaries = {name: getattr(self, name) for name in ("auc", "auc_over_range", "retention", "auc_id", "auc_ood")}
+        summaries = {name: getattr(self, name) for name in SUMMARIES}
+        if np.isfinite(error := self.radius("auc_over_range")):
+            summaries["auc_over_range_radius"] = float(error)
         return levels | {f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None}
 
+    def to_csv(self, path: str):
+        """One line for each level: metric with the half-width of its 95 % interval, spread over draws, loss."""
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["gamma", self.metric, "radius_95", "std_over_draws", "loss"])
+            writer.writerows(zip(*(column.tolist() for column in self._columns())))
+
     def __str__(self) -> str:
-        rows = [f"{'gamma':>8} {self.metric:>12} {'+-':>10} {'loss':>12}"]
-        for gamma, value, spread, loss in zip(self.gammas, self.mean, self.std, self.losses.mean(axis=1)):
-            rows.append(f"{gamma:8.4g} {value:12.5g} {spread:10.2g} {loss:12.5g}")
-        return "\n".join([*rows, f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}"])
+        rows = [f"{'gamma':>8} {self.metric:>12} {'+- (95 %)':>10} {'draws':>10} {'loss':>12}"]
+        for gamma, value, error, spread, loss in zip(*self._columns()):
+            rows.append(f"{gamma:8.4g} {value:12.5g} {error:10.2g} {spread:10.2g} {loss:12.5g}")
+        error = self.radius("auc_over_range")
+        return "\n".join(
+            [*rows, f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g} +- {error:.2g} (95 %)"]
+        )
+
+    def _columns(self) -> tuple[np.ndarray, ...]:
+        error = np.broadcast_to(self.radius("mean"), self.mean.shape)
+        return self.gammas, self.mean, error, self.std, self.mean_losses
 
 
 def noise_curve(
@@ -121,6 +198,10 @@ def noise_curve(
     label_names: Sequence[str] | None = None,
     layer_loss_fn: Callable[..., torch.Tensor] | None = None,
     readout: Callable | None = None,
+    perturbation: Callable[[Mapping, float, np.random.Generator], Mapping] | None = None,
+    cells_per_forward: int | None = None,
+    accelerator: Accelerator | None = None,
+    path: str | None = None,
     progress: bool = False,
 ) -> NoiseCurve:
     """Metric and loss of `model` at every noise level, each with `draws` draws of the noise.
@@ -140,37 +221,152 @@ def noise_curve(
         seed, sigma: see [`EmbeddingNoise`].
         gamma_train (`float`, *optional*): the training level, to tell ID from OOD.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
+        perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
+            (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
+        cells_per_forward (`int`, *optional*): levels and draws evaluated in one forward, on copies of the batch. As
+            many as fit into memory where not given and the model is on an accelerator, else 1. Models whose loss is no
+            function of their logits take one.
+        accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
+        path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
+            where it was, and a finished curve of the same model, data size and settings is read, not measured again.
         progress (`bool`): show a progress bar over batches.
 
     Raises:
         ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric.
     """
     gammas = sorted({float(gamma) for gamma in gammas})
-    if not gammas or draws < 1:
-        raise ValueError(f"`gammas` is {gammas} and `draws` is {draws}; give at least one noise level and one draw.")
-    noise = EmbeddingNoise(model, (gammas[0], gammas[-1]), seed, sigma) if gammas != [0.0] else nullcontext()
+    if not gammas or draws < 1 or (cells_per_forward or 1) < 1:
+        raise ValueError(
+            f"`gammas` is {gammas}, `draws` is {draws} and `cells_per_forward` {cells_per_forward}; give at least one "
+            "noise level, one draw and one cell."
+        )
+    if perturbation is not None and isinstance(dataset, DataLoader):
+        raise ValueError(
+            "`perturbation` changes rows before they are collated; give the data set, not a `DataLoader`."
+        )
+    noisy = gammas != [0.0] and perturbation is None
+    noise = EmbeddingNoise(model, (gammas[0], gammas[-1]), seed, sigma) if noisy else None
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
-    batches = prepare_batches(model, dataset, data_collator, processing_class, batch_size, label_names)
-    sums = torch.zeros(len(gammas), draws, 4, dtype=torch.float64)
+    alone = accelerator is None or accelerator.num_processes == 1
+    settings = {
+        "seed": seed,
+        "draws": draws,
+        "batch_size": getattr(dataset, "batch_size", batch_size),
+        "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "sigma": None if noise is None else noise.sigma,
+        "perturbation": "gaussian" if perturbation is None else perturbation.name,
+        "weights": weights_fingerprint(model),
+    }
+    key = [gammas, scorer.metric_name, scale, gamma_train, settings]
+    if path is not None and alone and os.path.isfile(path):
+        curve = NoiseCurve.from_json(path)
+        if key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, curve.settings]:
+            return curve
 
-    with evaluating(model) as device:
-        for index, batch in enumerate(tqdm(batches, desc="Noise curve", disable=not progress)):
-            inputs = send_to_device(batch, device)
-            given = scorer.model_inputs(inputs, readout)
-            if readout is not None and index == 0:
-                reader = Readout.probe(model, given, readout)
-            for level, gamma in enumerate(gammas):
-                for draw in range(draws if gamma else 1):
-                    if gamma:
-                        noise.gamma = gamma
-                        noise.reseed(*noise_key(draw, gamma, index))
-                    with noise if gamma else nullcontext():
-                        if readout is None:
-                            score = scorer(model(**given), inputs)
-                        else:
-                            (score,) = read_layers(reader, given, partial(scorer, inputs=inputs), [reader.num_layers])
-                    sums[level, draw if gamma else slice(None)] += score
-    check_scored(sums)
-    return NoiseCurve(
-        scorer.metric_name, np.array(gammas), scorer.value(sums), sums[..., 2] / sums[..., 3], gamma_train
+    collate = prepare_collator(model, data_collator, processing_class, label_names)
+    sums = BlockSums((len(gammas), draws), accelerator, path, key)
+    sweep = _Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
+    batches = numbered_batches(
+        dataset, collate if perturbation is None else list, batch_size, sums.next_index, sums.step
     )
+    with evaluating(model) as device:
+        for index, batch in tqdm(batches, desc="Noise curve", disable=not progress):
+            if perturbation is None:
+                inputs = send_to_device(batch, device)
+                sums.add(index, sweep(index, lambda gamma, draw, inputs=inputs: inputs))
+            else:
+                rows = _Rows(batch, index * batch_size, perturbation, seed, collate, device)
+                sums.add(index, sweep(index, rows.inputs))
+    blocks = sums.total()
+    total = blocks.sum(axis=0)  # [levels, draws, 4]
+    curve = NoiseCurve(
+        scorer.metric_name,
+        np.array(gammas),
+        metric_value(scorer.metric_name, scale, total),
+        mean_loss(total),
+        gamma_train,
+        blocks,
+        scale,
+        scorer.greater_is_better,
+        settings,
+    )
+    if path is not None and (accelerator is None or accelerator.is_main_process):
+        curve.to_json(path)
+        curve.to_csv(f"{os.path.splitext(path)[0]}.csv")
+        sums.forget()
+    return curve
+
+
+@dataclass
+class _Rows:
+    """The rows of one batch, perturbed and collated for a level and a draw."""
+
+    rows: list[Mapping[str, Any]]
+    first: int
+    perturbation: Callable
+    seed: int
+    collate: Callable
+    device: torch.device
+
+    def inputs(self, gamma: float, draw: int) -> Mapping[str, Any]:
+        rows = []
+        for number, row in enumerate(self.rows, start=self.first):
+            stream = np.random.SeedSequence(self.seed, spawn_key=noise_key(draw, gamma, number))
+            rows.append(self.perturbation(row, gamma, np.random.default_rng(stream)))
+        return send_to_device(self.collate(rows), self.device)
+
+
+class _Sweep:
+    """Scores one batch after the other at every level and draw."""
+
+    def __init__(self, model, scorer, gammas, draws, noise, readout, cells_per_forward):
+        self.model, self.scorer, self.noise, self.readout = model, scorer, noise, readout
+        self.gammas, self.draws, self.reader = gammas, draws, None
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        self.together = cells_per_forward or (1 if on_cpu else len(gammas) * draws)
+        self.may_combine: bool | None = None if noise is not None and readout is None else False
+
+    def __call__(self, index: int, inputs_of: Callable[[float, int], Mapping[str, Any]]) -> np.ndarray:
+        """Sums `[levels, draws, 4]` of batch `index`; `inputs_of(gamma, draw)` gives its inputs."""
+        sums = np.zeros((len(self.gammas), self.draws, 4))
+        cells = [
+            (level, draw) for level, gamma in enumerate(self.gammas) for draw in range(self.draws if gamma else 1)
+        ]
+        while cells:
+            # The clean level, which comes first, goes alone; so does the first forward, which shows what may combine.
+            count = self.together if self.may_combine and self.gammas[cells[0][0]] else 1
+            group, gamma = cells[:count], self.gammas[cells[0][0]]
+            try:
+                scores = self._scores(index, group, inputs_of(gamma, group[0][1]))
+            except torch.OutOfMemoryError:
+                if len(group) == 1:
+                    raise
+                torch.get_device_module(next(self.model.parameters()).device).empty_cache()
+                self.together = len(group) // 2
+                continue
+            for (level, draw), score in zip(group, scores):
+                sums[level, draw if self.gammas[level] else slice(None)] = score
+            del cells[: len(group)]
+        return sums
+
+    def _scores(self, index, group, inputs) -> list[torch.Tensor]:
+        given = self.scorer.model_inputs(inputs, self.readout)
+        if self.readout is not None and self.reader is None:
+            self.reader = Readout.probe(self.model, given, self.readout)
+        gamma = self.gammas[group[0][0]]
+        noisy = self.noise is not None and gamma > 0
+        if noisy:
+            self.noise.split(
+                *((self.gammas[level], noise_key(draw, self.gammas[level], index)) for level, draw in group)
+            )
+        with self.noise if noisy else nullcontext():
+            if self.readout is not None:
+                return read_layers(self.reader, given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
+            if len(group) > 1:
+                copies = {name: torch.cat([value] * len(group)) for name, value in given.items()}
+                return self.scorer.parts(self.model(**copies), inputs, len(group))
+            outputs = self.model(**given)
+        score = self.scorer(outputs, inputs)
+        if self.may_combine is None:
+            self.may_combine = self.scorer.scores_logits(outputs, inputs)
+        return [score]

@@ -2,9 +2,11 @@
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
-from transformers.utils import find_labels
+from transformers.utils import ModelOutput, find_labels
 
 from ..losses import IGNORE_INDEX, count_items, finds_shift, loss_from_logits
 from ..noise import inner_model
@@ -31,7 +33,8 @@ class Scorer:
     Args:
         model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
         metric (`str` or function): "accuracy" (integer labels, of samples or tokens), "rmse" (floating labels), or a
-            function (logits `[..., classes]`, labels `[...]` with -100 where there is none) -> (sum, count).
+            function (logits `[..., classes]`, labels `[...]` with -100 where there is none) -> (sum, count); its
+            attribute `greater_is_better` says whether more is better (yes where it has none).
         scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
         layer_loss_fn (function, *optional*): (outputs, labels) -> mean loss, in place of the model's own.
@@ -53,8 +56,9 @@ class Scorer:
                 f"`metric` is {metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
             )
         self.metric_name = metric if isinstance(metric, str) else metric.__name__
+        self.greater_is_better = getattr(metric, "greater_is_better", metric != "rmse")
         self._metric = {"accuracy": _accuracy, "rmse": _squared_error}.get(metric, metric)
-        self._scale, self._layer_loss_fn = scale, layer_loss_fn
+        self.scale, self._layer_loss_fn = scale, layer_loss_fn
         self._model = inner_model(model)
         self._label_names = find_labels(type(self._model)) if label_names is None else label_names
         self._shifts_labels: bool | None = None  # unknown before the first batch with labels
@@ -71,10 +75,25 @@ class Scorer:
         """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
         return inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
 
-    def value(self, sums: torch.Tensor) -> torch.Tensor:
-        """The metric from (sum, count, ...), `[..., 4]` -> `[...]`."""
-        mean = sums[..., 0] / sums[..., 1]
-        return self._scale * mean.sqrt() if self.metric_name == "rmse" else mean
+    def parts(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], count: int) -> list[torch.Tensor]:
+        """What `self(outputs, inputs)` gives for each of `count` copies of the batch `inputs`, run as one."""
+        logits = output_logits(outputs)
+        return [self(self._from_logits(part, inputs), inputs) for part in logits.chunk(count)]
+
+    def scores_logits(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
+        """Whether the logits alone, one row for each of the batch's samples, give the loss of these outputs."""
+        logits, rows = output_logits(outputs), {len(x) if x.ndim else 0 for x in inputs.values()}
+        try:
+            return rows == {len(logits)} and np.isclose(
+                self._loss(self._from_logits(logits, inputs), inputs), self._loss(outputs, inputs), rtol=1e-4
+            )
+        except Exception:  # whatever a loss of one's own does without the outputs that it needs
+            return False
+
+    def _from_logits(self, logits, inputs) -> ModelOutput:
+        if self._layer_loss_fn is not None:
+            return ModelOutput(logits=logits)
+        return ModelOutput(loss=loss_from_logits(self._model, logits, inputs.get("labels")), logits=logits)
 
     def sample_losses(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
         """Mean loss of each sample over its own items, float32 `[samples]`; samples without items are left out.
@@ -130,8 +149,10 @@ class Result:
     """A dataclass of float64 arrays and plain values that can be written to disk and read back."""
 
     def to_json(self, path: str):
-        with open(path, "w", encoding="utf-8") as file:
+        # In one piece or not at all: a killed process leaves no half file that a later one would trust.
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
             json.dump(asdict(self), file, default=np.ndarray.tolist)
+        os.replace(f"{path}.tmp", path)
 
     @classmethod
     def from_json(cls, path: str):
@@ -139,23 +160,57 @@ class Result:
             return cls(**json.load(file))
 
 
-def prepare_batches(
+def metric_value(metric: str, scale: float, sums: np.ndarray) -> np.ndarray:
+    """The metric from (metric sum, metric count, loss sum, items), `[..., 4]` -> `[...]`."""
+    mean = sums[..., 0] / sums[..., 1]
+    return scale * np.sqrt(mean) if metric == "rmse" else mean
+
+
+def mean_loss(sums: np.ndarray) -> np.ndarray:
+    """The mean loss from (metric sum, metric count, loss sum, items), `[..., 4]` -> `[...]`."""
+    return sums[..., 2] / sums[..., 3]
+
+
+def prepare_collator(
     model: nn.Module,
-    dataset: Dataset | DataLoader,
     data_collator: Callable | None,
     processing_class: Any | None,
-    batch_size: int,
     label_names: Sequence[str] | None = None,
-) -> Iterable[Mapping[str, Any]]:
-    """Batches of `dataset` in its own order, collated as `Trainer` collates; a `DataLoader` is taken as it is."""
-    if isinstance(dataset, DataLoader):
-        return dataset
+) -> Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]:
+    """Rows to a batch as `Trainer` collates: columns that the model does not take are dropped."""
     if data_collator is None:
         can_pad = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
         data_collator = DataCollatorWithPadding(processing_class) if can_pad else default_data_collator
     arguments = inspect.signature(type(inner_model(model)).forward).parameters
-    columns = [*arguments, *(label_names or ()), "label", "label_ids"]
-    return DataLoader(dataset, batch_size, collate_fn=RemoveColumnsCollator(data_collator, columns))
+    return RemoveColumnsCollator(data_collator, [*arguments, *(label_names or ()), "label", "label_ids"])
+
+
+def numbered_batches(
+    dataset: Dataset | DataLoader, collate: Callable, batch_size: int, first: int = 0, step: int = 1
+) -> Iterable[tuple[int, Any]]:
+    """(index, batch) of the batches `first`, `first + step`, ... of `dataset` in its own order.
+
+    The batches of a `DataLoader` are taken as they are; of a data set with a length, the others are not loaded.
+    """
+    if isinstance(dataset, DataLoader) or not hasattr(dataset, "__len__"):
+        loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size, collate_fn=collate)
+        return islice(enumerate(loader), first, None, step)
+    starts = range(first * batch_size, len(dataset), step * batch_size)
+    sampler = [range(start, min(start + batch_size, len(dataset))) for start in starts]
+    return _Numbered(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate), first, step)
+
+
+class _Numbered:
+    """Batches with their indices, and with a length for the progress bar."""
+
+    def __init__(self, loader: DataLoader, first: int, step: int):
+        self.loader, self.first, self.step = loader, first, step
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return ((self.first + position * self.step, batch) for position, batch in enumerate(self.loader))
 
 
 def read_layers(

@@ -50,7 +50,8 @@ def test_the_number_of_processes_does_not_matter(tmp_path, task, settings):
         assert double["multipliers"][0] == pytest.approx(single["multipliers"][0], rel=1e-3, abs=1e-5)
         assert double["losses"] == pytest.approx(single["losses"], rel=1e-4)
         assert double["path"] == pytest.approx(single["path"], rel=1e-3, abs=1e-5)
-        assert double["eval"] == pytest.approx(single["eval"], rel=1e-4)
+        for name in ("eval", "curve", "profile"):
+            assert double[name] == pytest.approx(single[name], rel=1e-4), name
         assert double["problem"]["alpha"] == pytest.approx(single["problem"]["alpha"], rel=1e-4)
         for parameter, value in single_weights.items():
             torch.testing.assert_close(weights[parameter], value, rtol=1e-3, atol=1e-5, msg=parameter)

@@ -13,7 +13,7 @@ from tiny import bert, classification_data, config, language_data, llama
 from torch.utils.data import SequentialSampler
 from transformers import ViTConfig, ViTForImageClassification
 
-from hf_descent import DescentTrainer
+from hf_descent import DescentTrainer, layer_profile
 
 
 class InOrder(DescentTrainer):
@@ -48,6 +48,7 @@ def main(task: str, output: str, batch: int, accumulation: int, settings: dict) 
     args = config(
         output,
         per_device_train_batch_size=batch,
+        per_device_eval_batch_size=8,
         gradient_accumulation_steps=accumulation,
         **{
             "max_steps": 10, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4,
@@ -55,9 +56,12 @@ def main(task: str, output: str, batch: int, accumulation: int, settings: dict) 
             **settings,
         },
     )  # fmt: skip
-    trainer = InOrder(model, args, train_dataset=data, eval_dataset=data[:32])
+    trainer = InOrder(model, args, train_dataset=data, eval_dataset=data[:29])
     trainer.train()
     metrics = trainer.evaluate()
+    curve = trainer.evaluate_robustness(gammas=[0.0, 1.0])
+    shared = {"accelerator": trainer.accelerator, "batch_size": 8}
+    profile = layer_profile(trainer.accelerator.unwrap_model(trainer.model), data[:29], **shared)
     path = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
     values = torch.zeros(3) if trainer.multipliers is None else trainer.multipliers.values
     gathered = trainer.accelerator.gather(values[None])  # [processes, layers]
@@ -73,6 +77,8 @@ def main(task: str, output: str, batch: int, accumulation: int, settings: dict) 
             "eval": [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
             if "eval_layer_loss_1" in metrics
             else [],
+            "curve": [*curve.losses[:, 0], *curve.mean, *curve.radius("mean")],
+            "profile": [*profile.losses, *profile.sample_losses[-1], len(profile.sample_losses)],
             "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
         }
         (Path(output) / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,82 @@
+"""Sums over blocks of the data, over processes, and on disk while they grow."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from .uncertainty import BLOCKS
+
+
+SAVE_SECONDS = 30  # between two saves of a growing sum
+
+
+class BlockSums:
+    """(metric sum, metric count, loss sum, items) of each block of the data, batch by batch.
+
+    Args:
+        shape (sequence of `int`): what the sums are over, besides blocks: levels and draws, or layers.
+        accelerator (`Accelerator`, *optional*): batches are shared among its processes, in turn.
+        path (`str`, *optional*): one process keeps the growing sums in `<path>.partial`, and goes on from there.
+        key: anything that JSON can hold; partial sums with another key are not used.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        accelerator: Accelerator | None = None,
+        path: str | None = None,
+        key: Any = None,
+    ):
+        self.step = 1 if accelerator is None else accelerator.num_processes
+        self.next_index = 0 if accelerator is None else accelerator.process_index
+        self._blocks = np.zeros((BLOCKS, *shape, 4))
+        self._key = json.dumps(key, sort_keys=True)
+        self._path = f"{path}.partial" if path is not None and self.step == 1 else None
+        self._saved = time.monotonic()
+        if self._path is not None and os.path.isfile(self._path):
+            with np.load(self._path) as partial:
+                if str(partial["key"]) == self._key:
+                    self._blocks, self.next_index = partial["blocks"], int(partial["next_index"])
+
+    def add(self, index: int, sums: np.ndarray):
+        """Count the sums `[*shape, 4]` of batch `index`."""
+        self._blocks[index % BLOCKS] += sums
+        self.next_index = index + self.step
+        if self._path is not None and time.monotonic() - self._saved > SAVE_SECONDS:
+            with open(f"{self._path}.tmp", "wb") as file:
+                np.savez(file, blocks=self._blocks, next_index=self.next_index, key=self._key)
+            os.replace(f"{self._path}.tmp", self._path)
+            self._saved = time.monotonic()
+
+    def total(self) -> np.ndarray:
+        """The sums of the blocks that hold data, over all processes, `[blocks, *shape, 4]`.
+
+        Raises:
+            ValueError: nothing was counted.
+        """
+        blocks = sum(gather_object([self._blocks])) if self.step > 1 else self._blocks
+        counted = (blocks[..., [1, 3]] > 0).reshape(BLOCKS, -1).all(axis=1)
+        if not counted.any():
+            raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
+        return blocks[counted]
+
+    def forget(self):
+        """Remove the partial sums, once the result itself is on disk."""
+        if self._path is not None and os.path.isfile(self._path):
+            os.remove(self._path)
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """A short text that tells models with different weights apart."""
+    with torch.no_grad():
+        sums = [(name, tensor.float().sum().item()) for name, tensor in model.named_parameters()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]

@@ -126,7 +126,7 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
         ("train", None): Dataset.from_dict({"text": ["a", "b", "c", "d"] * 10, "label": [1, 1, 0, -1] * 10}, features),
         ("held_out", None): Dataset.from_dict({"text": ["e", "f"], "label": [1, 0]}, features),
     }
-    monkeypatch.setattr(text, "load_dataset", lambda name, config, split: hub[split, config])
+    monkeypatch.setattr("hf_descent.data.splits.load_dataset", lambda name, config, split: hub[split, config])
     splits = load_text_classification(DataArguments(dataset_name="someone/reviews", test_split="held_out"))
     assert rows_of(splits["test"]) == [("e", "pos"), ("f", "neg")]
     assert len(splits["train"]) + len(splits["validation"]) == 30
@@ -135,9 +135,10 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
 
 def test_a_local_file_takes_the_place_of_the_hub_name(train_file, monkeypatch):
     opened = []
-    load = text.load_dataset
+    load = datasets.load_dataset
     monkeypatch.setattr(
-        text, "load_dataset", lambda name, *args, **kwargs: opened.append(name) or load(name, *args, **kwargs)
+        "hf_descent.data.splits.load_dataset",
+        lambda name, *args, **kwargs: opened.append(name) or load(name, *args, **kwargs),
     )
     load_text_classification(DataArguments(dataset_name="someone/reviews", train_file=train_file))
     assert opened == ["parquet"]

@@ -1,0 +1,110 @@
+"""Instructions and outputs in the form of Alpaca (Taori et al. 2023), as prompts and completions for fine-tuning."""
+
+from dataclasses import dataclass, field
+
+from datasets import Dataset, DatasetDict
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from .splits import SplitArguments, hold_out, load_splits
+
+
+logger = logging.get_logger(__name__)
+
+# Alpaca's own two templates, as its data set's column `text` has them.
+TEMPLATE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+TEMPLATE_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+PROMPT_FORMATS = ("auto", "alpaca", "chat")
+
+
+@dataclass
+class AlpacaArguments(SplitArguments):
+    """Where the instructions come from, and how they become prompts."""
+
+    dataset_name: str | None = field(
+        default="tatsu-lab/alpaca", metadata={"help": "Data set on the Hub. Not used where `train_file` is given."}
+    )
+    prompt_format: str = field(
+        default="auto",
+        metadata={
+            "help": "`alpaca` (its two templates), `chat` (the tokenizer's template, one message of the user), or "
+            "`auto`: chat where the tokenizer has a template."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_prompt_format(self.prompt_format)
+
+
+def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+    """Loads rows of `instruction`, `output` and, where there are any, `input`.
+
+    Rows without an output are dropped, and their number is logged.
+
+    Returns:
+        `DatasetDict`: "train", "validation" and, where it is given, "test", with the columns `prompt` and `completion`
+        as TRL takes them: strings, or lists of messages under a chat template.
+
+    Raises:
+        ValueError: no data is named; a file or column is missing; `prompt_format` is "chat" without a template.
+    """
+    splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
+    as_chat = is_chat(args.prompt_format, tokenizer)
+
+    def to_pair(row):
+        completion = row["output"]
+        return {
+            "prompt": format_prompt(row["instruction"], row.get("input"), as_chat),
+            "completion": [{"role": "assistant", "content": completion}] if as_chat else completion,
+        }
+
+    return hold_out(splits, args).map(
+        to_pair, remove_columns=splits["train"].column_names, desc="Formatting instructions"
+    )
+
+
+def format_prompt(instruction: str, input: str | None = None, as_chat: bool = False) -> str | list[dict[str, str]]:
+    """The prompt of one instruction: Alpaca's template with or without input, or one message of the user."""
+    if as_chat:
+        return [{"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
+    template = TEMPLATE_WITH_INPUT if input else TEMPLATE
+    return template.format(instruction=instruction, input=input)
+
+
+def check_prompt_format(prompt_format: str) -> None:
+    """ValueError unless it is one of `PROMPT_FORMATS`."""
+    if prompt_format not in PROMPT_FORMATS:
+        raise ValueError(f"`prompt_format` is {prompt_format!r}; choose one of {', '.join(PROMPT_FORMATS)}.")
+
+
+def is_chat(prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether prompts go through the tokenizer's chat template; ValueError where it should have one."""
+    has_template = tokenizer.chat_template is not None
+    if prompt_format == "chat" and not has_template:
+        raise ValueError(
+            "`prompt_format` is 'chat', but the tokenizer has no chat template; set `chat_template_path`, or use "
+            "'alpaca'."
+        )
+    return prompt_format != "alpaca" and has_template
+
+
+def _instructions(rows: Dataset, split: str) -> Dataset:
+    if missing := {"instruction", "output"}.difference(rows.column_names):
+        raise ValueError(
+            f"The {split} split has no column {sorted(missing)}; it has {rows.column_names}. Rename its columns to "
+            "`instruction`, `input` (optional) and `output`."
+        )
+    rows = rows.select_columns([name for name in ("instruction", "input", "output") if name in rows.column_names])
+    keep = [index for index, output in enumerate(rows["output"]) if output]
+    if dropped := len(rows) - len(keep):
+        logger.info(f"Dropped {dropped} of the {len(rows)} {split} rows: they have no output.")
+        rows = rows.select(keep)
+    return rows

@@ -1,0 +1,92 @@
+import json
+
+import datasets
+import pytest
+from datasets import Dataset
+from tiny import tokenizer
+
+from hf_descent.data import alpaca
+from hf_descent.data.alpaca import AlpacaArguments, format_prompt, load_alpaca
+
+
+ROWS = [
+    {"instruction": f"Double {i}.", "input": "" if i % 2 else f"of {i}", "output": str(2 * i) if i else ""}
+    for i in range(41)
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(params=["json", "parquet"])
+def train_file(tmp_path, request):
+    path = tmp_path / f"train.{request.param}"
+    if request.param == "json":
+        path.write_text(json.dumps(ROWS))
+    else:
+        Dataset.from_list(ROWS).to_parquet(path)
+    return str(path)
+
+
+def test_rows_become_alpacas_prompts(train_file, monkeypatch):
+    said = []
+    monkeypatch.setattr(alpaca.logger, "info", said.append)
+    splits = load_alpaca(AlpacaArguments(train_file=train_file, validation_split_percentage=25), tokenizer(chat=False))
+    assert [len(splits[name]) for name in ("train", "validation")] == [30, 10]
+    assert said == ["Dropped 1 of the 41 train rows: they have no output."]
+    rows = {row["completion"]: row["prompt"] for name in splits for row in splits[name]}
+    assert rows["6"] == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nDouble 3.\n\n### Response:\n"
+    )
+    assert rows["8"] == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n"
+        "### Instruction:\nDouble 4.\n\n### Input:\nof 4\n\n### Response:\n"
+    )
+
+
+def test_a_chat_template_takes_the_place_of_alpacas(train_file):
+    splits = load_alpaca(AlpacaArguments(train_file=train_file), tokenizer())
+    rows = {row["completion"][0]["content"]: row for name in splits for row in splits[name]}
+    assert rows["8"]["prompt"] == [{"role": "user", "content": "Double 4.\n\nof 4"}]
+    assert rows["6"] == {
+        "prompt": [{"role": "user", "content": "Double 3."}],
+        "completion": [{"role": "assistant", "content": "6"}],
+    }
+    plain = load_alpaca(AlpacaArguments(train_file=train_file, prompt_format="alpaca"), tokenizer())
+    assert isinstance(plain["train"][0]["prompt"], str)
+    with pytest.raises(ValueError, match="no chat template"):
+        load_alpaca(AlpacaArguments(train_file=train_file, prompt_format="chat"), tokenizer(chat=False))
+
+
+def test_the_held_out_rows_are_drawn_by_the_split_seed_alone(train_file):
+    def held_out(**arguments):
+        args = AlpacaArguments(train_file=train_file, validation_split_percentage=25, **arguments)
+        splits = load_alpaca(args, tokenizer(chat=False))
+        assert not set(splits["train"]["completion"]) & set(splits["validation"]["completion"])
+        return splits["validation"]["completion"]
+
+    assert held_out() == held_out() != held_out(split_seed=1)
+    assert len(held_out(max_eval_samples=4)) == 4
+
+
+def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
+    rows = Dataset.from_list([{"instruction": f"Double {i}.", "output": str(2 * i), "more": 1} for i in range(1, 21)])
+    opened = []
+    monkeypatch.setattr("hf_descent.data.splits.load_dataset", lambda *args, **kwargs: opened.append(args) or rows)
+    splits = load_alpaca(AlpacaArguments(), tokenizer(chat=False))
+    assert opened == [("tatsu-lab/alpaca", None)]
+    assert splits["train"].column_names == ["prompt", "completion"]
+    assert format_prompt("Double 3.") == format_prompt("Double 3.", "")
+
+
+def test_refusals_name_the_remedy(tmp_path):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps([{"question": "a", "answer": "b"}]))
+    with pytest.raises(ValueError, match=r"no column \['instruction', 'output'\]; it has \['question', 'answer'\]"):
+        load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer())
+    with pytest.raises(ValueError, match="`prompt_format` is 'llama'"):
+        AlpacaArguments(prompt_format="llama")

@@ -170,19 +170,23 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Dataset):
-            if "input_ids" not in dataset.column_names:
-                packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-                dataset = self._prepare_dataset(
-                    dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
-                )
-            # With TRL's columns, which hold the lengths of packed documents.
-            dataset = self._remove_unused_columns(dataset)
-            dataset = DataLoader(
-                dataset,
-                self.args.eval_batch_size,
-                collate_fn=lambda rows: self._prepare_inputs(self.data_collator(rows)),
-            )
+            dataset = self.held_out_batches(dataset)
         return super().evaluate_robustness(dataset, gammas, **kwargs)
+
+    def held_out_batches(self, dataset: Dataset) -> DataLoader:
+        """The batches of a data set as `evaluate` takes it, for [`noise_curve`] and [`layer_profile`]."""
+        if "input_ids" not in dataset.column_names:
+            packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+            dataset = self._prepare_dataset(
+                dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
+            )
+        # With TRL's columns, which hold the lengths of packed documents.
+        dataset = self._remove_unused_columns(dataset)
+        return DataLoader(
+            dataset,
+            self.args.eval_batch_size,
+            collate_fn=lambda rows: self._prepare_inputs(self.data_collator(rows)),
+        )
 
     def log(self, logs, start_time=None):
         if "train_runtime" in logs:

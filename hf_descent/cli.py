@@ -18,6 +18,7 @@ import yaml
 COMMANDS = {
     "demo": "train ERM and constrained models on real data bundled with a dependency, and compare them",
     "classify": "fine-tune a text classifier from a recipe",
+    "sft": "fine-tune a language model on instructions from a recipe",
     "denoise": "train a video denoiser from a recipe",
 }
 

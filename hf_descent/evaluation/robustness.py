@@ -363,7 +363,10 @@ class _Sweep:
             if self.readout is not None:
                 return read_layers(self.reader, given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
             if len(group) > 1:
-                copies = {name: torch.cat([value] * len(group)) for name, value in given.items()}
+                copies = {
+                    name: torch.cat([value] * len(group)) if torch.is_tensor(value) else value
+                    for name, value in given.items()
+                }
                 return self.scorer.parts(self.model(**copies), inputs, len(group))
             outputs = self.model(**given)
         score = self.scorer(outputs, inputs)

@@ -82,7 +82,8 @@ class Scorer:
 
     def scores_logits(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
         """Whether the logits alone, one row for each of the batch's samples, give the loss of these outputs."""
-        logits, rows = output_logits(outputs), {len(x) if x.ndim else 0 for x in inputs.values()}
+        tensors = (x for x in inputs.values() if torch.is_tensor(x))
+        logits, rows = output_logits(outputs), {len(x) if x.ndim else 0 for x in tensors}
         try:
             return rows == {len(logits)} and np.isclose(
                 self._loss(self._from_logits(logits, inputs), inputs), self._loss(outputs, inputs), rtol=1e-4

@@ -3,6 +3,7 @@
 A process can be killed at any moment of a save; a run resumes from the newest checkpoint that is complete.
 """
 
+import dataclasses
 import json
 import os
 import zipfile
@@ -13,7 +14,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from .descent_state import STATE_NAME
+from .configs import DescentArguments
+from .descent_state import STATE_NAME, write_summary
 
 
 logger = logging.get_logger(__name__)
@@ -58,8 +60,18 @@ class CheckpointMixin:
 
     def save_model(self, output_dir=None, _internal_call=False):
         super().save_model(output_dir, _internal_call)
-        if self._state is not None and self.args.should_save:
-            self._state.save_summary(output_dir or self.args.output_dir, noise_gamma=self.args.noise_gamma)
+        if self.args.should_save:
+            write_summary(output_dir or self.args.output_dir, self._run_summary())
+
+    def _run_summary(self) -> dict:
+        """What tells this run from others, plain training included, and what a step of it costs."""
+        names = [argument.name for argument in dataclasses.fields(DescentArguments)]
+        names += ["learning_rate", "max_steps", "neftune_noise_alpha", "num_train_epochs", "seed"]
+        summary = {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
+        summary["arguments"] = {name: getattr(self.args, name) for name in names}
+        if self._step_seconds is not None:
+            summary["step_seconds"] = self._step_seconds
+        return summary | ({} if self._state is None else self._state.summary())
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

@@ -154,6 +154,7 @@ def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:
             tolerance=0.0 if problem is None else args.feasibility_tolerance * problem.initial_loss_bound,
             processing_class=trainer.processing_class,
             batch_size=args.per_device_eval_batch_size,
+            accelerator=trainer.accelerator,
         )
     }
     if args.eval_gammas:
@@ -164,5 +165,7 @@ def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:
     if trainer.is_world_process_zero():
         for name, result in results.items():
             result.to_json(os.path.join(args.output_dir, f"{name}.json"))
+            if name == "noise_curve":
+                result.to_csv(os.path.join(args.output_dir, f"{name}.csv"))
             tables.append(f"{name.replace('_', ' ')}, {split} rows\n{result}")
         print("\n\n".join([*tables, f"Written to {args.output_dir}"]))

@@ -2,7 +2,8 @@
 
 A command is a module of this package. It either trains from a recipe and exposes `argument_types` (dataclasses, which
 give the flags, and whose values a `--config` file may set) with `run(*dataclass_instances)`, or is a plain tool and
-exposes `add_arguments(parser)` with `run(args)`. Modules are imported only when their command is called.
+exposes `add_arguments(parser)` with `run(args)`, or parses a grammar of its own by `parse(argv, prog, description)`
+for `run(*parsed)`. Modules are imported only when their command is called.
 """
 
 import argparse
@@ -19,7 +20,9 @@ COMMANDS = {
     "demo": "train ERM and constrained models on real data bundled with a dependency, and compare them",
     "classify": "fine-tune a text classifier from a recipe",
     "sft": "fine-tune a language model on instructions from a recipe",
+    "evaluate": "measure trained models under noise and at every layer, on the same held-out rows",
     "denoise": "train a video denoiser from a recipe",
+    "exit": "report what a trained model is worth, and costs, when it stops early",
 }
 
 
@@ -46,6 +49,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
 
     module = importlib.import_module(f"hf_descent.{args.command}")
     prog, summary = f"hf-descent {args.command}", COMMANDS[args.command]
+    if hasattr(module, "parse"):
+        return module, module.parse(args.arguments, prog=prog, description=summary)
     if hasattr(module, "argument_types"):
         return module, parse_recipe(module.argument_types, args.arguments, prog=prog, description=summary)
     command_parser = argparse.ArgumentParser(prog=prog, description=summary)
@@ -53,7 +58,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     return module, (command_parser.parse_args(args.arguments),)
 
 
-def parse_recipe(argument_types: Sequence[type], argv: Sequence[str], **parser_kwargs) -> tuple:
+def parse_recipe(
+    argument_types: Sequence[type], argv: Sequence[str], ignore_unknown_keys: bool = False, **parser_kwargs
+) -> tuple:
     """Parses flags into dataclasses; a YAML file named by `--config` gives defaults, and flags win over it.
 
     Args:
@@ -61,6 +68,8 @@ def parse_recipe(argument_types: Sequence[type], argv: Sequence[str], **parser_k
             Dataclasses as `transformers.HfArgumentParser` takes them.
         argv (sequence of `str`):
             The flags.
+        ignore_unknown_keys (`bool`):
+            Pass over what else the file sets, as the recipe of another command does.
         parser_kwargs:
             Passed to the parser (`prog`, `description`, ...).
 
@@ -78,7 +87,9 @@ def parse_recipe(argument_types: Sequence[type], argv: Sequence[str], **parser_k
     if config_path is not None:
         values = load_recipe(config_path)
         fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
-        if unknown := sorted(set(values) - fields):
+        if ignore_unknown_keys:
+            values = {name: value for name, value in values.items() if name in fields}
+        elif unknown := sorted(set(values) - fields):
             raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
         # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
         parser.set_defaults(**values)

@@ -318,15 +318,6 @@ class DescentState:
             summary["train_layer_losses"] = self.mean_losses.tolist()
         return summary
 
-    def save_summary(self, folder: str, **extra) -> None:
-        """Write `descent_config.json` beside the weights: problem, multipliers, training settings and versions."""
-        summary = self.summary() | extra
-        summary["versions"] = {
-            library.__name__: str(library.__version__) for library in (hf_descent, torch, transformers)
-        }
-        with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
-            json.dump(summary, file, indent=2)
-
     def save(self, folder: str, write: bool = True) -> None:
         """Write the state into a checkpoint folder, whole or not at all. All processes call, one writes."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
@@ -400,6 +391,14 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
             return tensors, json.loads(file.metadata()["state"])
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+
+
+def write_summary(folder: str, summary: dict) -> None:
+    """Write `descent_config.json` beside the weights: `summary` and the versions of the libraries."""
+    libraries = (hf_descent, torch, transformers)
+    summary = summary | {"versions": {library.__name__: str(library.__version__) for library in libraries}}
+    with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
+        json.dump(summary, file, indent=2)
 
 
 def read_summary(folder: str) -> dict:

@@ -7,8 +7,12 @@ multipliers take one step (`descent_state.py`). Checkpoints are in `checkpoints.
 """
 
 import contextlib
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,6 +82,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         self._micro_step = 0
         self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
         self._eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
+        self._step_starts: deque[float] = deque(maxlen=1000)
         super().__init__(model, args, *positional, **keywords)
         self._follow_layers()
 
@@ -99,6 +104,12 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         return self.args.objective != "erm" or self._readout_fn is not None
 
     @property
+    def _step_seconds(self) -> float | None:
+        """Median time of an optimizer step, data loading and logging included."""
+        times = [after - before for before, after in pairwise(self._step_starts)]
+        return statistics.median(times) if times else None
+
+    @property
     def multipliers(self) -> Multipliers | None:
         """The Lagrange multipliers; `multipliers.values` is `[L]`, layer l at index l-1. `None` before training."""
         return None if self._state is None else self._state.multipliers
@@ -111,6 +122,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
     # ---- one optimizer step ----
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self._step_starts.append(time.perf_counter())
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._micro_step = 0
         self._items = None
@@ -344,7 +356,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         Args:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
             gammas: noise levels; `args.eval_gammas` where not given.
-            kwargs: passed to [`noise_curve`].
+            kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs that differ by that share the
+                noise.
 
         Returns:
             [`NoiseCurve`], also logged under `eval_`.
@@ -358,7 +371,6 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
         settings = {
             "data_collator": self.data_collator,
             "batch_size": self.args.eval_batch_size,
-            "seed": self.args.seed,
             "sigma": self.noise_sigma(model),
             "gamma_train": gamma_train[-1] if isinstance(gamma_train, list) else gamma_train,
             "label_names": self.label_names,

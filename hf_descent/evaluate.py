@@ -1,0 +1,247 @@
+"""`hf-descent evaluate MODEL...`: how good models are under noise and at every layer, on the same held-out rows.
+
+The task is read off the models' architecture; the data comes from the recipe that trained them (`--config`) or from
+flags. All models see the same batches and, per batch and level, the same noise, so that `hf-descent compare` can pair
+them. Results go into each model's folder: `noise_curve.json` and `.csv`, `layer_profile.json`, `shift_growth.json`,
+and with `--perturbation_rates` a curve named after the perturbation.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageToImage,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from . import models  # noqa: F401 (registers the package's own architectures)
+from .cli import parse_recipe
+from .data.alpaca import AlpacaArguments, load_alpaca
+from .data.text import DataArguments, load_text_classification, tokenize
+from .data.video import VideoArguments, load_clips
+from .descent_state import SUMMARY_NAME, read_summary
+from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
+from .evaluation.perturbations import Typos, salt_and_pepper
+from .losses import IGNORE_INDEX
+from .problem import DescentProblem
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class EvaluateArguments:
+    """What is measured."""
+
+    eval_gammas: list[float] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0],
+        metadata={"help": "Noise levels of the curve."},
+    )
+    draws: int = field(default=3, metadata={"help": "Draws of the noise at each level."})
+    noise_seed: int = field(
+        default=0, metadata={"help": "Seed of the noise. Not `seed`: runs that differ by that share their noise."}
+    )
+    profile_gammas: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Noise levels of the layer profiles. Without noise, at the training level and at the largest of "
+            "`eval_gammas` where not given."
+        },
+    )
+    perturbation_rates: list[float] | None = field(
+        default=None,
+        metadata={"help": "Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."},
+    )
+    confidence: float = field(default=0.95, metadata={"help": "Confidence of the certificates."})
+    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Rows in a batch; it fixes the noise."})
+    feasibility_tolerance: float = field(
+        default=0.01, metadata={"help": "A layer is feasible when its violation is at most this fraction of f_0."}
+    )
+    results_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder for the results, one folder a model in it; the models' own if not given."},
+    )
+
+
+@dataclass
+class Task:
+    """A model with the held-out rows that it is measured on."""
+
+    model: PreTrainedModel
+    rows: Dataset
+    settings: dict[str, Any]  # of `noise_curve` and `layer_profiles`
+    perturbed_rows: Dataset | None = None  # as a perturbation takes them
+    perturbation: Any = None
+
+
+def classification_task(name: str, args: DataArguments) -> Task:
+    """Accuracy of a text classifier; typing errors perturb its raw texts."""
+    tokenizer = _tokenizer(name)
+    texts = load_text_classification(args)
+    rows = _held_out(tokenize(texts, tokenizer, args.max_seq_length))
+    limit = args.max_seq_length or tokenizer.model_max_length
+    model = AutoModelForSequenceClassification.from_pretrained(name)
+    return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
+
+
+def language_task(name: str, args: AlpacaArguments) -> Task:
+    """Mean token accuracy of a causal language model on the completions of held-out prompts."""
+    tokenizer = _tokenizer(name)
+    model = AutoModelForCausalLM.from_pretrained(name)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    rows = _held_out(load_alpaca(args, tokenizer))
+    rows = rows.map(
+        completion_labels, fn_kwargs={"tokenizer": tokenizer, "limit": limit}, remove_columns=rows.column_names
+    ).filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
+    return Task(model, rows, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
+
+
+def denoising_task(name: str, args: VideoArguments) -> Task:
+    """RMSE of a denoiser on the 0-255 scale."""
+    from .denoise import ImageTask, PatchTask, draw_rows
+
+    model = AutoModelForImageToImage.from_pretrained(name)
+    task = ImageTask(name) if model.config.model_type.startswith("vit") else PatchTask(args)
+    clips = load_clips(args)
+    split = "test" if "test" in clips else "validation"
+    rows = draw_rows(task.rows(clips[split]), split, args)
+    settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
+    return Task(model, rows, settings, rows, salt_and_pepper)
+
+
+# Ending of the architecture's name -> (arguments of its data, how to build the task).
+TASKS = {
+    "ForSequenceClassification": (DataArguments, classification_task),
+    "ForCausalLM": (AlpacaArguments, language_task),
+    "LMHeadModel": (AlpacaArguments, language_task),
+    "Denoising": (VideoArguments, denoising_task),
+}
+
+
+def task_of(model: str) -> tuple[type, Any]:
+    """The data arguments and the builder for a model's architecture; ValueError where there is none."""
+    (architecture,) = getattr(AutoConfig.from_pretrained(model), "architectures", None) or ["unknown"]
+    for ending, task in TASKS.items():
+        if architecture.endswith(ending):
+            return task
+    raise ValueError(
+        f"{model} is a {architecture}; `hf-descent evaluate` serves architectures that end in {', '.join(TASKS)}. Use "
+        "`noise_curve` and `layer_profile` in a script of your own."
+    )
+
+
+def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], EvaluateArguments, Any]:
+    """Models up to the first flag, then flags and `--config`; a recipe's training arguments are passed over."""
+    names = list(takewhile(lambda word: not word.startswith("-"), argv))
+    data_arguments = task_of(names[0])[0] if names else DataArguments
+    args, data_args = parse_recipe(
+        (EvaluateArguments, data_arguments),
+        argv[len(names) :],
+        ignore_unknown_keys=True,
+        prog=prog,
+        usage=f"{prog} MODEL... [--config RECIPE] [flags]",
+        description=description,
+    )
+    if not names:
+        raise ValueError(f"No models: `{prog} MODEL... --config RECIPE`.")
+    return names, args, data_args
+
+
+def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
+    """Evaluates the models one after the other; see the module.
+
+    Raises:
+        ValueError: models of different tasks, or no folder to write the results of a model of the Hub into.
+    """
+    kinds = {name: task_of(name) for name in names}
+    if len({data_arguments for data_arguments, _ in kinds.values()}) > 1:
+        raise ValueError(f"The models {names} have different tasks; evaluate them one task at a time.")
+    for name in names:
+        folder = name
+        if args.results_dir is not None:
+            folder = os.path.join(args.results_dir, os.path.basename(os.path.normpath(name)))
+        elif not os.path.isdir(name):
+            raise ValueError(f"{name} is no local folder; say where its results go by `--results_dir`.")
+        os.makedirs(folder, exist_ok=True)
+        print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
+
+
+def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
+    """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
+    summary = read_summary(name) if os.path.isfile(os.path.join(name, SUMMARY_NAME)) else {}
+    gamma_train = summary.get("noise_gamma")
+    gamma_train = gamma_train[-1] if isinstance(gamma_train, list) else gamma_train
+    shared = {
+        **task.settings,
+        "batch_size": args.per_device_eval_batch_size,
+        "seed": args.noise_seed,
+        "progress": True,
+    }
+    model = task.model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def curve(file: str, rows, gammas, **settings) -> NoiseCurve:
+        path = os.path.join(folder, f"{file}.json")
+        return noise_curve(model, rows, gammas, draws=args.draws, path=path, **shared | settings)
+
+    tables = [f"Noise curve\n{curve('noise_curve', task.rows, args.eval_gammas, gamma_train=gamma_train)}"]
+    if args.perturbation_rates is not None:
+        if task.perturbation is None:
+            raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
+        kind = task.perturbation.name
+        found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
+        tables.append(f"{kind}, by their rate\n{found}")
+
+    problem, tolerance = None, 0.0
+    if "alpha" in summary:
+        names = ("alpha", "initial_loss_bound", "num_layers", "constrained_layers")
+        problem = DescentProblem(**{name: summary[name] for name in names})
+        tolerance = args.feasibility_tolerance * problem.initial_loss_bound
+    gammas = args.profile_gammas or sorted({0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))})
+    profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
+    for number, profile in enumerate(profiles):
+        profile.to_json(os.path.join(folder, f"layer_profile{f'_gamma_{profile.gamma:g}' if number else ''}.json"))
+        tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
+        if problem is not None:
+            tables.append(str(certify(profile, args.confidence)))
+    if 0.0 in gammas and len(gammas) > 1:
+        growth = shift_growth(profiles)
+        growth.to_json(os.path.join(folder, "shift_growth.json"))
+        tables.append(f"Growth under the shift\n{growth}")
+    return "\n\n".join(tables)
+
+
+def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:
+    """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
+    `SFTTrainer` makes them; cut to `limit` tokens."""
+    if isinstance(row["prompt"], str):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = tokenizer(row["prompt"] + row["completion"] + (tokenizer.eos_token or ""))["input_ids"]
+    else:
+        messages = row["prompt"]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template([*messages, *row["completion"]], return_dict=False)
+    labels = [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
+    return {"input_ids": ids[:limit], "attention_mask": [1] * len(ids[:limit]), "labels": labels[: len(ids[:limit])]}
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _held_out(splits) -> Dataset:
+    return splits["test"] if "test" in splits else splits["validation"]

@@ -1,0 +1,398 @@
+"""Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+from transformers.utils import ModelOutput
+
+from ..evaluation.scoring import Result, evaluating, read_layers
+from ..layer_stack import intercepted
+from ..losses import labels_of
+from ..readout import Readout, _off_in_replay, _switched_off, _Tape, _taped, output_logits, probing
+from .profile import load_batches, turns
+
+
+MAX_THRESHOLDS = 1000  # candidates tried in a calibration
+
+
+@dataclass
+class ConfidenceReport(Result):
+    """A classifier with and without early exit, on the same batches.
+
+    Attributes:
+        accuracy (`float`), full_accuracy (`float`): with early exit, and of the last layer for all samples.
+        exit_shares (float64 `[L]`): share of the samples that leave after each layer.
+        seconds (`float`), full_seconds (`float`): wall-clock time of one pass over the data, without loading it.
+        speedup (`float`): median ratio of the two, run in turns.
+        threshold (`float`), measure (`str`), batch_size (`int`): the settings.
+    """
+
+    accuracy: float
+    full_accuracy: float
+    exit_shares: np.ndarray
+    seconds: float
+    full_seconds: float
+    speedup: float
+    threshold: float
+    measure: str
+    batch_size: int
+
+    def __post_init__(self):
+        self.exit_shares = np.asarray(self.exit_shares, dtype=np.float64)
+
+    @property
+    def mean_layers(self) -> float:
+        """Layers that a sample passes, on average."""
+        return float(self.exit_shares @ np.arange(1, len(self.exit_shares) + 1))
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
+        return (
+            f"{self.measure} <= {self.threshold:.4g}: accuracy {self.accuracy:.4f} ({self.full_accuracy:.4f} without "
+            f"early exit), {self.mean_layers:.2f} of {len(self.exit_shares)} layers a sample, "
+            f"{self.speedup:.2f} times as fast in batches of {self.batch_size}\n"
+            f"leaving after layer 1, 2, ...: {shares}"
+        )
+
+
+class ConfidenceExit:
+    """A classifier each of whose samples stops at the first layer that is sure of it.
+
+    A sample is sure where its uncertainty is at most `threshold`: the entropy of the class probabilities divided by
+    the logarithm of their number ("entropy"), or one minus the difference between the two largest ("margin"); both lie
+    between 0 and 1. Samples that are sure leave: the layers above run on the rest of the batch. On an accelerator each
+    layer that is read out waits for the device once, since the size of the rest must be known.
+
+    Args:
+        model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
+        threshold (`float`, *optional*): largest uncertainty that counts as sure; [`calibrate`] sets it.
+        measure (`str`): "entropy" or "margin".
+        layers (sequence of `int`, *optional*): layers below the last that may be left after. All, where not given.
+
+    Example:
+
+    ```python
+    fast = ConfidenceExit(model).calibrate(validation, max_loss=0.01)
+    fast(**batch).logits  # [batch, classes], each row from the layer in `.exit_layers`
+    ```
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        threshold: float | None = None,
+        measure: str = "entropy",
+        layers: Sequence[int] | None = None,
+    ):
+        if measure not in ("entropy", "margin"):
+            raise ValueError(f"`measure` is {measure!r}; use 'entropy' or 'margin'.")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ValueError(f"`threshold` is {threshold}; an uncertainty lies between 0 and 1.")
+        self.model, self.threshold, self.measure, self.layers = model, threshold, measure, layers
+        self._batch_dims: dict[str, int | None] = {}  # of the tensors met so far, by their place in a layer's call
+
+    def __call__(self, **inputs) -> ModelOutput:
+        """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
+
+        Raises:
+            ValueError: no threshold is set; the model has no shared readout or is no classifier; or the samples of a
+                batch cannot be told apart in what its layers take and give.
+        """
+        if self.threshold is None:
+            raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
+        inputs = _without_labels(inputs)
+        reader = Readout.probe(self.model, inputs)
+        with evaluating(self.model), _switched_off(_off_in_replay(self.model, reader._stack)):
+            try:
+                return self._run(reader, inputs)
+            except _Unseen:
+                self._batch_dims |= _find_batch_dims(reader, inputs)
+                return self._run(reader, inputs)
+
+    def _run(self, reader, inputs):
+        exits = range(1, reader.num_layers) if self.layers is None else self.layers
+        tape = _ShrinkingTape(reader, inputs, self._batch_dims, frozenset(exits), self._is_sure)
+        with _taped(tape, lambda args, kwargs, outputs: None):
+            logits = _class_logits(self.model(**inputs))
+        if tape.logits is not None:
+            logits = torch.where((tape.exit_layers < reader.num_layers)[:, None], tape.logits, logits)
+        return ModelOutput(logits=logits, exit_layers=tape.exit_layers)
+
+    def calibrate(
+        self,
+        dataset: Dataset | DataLoader,
+        max_loss: float = 0.01,
+        *,
+        data_collator: Callable | None = None,
+        processing_class: Any | None = None,
+        batch_size: int = 32,
+    ) -> "ConfidenceExit":
+        """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
+
+        The loss is that on `dataset`, which must not be the test data: the threshold is chosen on it, so that on other
+        data the loss is larger by about its sampling error. Afterwards one batch is run with and without shrinking and
+        compared.
+
+        Args:
+            dataset (`Dataset` or `DataLoader`): labelled validation data.
+            max_loss (`float`): accuracy that may be lost, as a difference (0.01: 0.90 becomes 0.89).
+            data_collator, processing_class, batch_size: as in [`layer_profile`].
+
+        Raises:
+            ValueError: as when called; `dataset` is empty, or `max_loss` negative.
+        """
+        if not max_loss >= 0:
+            raise ValueError(f"`max_loss` is {max_loss}; give the accuracy that may be lost, such as 0.01.")
+        batches = load_batches(self.model, dataset, data_collator, processing_class, batch_size)
+        logits, labels, first = [], [], None
+        with evaluating(self.model):
+            for inputs in batches:
+                labels.append(_labels(inputs))
+                inputs = _without_labels(inputs)
+                first = inputs if first is None else first
+                reader = Readout.probe(self.model, inputs)
+                logits.append(torch.stack(read_layers(reader, inputs, _class_logits)).float())  # [layers, batch, cls]
+        if not labels:
+            raise ValueError("`dataset` is empty; give labelled validation data.")
+        logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
+        correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
+        unsure = self._uncertainty(logits).cpu().numpy()  # [layers, samples]
+        unsure[-1] = -1.0  # there all leave
+        for layer in range(1, len(unsure)):
+            if self.layers is not None and layer not in self.layers:
+                unsure[layer - 1] = np.inf
+        self.threshold = _cheapest_threshold(unsure, correct, max_loss)
+        self.check(first)
+        return self
+
+    def evaluate(
+        self,
+        dataset: Dataset | DataLoader,
+        *,
+        data_collator: Callable | None = None,
+        processing_class: Any | None = None,
+        batch_size: int = 32,
+        repeats: int = 3,
+    ) -> ConfidenceReport:
+        """Accuracy and wall-clock time with and without early exit, in turns over the same batches.
+
+        All batches are held in memory, so that loading them is not timed.
+        """
+        batches = load_batches(self.model, dataset, data_collator, processing_class, batch_size)
+        with evaluating(self.model) as device:
+            batches = list(batches)
+            labels = torch.cat([_labels(batch) for batch in batches])
+            batches = [_without_labels(batch) for batch in batches]
+            outputs = [self(**batch) for batch in batches]
+            full = torch.cat([_class_logits(self.model(**batch)) for batch in batches])
+            seconds = turns(
+                [
+                    lambda: [self(**batch) for batch in batches],
+                    lambda: [self.model(**batch) for batch in batches],
+                ],
+                repeats,
+                device,
+            )  # [2, repeats]
+        exits = torch.cat([output.exit_layers for output in outputs]).cpu().numpy()
+        logits = torch.cat([output.logits for output in outputs])
+        num_layers = Readout.probe(self.model, batches[0]).num_layers
+        return ConfidenceReport(
+            accuracy=(logits.argmax(-1) == labels).float().mean().item(),
+            full_accuracy=(full.argmax(-1) == labels).float().mean().item(),
+            exit_shares=np.bincount(exits, minlength=num_layers + 1)[1:] / len(exits),
+            seconds=float(np.median(seconds[0])),
+            full_seconds=float(np.median(seconds[1])),
+            speedup=float(np.median(seconds[1] / seconds[0])),
+            threshold=float(self.threshold),
+            measure=self.measure,
+            batch_size=batch_size,
+        )
+
+    def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._uncertainty(logits.float()) <= self.threshold
+
+    def _uncertainty(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
+        probabilities = logits.softmax(-1)
+        if self.measure == "entropy":
+            return torch.special.entr(probabilities).sum(-1) / math.log(logits.shape[-1])
+        first, second = probabilities.topk(2, dim=-1).values.unbind(-1)
+        return 1 - (first - second)
+
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """See on one batch that shrinking changes no logits: each row as that layer gives it in the whole batch.
+
+        Raises:
+            ValueError: where it does, the layers mixing the samples of a batch.
+        """
+        output = self(**inputs)
+        with evaluating(self.model):
+            layers = torch.stack(read_layers(Readout.probe(self.model, inputs), inputs, _class_logits))
+        expected = layers[output.exit_layers - 1, torch.arange(len(output.logits))]  # [batch, classes]
+        if not torch.allclose(output.logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
+            error = (output.logits - expected).abs().max().item()
+            raise ValueError(
+                f"The logits of {type(self.model).__name__} change by {error:.3g} when other samples leave the batch: "
+                "its layers mix samples. Use `truncate`, which ends all samples at one layer."
+            )
+
+
+class _Unseen(Exception):
+    """A layer was given a tensor of which it is not known whether it has a batch dimension."""
+
+
+class _ShrinkingTape(_Tape):
+    """Runs each layer on the rows that have not left, inside one forward of the whole batch.
+
+    What the model passes between its layers keeps the size of the batch, rows that have left being stale; only a
+    layer's own call is given the others.
+    """
+
+    def __init__(self, reader, inputs, batch_dims, exits, is_sure):
+        super().__init__(reader.model, reader._stack)
+        self.inputs, self.batch_dims, self.exits, self.is_sure = inputs, batch_dims, exits, is_sure
+        self.rows = torch.arange(_batch_size(reader.model, inputs), device=_device(reader.model))  # still here
+        self.exit_layers = torch.full_like(self.rows, self.stack.num_layers)  # [batch]
+        self.logits = None  # [batch, classes], of the rows that have left
+
+    def _call(self, module, call, *args, **kwargs):
+        if id(module) not in self.layer_ids or self.nested or self.phase == "idle":
+            return super()._call(module, call, *args, **kwargs)
+        self.layer_calls += 1
+        self.in_tail = self.layer_calls == self.stack.num_layers
+        if self.phase == "record":
+            self.nested = True
+            try:
+                self.answer = self._run_layer(call, args, kwargs)
+            finally:
+                self.nested = False
+            self.layer_outputs.append(self.answer)
+            if self.layer_calls in self.exits and len(self.rows):
+                self._let_leave(self.layer_calls)
+        return self.give(self.answer)
+
+    def _run_layer(self, call, args, kwargs):
+        if len(self.rows) == len(self.exit_layers):
+            return call(*args, **kwargs)
+        if len(self.rows) == 0:
+            return self.answer
+        args, kwargs = _map_with_path(self._take, "in", (args, kwargs))
+        return _map_with_path(self._put, "out", call(*args, **kwargs), self.answer)
+
+    def _take(self, path, tensor):
+        dim = self._batch_dim(path)
+        return tensor if dim is None else tensor.index_select(dim, self.rows)
+
+    def _put(self, path, tensor, before):
+        dim = self._batch_dim(path)
+        return tensor if dim is None else before.index_copy(dim, self.rows, tensor)
+
+    def _batch_dim(self, path):
+        if path not in self.batch_dims:
+            raise _Unseen
+        return self.batch_dims[path]
+
+    def _let_leave(self, layer):
+        logits = _class_logits(self.replay((), self.inputs, layer))  # [batch, classes]
+        self.phase, self.layer_calls, self.in_tail = "record", layer, False
+        sure = self.is_sure(logits[self.rows])
+        gone = self.rows[sure]
+        self.logits = torch.zeros_like(logits) if self.logits is None else self.logits
+        self.logits[gone], self.exit_layers[gone] = logits[gone], layer
+        self.rows = self.rows[~sure]
+
+
+def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
+    """Where samples lie in the tensors that layers take and give: the dimension that doubles when the batch does."""
+    batch_size = _batch_size(reader.model, inputs)
+    doubled = {
+        name: torch.cat([value, value]) if _is_batched(value, batch_size) else value for name, value in inputs.items()
+    }
+    seen: list[dict[str, torch.Size]] = []
+
+    def log(module, call, *args, **kwargs):
+        output = call(*args, **kwargs)
+        for kind, tree in (("in", (args, kwargs)), ("out", output)):
+            _map_with_path(lambda path, tensor: seen[-1].update({path: tensor.shape}), kind, tree)
+        return output
+
+    with intercepted(reader._stack.layers, log), probing(reader.model):
+        for batch in (inputs, doubled):
+            seen.append({})
+            reader.model(**batch)
+    dims: dict[str, int | None] = {}
+    for path, shape in seen[0].items():
+        changed = [dim for dim, size in enumerate(seen[1][path]) if size != shape[dim]]
+        if len(changed) > 1 or any(shape[dim] != batch_size for dim in changed):
+            raise ValueError(
+                f"The layers of {type(reader.model).__name__} pass tensors of shape {list(shape)} for {batch_size} "
+                "samples, in which no dimension is the batch, so samples cannot leave it. Use `truncate`."
+            )
+        dims[path] = changed[0] if changed else None
+    return dims
+
+
+def _map_with_path(function, kind, tree, *others):
+    """`tree` with `function(path, tensor, ...)` applied to its tensors and those at the same place of `others`."""
+    return pytree.tree_map_with_path(
+        lambda path, leaf, *rest: (
+            function(kind + pytree.keystr(path), leaf, *rest) if isinstance(leaf, torch.Tensor) else leaf
+        ),
+        tree,
+        *others,
+    )
+
+
+def _cheapest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float) -> float:
+    """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold costs too much."""
+    candidates = np.unique(unsure[np.isfinite(unsure) & (unsure >= 0)])
+    if len(candidates) > MAX_THRESHOLDS:
+        candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
+    best, fewest = 0.0, math.inf
+    for threshold in candidates:
+        exits = (unsure <= threshold).argmax(0)  # [samples], the first sure layer
+        accuracy = np.take_along_axis(correct, exits[None], axis=0).mean()
+        # A tolerance for sums of samples: 0.9 - 0.01 is not 0.89.
+        if accuracy >= correct[-1].mean() - max_loss - 1e-9 and exits.mean() < fewest:
+            best, fewest = float(threshold), exits.mean()
+    return best
+
+
+def _class_logits(outputs) -> torch.Tensor:
+    logits = output_logits(outputs)
+    if logits.dim() != 2 or logits.shape[1] < 2:
+        raise ValueError(
+            f"`model` has logits of shape {list(logits.shape)}; early exit by confidence needs [batch, classes]."
+        )
+    return logits
+
+
+def _labels(inputs) -> torch.Tensor:
+    labels = labels_of(inputs, ["labels", "label"])
+    if labels is None:
+        raise ValueError(f"A batch has the keys {sorted(inputs)} but no `labels`; give labelled data.")
+    return labels
+
+
+def _without_labels(inputs) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if "label" not in name}
+
+
+def _batch_size(model, inputs) -> int:
+    main = inputs.get(getattr(model, "main_input_name", "input_ids"))
+    return len(next(iter(inputs.values())) if main is None else main)
+
+
+def _is_batched(value, batch_size) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == batch_size
+
+
+def _device(model) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,159 @@
+"""What a model is worth at each layer, and what it costs there: metric and measured latency of every exit."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..evaluation import layer_profile
+from ..evaluation.scoring import Metric, Result, evaluating, numbered_batches, prepare_collator
+from .truncation import truncate
+
+
+@dataclass
+class ExitProfile(Result):
+    """Metric, loss and latency of a model cut after each of its L layers; layer l at index l-1.
+
+    Attributes:
+        metric (`str`): name of the metric; of "rmse" less is better, of any other more.
+        values (float64 `[L]`): the metric on held-out data.
+        losses (float64 `[L]`): the task loss.
+        seconds (float64 `[L]`): wall-clock seconds per sample of the standalone truncated model, in batches of
+            `batch_size` on `device`.
+        batch_size (`int`): samples per batch.
+        device (`str`): where it was measured.
+    """
+
+    metric: str
+    values: np.ndarray
+    losses: np.ndarray
+    seconds: np.ndarray
+    batch_size: int
+    device: str = "cpu"
+
+    def __post_init__(self):
+        for name in ("values", "losses", "seconds"):
+            setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+
+    @property
+    def speedups(self) -> np.ndarray:
+        """Latency of the whole model over that of each exit, `[L]`."""
+        return self.seconds[-1] / self.seconds
+
+    def cheapest(self, share: float = 0.99) -> int:
+        """The first layer whose metric is at least `share` of the last layer's ("rmse": at most 1 / `share` of it)."""
+        kept = self.values / self.values[-1]
+        enough = kept <= 1 / share if self.metric == "rmse" else kept >= share
+        return int(np.flatnonzero(enough)[0]) + 1
+
+    def to_dict(self) -> dict[str, float]:
+        """Flat Python floats for logging; layers are numbered from 1."""
+        flat: dict[str, float] = {}
+        for layer, (value, speedup) in enumerate(zip(self.values, self.speedups), start=1):
+            flat |= {f"exit_{self.metric}_{layer}": float(value), f"exit_speedup_{layer}": float(speedup)}
+        return flat | {"exit_layer_99": float(self.cheapest(0.99))}
+
+    def __str__(self) -> str:
+        rows = [f"{'layer':>6} {self.metric:>12} {'loss':>12} {'ms/sample':>12} {'speed-up':>9}"]
+        for layer, (value, loss, seconds, speedup) in enumerate(
+            zip(self.values, self.losses, self.seconds, self.speedups), start=1
+        ):
+            rows.append(f"{layer:6d} {value:12.5g} {loss:12.5g} {1e3 * seconds:12.4g} {speedup:8.2f}x")
+        layer = self.cheapest()
+        rows.append(
+            f"99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} on, "
+            f"{self.speedups[layer - 1]:.2f} times as fast (batches of {self.batch_size} on {self.device})"
+        )
+        return "\n".join(rows)
+
+
+def exit_profile(
+    model: nn.Module,
+    dataset: Dataset | DataLoader,
+    *,
+    metric: Metric = "accuracy",
+    scale: float = 1.0,
+    data_collator: Callable | None = None,
+    processing_class: Any | None = None,
+    batch_size: int = 32,
+    timing_batches: int = 4,
+    repeats: int = 3,
+) -> ExitProfile:
+    """Metric of every exit on all of `dataset`, and latency of the truncated models on its first batches.
+
+    Each truncated model is timed in turns with the whole one, and its latency is the whole one's times the median
+    ratio, so that a machine that slows down for a while does not distort it.
+
+    Args:
+        model (`nn.Module`): a model that [`truncate`] can cut, on its device; one shorter copy at a time is held.
+        dataset, metric, scale, data_collator, processing_class, batch_size: see [`layer_profile`].
+        timing_batches (`int`): batches that are timed.
+        repeats (`int`): timings of each model; the median counts.
+
+    Raises:
+        ValueError: as [`truncate`] and [`layer_profile`]; `timing_batches` or `repeats` below 1.
+    """
+    if timing_batches < 1 or repeats < 1:
+        raise ValueError(f"`timing_batches` is {timing_batches} and `repeats` is {repeats}; both must be at least 1.")
+    profile = layer_profile(
+        model,
+        dataset,
+        metric=metric,
+        scale=scale,
+        data_collator=data_collator,
+        processing_class=processing_class,
+        batch_size=batch_size,
+    )
+    batches = load_batches(model, dataset, data_collator, processing_class, batch_size)
+    ratios, whole = [], []
+    with evaluating(model) as device:
+        batches = list(islice(batches, timing_batches))
+        samples = sum(len(next(iter(batch.values()))) for batch in batches)
+        for layer in range(1, len(profile.losses)):
+            short = truncate(model, layer, batches[0])
+            pairs = turns([lambda short=short: _run(short, batches), lambda: _run(model, batches)], repeats, device)
+            ratios.append(np.median(pairs[0] / pairs[1]))
+            whole.extend(pairs[1])
+        if not whole:  # a single layer
+            whole.extend(turns([lambda: _run(model, batches)], repeats, device)[0])
+    return ExitProfile(
+        profile.metric,
+        profile.values,
+        profile.losses,
+        np.median(whole) / samples * np.array([*ratios, 1.0]),
+        batch_size,
+        str(device),
+    )
+
+
+def load_batches(model, dataset, data_collator, processing_class, batch_size) -> Iterator[dict[str, Any]]:
+    """Batches of `dataset` in its own order, collated as `Trainer` collates, on the model's device."""
+    collate = prepare_collator(model, data_collator, processing_class)
+    device = next(model.parameters()).device
+    for _, batch in numbered_batches(dataset, collate, batch_size):
+        yield send_to_device(dict(batch), device)
+
+
+def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:
+    """Wall-clock seconds of `calls`, one after the other and again, `[calls, repeats]`; one round to warm up."""
+    seconds = np.empty((len(calls), repeats + 1))
+    for repeat in range(repeats + 1):
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            seconds[index, repeat] = time.perf_counter() - start
+    return seconds[:, 1:]
+
+
+def _run(model, batches):
+    for batch in batches:
+        model(**batch)

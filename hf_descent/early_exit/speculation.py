@@ -1,0 +1,190 @@
+"""A language model that drafts with its own first layers: which exit layer, measured, and whether it is possible."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..evaluation.scoring import Result, evaluating
+from ..readout import layer_logits, probing
+from .profile import turns
+from .truncation import truncate
+
+
+DRAFT = 5  # tokens per draft in the estimate by which layers are chosen for timing
+
+
+@dataclass
+class SpeculationProfile(Result):
+    """Greedy generation with every exit layer of an L-layer language model; layer l at index l-1.
+
+    Attributes:
+        acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that the exit predicts from the same
+            prefix: the rate at which its drafted tokens are accepted.
+        tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; not a number where it was not timed.
+        greedy_tokens_per_second (`float`): of the whole model.
+        truncated_tokens_per_second (float64 `[L - 1]`): of plain greedy decoding with the truncated model (its text
+            differs from the whole model's); not a number where it was not timed.
+        equal (float64 `[L - 1]`): share of the prompts whose self-speculative output is the greedy one to the token;
+            below 1 only by rounding between forwards of several tokens and of one.
+    """
+
+    acceptance: np.ndarray
+    tokens_per_second: np.ndarray
+    greedy_tokens_per_second: float
+    truncated_tokens_per_second: np.ndarray
+    equal: np.ndarray
+
+    def __post_init__(self):
+        for name in ("acceptance", "tokens_per_second", "truncated_tokens_per_second", "equal"):
+            setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
+
+    @property
+    def best(self) -> int | None:
+        """The fastest exit layer, to pass as `assistant_early_exit`; `None` (plain decoding) where none is faster."""
+        if not np.nanmax(self.tokens_per_second, initial=0.0) > self.greedy_tokens_per_second:
+            return None
+        return int(np.nanargmax(self.tokens_per_second)) + 1
+
+    def to_dict(self) -> dict[str, float]:
+        """Flat Python floats for logging; layers are numbered from 1, `best_exit` is 0 for plain decoding."""
+        flat = {f"acceptance_{layer}": float(value) for layer, value in enumerate(self.acceptance, start=1)}
+        for layer, speed in enumerate(self.tokens_per_second, start=1):
+            if np.isfinite(speed):
+                flat[f"speculation_speedup_{layer}"] = float(speed / self.greedy_tokens_per_second)
+        return flat | {"best_exit": float(self.best or 0), "greedy_tokens_per_second": self.greedy_tokens_per_second}
+
+    def __str__(self) -> str:
+        rows = [f"{'exit':>6} {'acceptance':>11} {'tokens/s':>10} {'speed-up':>9} {'equal':>7} {'cut tokens/s':>13}"]
+        for layer, (accepted, speed, equal, cut) in enumerate(
+            zip(self.acceptance, self.tokens_per_second, self.equal, self.truncated_tokens_per_second), start=1
+        ):
+            ratio = speed / self.greedy_tokens_per_second
+            rows.append(f"{layer:6d} {accepted:11.1%} {speed:10.4g} {ratio:8.2f}x {equal:7.0%} {cut:13.4g}")
+        rows.append(f"{'whole':>6} {'':11} {self.greedy_tokens_per_second:10.4g}")
+        rows.append(f"best: assistant_early_exit={self.best}" + ("" if self.best else " (plain decoding is fastest)"))
+        return "\n".join(rows)
+
+
+def speculation_profile(
+    model: nn.Module,
+    prompts: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: int = 64,
+    max_timed: int = 4,
+    repeats: int = 3,
+) -> SpeculationProfile:
+    """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
+
+    Acceptance is read from one forward over the greedy output with all layers read out. The `max_timed` layers with
+    the highest expected speed (Leviathan et al. 2023, theorem 3.8, a layer's cost being its share of the depth) are
+    then timed for real, in turns with plain greedy decoding.
+
+    Args:
+        model (`nn.Module`): a causal language model of transformers, on its device.
+        prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each: assisted generation takes one at a time.
+        max_new_tokens (`int`): tokens generated for each.
+        max_timed (`int`): exit layers that are timed.
+        repeats (`int`): timings of each; the median counts.
+
+    Raises:
+        ValueError: as [`check_self_speculation`]; no prompts, or `max_new_tokens`, `repeats` or `max_timed` below 1.
+    """
+    if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
+        raise ValueError(
+            f"{len(prompts)} `prompts`, `max_new_tokens` {max_new_tokens}, `max_timed` {max_timed} and `repeats` "
+            f"{repeats}: all must be at least 1."
+        )
+    check_self_speculation(model, prompts[0])
+    with evaluating(model) as device:
+        prompts = [prompt.to(device) for prompt in prompts]
+        greedy = _generate(model, prompts, max_new_tokens)
+        acceptance = _acceptance(model, prompts, greedy)  # [layers - 1]
+        num_layers = len(acceptance) + 1
+        cost = np.arange(1, num_layers) / num_layers
+        expected = (1 - acceptance ** (DRAFT + 1)) / np.maximum(1 - acceptance, 1e-9) / (1 + DRAFT * cost)
+        speeds, cut_speeds, equal = (np.full(num_layers - 1, np.nan) for _ in range(3))
+        whole = []
+        for index in np.argsort(-expected, kind="stable")[:max_timed]:
+            layer = int(index) + 1
+            outputs = _generate(model, prompts, max_new_tokens, assistant_early_exit=layer)
+            equal[index] = np.mean([torch.equal(mine, own) for mine, own in zip(outputs, greedy)])
+            short = truncate(model, layer, {"input_ids": prompts[0]})
+            calls = [
+                lambda layer=layer: _generate(model, prompts, max_new_tokens, assistant_early_exit=layer),
+                lambda short=short: _generate(short, prompts, max_new_tokens),
+                lambda: _generate(model, prompts, max_new_tokens),
+            ]
+            seconds = np.median(turns(calls, repeats, device), axis=1)
+            counts = [_new_tokens(prompts, generated) for generated in (outputs, calls[1](), greedy)]
+            speeds[index], cut_speeds[index], plain = np.array(counts) / seconds
+            whole.append(plain)
+            speeds[index] /= plain  # ratios in the same turns; the level is the median of all turns
+            cut_speeds[index] /= plain
+        level = float(np.median(whole))
+    return SpeculationProfile(acceptance, speeds * level, level, cut_speeds * level, equal)
+
+
+def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:
+    """See that transformers' `assistant_early_exit` drafts with this model's own layer readouts.
+
+    It lowers `config.num_hidden_layers` of the base model while drafting, which the models that slice their layers by
+    it obey (Llama and its kin); others fail on it or ignore it.
+
+    Args:
+        prompt (`torch.Tensor`): token ids `[1, seq]`.
+
+    Raises:
+        ValueError: where the model does not stop there, or does so without its final norm.
+    """
+    name = type(model).__name__
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    config = getattr(base, "config", None)
+    if not hasattr(config, "num_hidden_layers") or not getattr(model, "can_generate", lambda: False)():
+        raise ValueError(f"{name} cannot draft with its own layers: it is no language model that generates.")
+    inputs = {"input_ids": prompt.to(next(model.parameters()).device)}
+    with probing(model):
+        truth = layer_logits(model, inputs)
+        whole = config.num_hidden_layers
+        try:
+            for layer in range(1, len(truth)):
+                config.num_hidden_layers = layer
+                if not torch.allclose(model(**inputs).logits, truth[layer - 1], rtol=1e-3, atol=1e-3):
+                    raise ValueError("its logits are not those of that layer")
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot draft with its first {layer} layers (`assistant_early_exit`): {error!r}. Use "
+                "`truncate` for a draft model of its own (`assistant_model`)."
+            ) from error
+        finally:
+            config.num_hidden_layers = whole
+
+
+def _acceptance(model, prompts, greedy) -> np.ndarray:
+    hits, count = 0, 0
+    for prompt, output in zip(prompts, greedy):
+        start = prompt.shape[1] - 1
+        layers = torch.stack([logits[0, start:-1].argmax(-1) for logits in layer_logits(model, {"input_ids": output})])
+        hits = hits + (layers[:-1] == output[0, start + 1 :]).sum(1)  # [layers - 1]
+        count += output.shape[1] - prompt.shape[1]
+    return (hits / count).double().cpu().numpy()
+
+
+def _generate(model, prompts, max_new_tokens, **kwargs) -> list[torch.Tensor]:
+    return [
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=model.generation_config.pad_token_id or 0,
+            **kwargs,
+        )
+        for prompt in prompts
+    ]
+
+
+def _new_tokens(prompts, outputs) -> int:
+    return sum(output.shape[1] - prompt.shape[1] for prompt, output in zip(prompts, outputs))

@@ -1,0 +1,151 @@
+"""`hf-descent exit MODEL`: what a trained model is worth, and what it costs, when it stops early."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from datasets import load_dataset
+from matplotlib.figure import Figure
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from . import models  # noqa: F401 (registers the package's own architectures)
+from .data.splits import FILE_TYPES
+from .data.text import DataArguments, load_text_classification, tokenize
+from .early_exit import (
+    ConfidenceExit,
+    ConfidenceReport,
+    ExitProfile,
+    SpeculationProfile,
+    exit_profile,
+    speculation_profile,
+    truncate,
+)
+from .evaluation.scoring import Result
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="text classifier or causal language model: a folder, or a name on the Hub")
+    parser.add_argument("--output_dir", help="folder for tables and figure; by default the model's, if it is one")
+    parser.add_argument("--max_loss", type=float, default=0.01, help="accuracy that early exit may cost (0.01)")
+    parser.add_argument("--measure", default="entropy", choices=("entropy", "margin"), help="a sample's uncertainty")
+    parser.add_argument("--batch_size", type=int, default=32, help="samples per batch, also when timed (32)")
+    parser.add_argument("--repeats", type=int, default=3, help="timings of each exit; the median counts (3)")
+    parser.add_argument("--save_layer", type=int, help="also save the model cut after this layer, as a checkpoint")
+    group = parser.add_argument_group("language models")
+    group.add_argument("--text_file", help="csv, json or parquet file with held-out texts in `text_column`")
+    group.add_argument("--prompts", type=int, default=8, help="texts whose beginnings are continued (8)")
+    group.add_argument("--prompt_length", type=int, default=16, help="tokens of each beginning (16)")
+    group.add_argument("--max_new_tokens", type=int, default=64, help="tokens generated for each (64)")
+    group = parser.add_argument_group("data of classifiers, as in `hf-descent classify`")
+    for field in dataclasses.fields(DataArguments):
+        kind = field.type if isinstance(field.type, type) else get_args(field.type)[0]
+        group.add_argument(f"--{field.name}", type=kind, default=field.default, help=field.metadata["help"])
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints the tables, and writes them as json with `exits.png` into the output folder.
+
+    A classifier's threshold is calibrated on the validation rows; everything is reported on the test rows (on the
+    validation rows where there are none).
+
+    Raises:
+        ValueError: the model is neither a classifier nor a causal language model, or the data does not fit it.
+    """
+    folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))
+    folder.mkdir(parents=True, exist_ok=True)
+    architecture = (AutoConfig.from_pretrained(args.model).architectures or [""])[0]
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if "ForSequenceClassification" in architecture:
+        model = AutoModelForSequenceClassification.from_pretrained(args.model)
+        results = _classifier(model, tokenizer, args)
+    elif architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        model = AutoModelForCausalLM.from_pretrained(args.model)
+        results = _language_model(model, tokenizer, args)
+    else:
+        raise ValueError(
+            f"`model` is {args.model!r}, a {architecture or 'model of unknown class'}; the command takes text "
+            "classifiers and causal language models. `hf_descent.early_exit` takes the others."
+        )
+    for name, result in results.items():
+        result.to_json(str(folder / f"{name}.json"))
+        print(f"{name.replace('_', ' ')}\n{result}\n")
+    plot(**results).savefig(folder / "exits.png", dpi=150)
+    if args.save_layer is not None:
+        target = folder / f"layer-{args.save_layer}"
+        truncate(model, args.save_layer).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+    print(f"Written to {folder}")
+
+
+def _classifier(model, tokenizer, args) -> dict[str, Result]:
+    data_args = DataArguments(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DataArguments)})
+    dataset = tokenize(load_text_classification(data_args), tokenizer, args.max_seq_length)
+    test = dataset.get("test", dataset["validation"])
+    settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
+    fast = ConfidenceExit(model, measure=args.measure).calibrate(dataset["validation"], args.max_loss, **settings)
+    return {
+        "exit_profile": exit_profile(model, test, repeats=args.repeats, **settings),
+        "confidence_exit": fast.evaluate(test, repeats=args.repeats, **settings),
+    }
+
+
+def _language_model(model, tokenizer, args) -> dict[str, Result]:
+    if args.text_file is None or Path(args.text_file).suffix not in FILE_TYPES:
+        raise ValueError(f"`text_file` is {args.text_file!r}; give one that ends in {', '.join(FILE_TYPES)}.")
+    rows = load_dataset(FILE_TYPES[Path(args.text_file).suffix], data_files=args.text_file, split="train")
+    if args.text_column not in rows.column_names:
+        raise ValueError(f"`text_column` is {args.text_column!r}; {args.text_file} has {rows.column_names}.")
+    rows = rows.select(range(min(len(rows), args.max_eval_samples or len(rows))))
+    ids = tokenizer(rows[args.text_column][:], truncation=True, max_length=args.max_seq_length or 512)["input_ids"]
+    ids = [row for row in ids if len(row) > args.prompt_length]
+    if not ids:
+        raise ValueError(f"No text of {args.text_file} has more than `prompt_length` = {args.prompt_length} tokens.")
+    prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
+    return {
+        "exit_profile": exit_profile(
+            model,
+            [{"input_ids": row} for row in ids],
+            data_collator=_pad,
+            batch_size=args.batch_size,
+            repeats=args.repeats,
+        ),
+        "speculation_profile": speculation_profile(
+            model, prompts, max_new_tokens=args.max_new_tokens, repeats=args.repeats
+        ),
+    }
+
+
+def _pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows of token ids, padded; padding is masked and has no label."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    mask = torch.arange(ids.shape[1]) < lengths[:, None]  # [batch, seq]
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+
+
+def plot(
+    exit_profile: ExitProfile,
+    confidence_exit: ConfidenceReport | None = None,
+    speculation_profile: SpeculationProfile | None = None,
+) -> Figure:
+    """Metric against speed-up of every exit; early exit per sample as one more point; acceptance per exit layer."""
+    figure = Figure(figsize=(9 if speculation_profile else 5, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2 if speculation_profile else 1, squeeze=False)[0]
+    axes[0].plot(exit_profile.speedups, exit_profile.values, "o-", label="all samples stop at layer")
+    for layer, (speedup, value) in enumerate(zip(exit_profile.speedups, exit_profile.values), start=1):
+        axes[0].annotate(str(layer), (speedup, value), textcoords="offset points", xytext=(4, 4))
+    if confidence_exit:
+        axes[0].plot([confidence_exit.speedup], [confidence_exit.accuracy], "*", ms=12, label="each stops when sure")
+    axes[0].set(xlabel="measured speed-up", ylabel=exit_profile.metric)
+    axes[0].legend()
+    if speculation_profile:
+        layers = range(1, len(speculation_profile.acceptance) + 1)
+        axes[1].plot(layers, speculation_profile.acceptance, "o-", label="accepted drafts")
+        speedups = speculation_profile.tokens_per_second / speculation_profile.greedy_tokens_per_second
+        axes[1].plot(layers, speedups, "s", label="speed-up of generation")
+        axes[1].axhline(1.0, color="grey", lw=0.8)
+        axes[1].set(xlabel="exit layer", xticks=list(layers))
+        axes[1].legend()
+    return figure

@@ -23,6 +23,7 @@ COMMANDS = {
     "evaluate": "measure trained models under noise and at every layer, on the same held-out rows",
     "denoise": "train a video denoiser from a recipe",
     "exit": "report what a trained model is worth, and costs, when it stops early",
+    "exit": "report what a trained model is worth, and costs, when it stops early",
 }
 
 

@@ -1,0 +1,368 @@
+"""Whether one way of training is better than another: runs grouped by their training, paired tests, a verdict.
+
+A verdict is about the way of training, so the training seed is the unit that is repeated, and the held-out data is a
+second one: seeds and blocks of data are crossed, as readers and cases are in a reader study, and the test is that of
+reader studies. For each seed and block the (jackknife) share of the metric's difference is taken. Its mean over seeds
+and blocks is the difference; the variance of that mean is the seeds' part, and where the blocks differ by more than
+the interaction of seeds and blocks explains, that excess; the degrees of freedom are the seeds' own, raised by the
+data's part. Runs with the same seeds on both sides are paired by seed; otherwise the seed variances of the two sides
+are added (Welch).
+
+All runs must have been evaluated on the same batches with the same noise (common random numbers).
+
+Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hillis (2007), Statistics in Medicine 26:
+596-619, for the degrees of freedom.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from ..descent_state import SUMMARY_NAME, read_summary
+from .profile import LayerProfile
+from .robustness import NoiseCurve
+
+
+PRIMARY = "auc_over_range"
+# Columns of the table: property of the curve -> heading.
+SUMMARIES = {PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
+
+
+@dataclass
+class Run:
+    """One trained model's results.
+
+    Attributes:
+        folder (`str`): where they were read.
+        curve ([`NoiseCurve`]): its `noise_curve.json`.
+        profile ([`LayerProfile`], *optional*): its `layer_profile.json`.
+        noisy_profiles (`list[LayerProfile]`): its `layer_profile_gamma_*.json`, by increasing level.
+        summary (`dict`): its `descent_config.json`; empty where there is none.
+        history (`list[dict]`): the log of its `trainer_state.json`.
+    """
+
+    folder: str
+    curve: NoiseCurve
+    profile: LayerProfile | None = None
+    noisy_profiles: list[LayerProfile] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
+        """Reads a run's folder; ValueError where it holds no curve of that name."""
+        path = os.path.join(folder, f"{curve}.json")
+        if not os.path.isfile(path):
+            raise ValueError(f"{folder} holds no {curve}.json; run `hf-descent evaluate {folder} --config RECIPE`.")
+        profiles = {name: os.path.join(folder, name) for name in os.listdir(folder)}
+        clean = profiles.get("layer_profile.json")
+        noisy = [path for name, path in profiles.items() if name.startswith("layer_profile_gamma_")]
+        state = os.path.join(folder, "trainer_state.json")
+        history = []
+        if os.path.isfile(state):
+            with open(state, encoding="utf-8") as file:
+                history = json.load(file)["log_history"]
+        return cls(
+            folder,
+            NoiseCurve.from_json(path),
+            None if clean is None else LayerProfile.from_json(clean),
+            sorted((LayerProfile.from_json(path) for path in noisy), key=lambda profile: profile.gamma),
+            read_summary(folder) if os.path.isfile(os.path.join(folder, SUMMARY_NAME)) else {},
+            history,
+        )
+
+    @property
+    def seed(self) -> int | None:
+        return self.summary.get("arguments", {}).get("seed")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was trained with, but for the seed."""
+        return {name: value for name, value in self.summary.get("arguments", {}).items() if name != "seed"}
+
+    @property
+    def arm(self) -> str:
+        """A name for the way of training: objective and noise."""
+        arguments = self.summary.get("arguments", {})
+        if not arguments:
+            return os.path.basename(os.path.normpath(self.folder))
+        name = "neftune" if arguments.get("neftune_noise_alpha") else arguments["objective"]
+        gamma = arguments.get("noise_gamma") or 0
+        return name if gamma in (0, [0, 0]) else f"{name}+noise {gamma}"
+
+
+@dataclass
+class Difference:
+    """How much better one group of runs is than another on one summary (an average over levels).
+
+    Attributes:
+        baseline, group (`str`): the groups.
+        name (`str`): property of the curve.
+        metric (`str`): name of the metric.
+        estimate (`float`): group minus baseline.
+        radius (`float`): half-width of the interval at `confidence`; infinite for a single run on either side.
+        data_radius (`float`): half-width over the choice of the data alone, for these very models.
+        p_value (`float`): of no difference, two-sided; not a number for a single run on either side.
+        freedom (`float`): degrees of freedom.
+        paired (`bool`): whether runs were paired by seed.
+        confidence (`float`): level of the interval and of the verdict, after correction for the comparisons made.
+        greater_is_better (`bool`): whether more of the metric is better.
+    """
+
+    baseline: str
+    group: str
+    name: str
+    metric: str
+    estimate: float
+    radius: float
+    data_radius: float
+    p_value: float
+    freedom: float
+    paired: bool
+    confidence: float
+    greater_is_better: bool
+
+    @property
+    def verdict(self) -> str:
+        """ "better", "worse", "no difference", or "open" for single runs."""
+        if not np.isfinite(self.radius):
+            return "open"
+        if abs(self.estimate) <= self.radius:
+            return "no difference"
+        return "better" if (self.estimate > 0) == self.greater_is_better else "worse"
+
+    def __str__(self) -> str:
+        level = f"{100 * self.confidence:.4g} %"
+        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g}"
+        if self.verdict == "open":
+            return (
+                f"{self.group} against {self.baseline}: open. With one run on a side the two models can be compared "
+                f"({figure} +- {self.data_radius:.2g} over the choice of the data, {level}), but not the ways of "
+                "training them: another seed may do the same. Train at least two seeds of each."
+            )
+        how = "paired by seed" if self.paired else "seeds not paired"
+        words = {
+            "no difference": f"no difference at {level}",
+            "better": f"{self.group} is better, at {level}",
+            "worse": f"{self.group} is worse, at {level}",
+        }[self.verdict]
+        figure += f" +- {self.radius:.2g}, p = {self.p_value:.2g}, {how}"
+        return f"{self.group} against {self.baseline}: {words} ({figure})."
+
+
+def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that were trained alike but for the seed, by a name for their training; in the order of first appearance.
+
+    Names are made longer by the settings that differ where two ways of training would have the same.
+    """
+    settings = {json.dumps([run.arm, run.settings], sort_keys=True): run for run in runs}
+    names = {}
+    for key, run in settings.items():
+        alike = [other for other in settings.values() if other.arm == run.arm]
+        differing = sorted(
+            name for name in run.settings if len({str(other.settings.get(name)) for other in alike}) > 1
+        )
+        names[key] = ", ".join([run.arm, *(f"{name} {run.settings[name]}" for name in differing)])
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(names[json.dumps([run.arm, run.settings], sort_keys=True)], []).append(run)
+    return groups
+
+
+def check_comparable(runs: Sequence[Run]):
+    """ValueError unless all curves were measured on the same batches, levels and noise draws."""
+    first = runs[0].curve
+    for run in runs:
+        curve = run.curve
+        same = (
+            curve.metric == first.metric
+            and np.array_equal(curve.gammas, first.gammas)
+            and curve.blocks is not None
+            and curve.blocks.shape == first.blocks.shape
+            and np.array_equal(curve.blocks[..., 1], first.blocks[..., 1])
+            and all(curve.settings.get(name) == first.settings.get(name) for name in ("seed", "perturbation"))
+        )
+        if not same:
+            raise ValueError(
+                f"{run.folder} and {runs[0].folder} were not evaluated on the same data, levels and noise: run "
+                "`hf-descent evaluate` on both with the same arguments."
+            )
+    if len(first.blocks) < 2:
+        raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")
+
+
+def difference(
+    groups: Mapping[str, Sequence[Run]], baseline: str, group: str, name: str = PRIMARY, confidence: float = 0.95
+) -> Difference:
+    """How much better the runs of `group` are than those of `baseline` on the property `name` of their curves."""
+    sides = [list(groups[baseline]), list(groups[group])]
+    seeds = [[run.seed for run in side] for side in sides]
+    paired = None not in seeds[0] and sorted(seeds[0]) == sorted(seeds[1]) and len(set(seeds[0])) == len(seeds[0])
+    if paired:
+        sides = [sorted(side, key=lambda run: run.seed) for side in sides]
+    before, after = (np.stack([run.curve.pseudo_values(name) for run in side]) for side in sides)  # [seeds, blocks]
+    # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
+    means = [np.array([getattr(run.curve, name) for run in side]) for side in sides]
+    estimate = float(means[1].mean() - means[0].mean())
+    blocks = before.shape[1]
+    tables = [after - before] if paired else [before, after]
+    counts = [len(table) for table in tables]
+
+    of_data = (after.mean(axis=0) - before.mean(axis=0)).var(ddof=1) / blocks
+    quantile = 1 - (1 - confidence) / 2
+    data_radius = float(stats.t.ppf(quantile, blocks - 1) * np.sqrt(of_data))
+    if min(counts) < 2:
+        radius, p_value, freedom = np.inf, np.nan, 0.0
+    else:
+        # Of every table: the variance of its mean over seeds, and the interaction's part in its mean over blocks.
+        of_seeds = np.array([table.mean(axis=1).var(ddof=1) / len(table) for table in tables])
+        interaction = sum(_interaction(table) / table.size for table in tables)
+        total = of_seeds.sum()
+        freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(of_seeds, counts)) if total else 1.0
+        variance = total + max(0.0, of_data - interaction)
+        freedom *= (variance / total) ** 2 if total else 1.0
+        error = np.sqrt(variance)
+        radius = float(stats.t.ppf(quantile, freedom) * error)
+        p_value = float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error else float(estimate == 0.0)
+    first = sides[0][0].curve
+    return Difference(
+        baseline=baseline,
+        group=group,
+        name=name,
+        metric=first.metric,
+        estimate=estimate,
+        radius=radius,
+        data_radius=data_radius,
+        p_value=p_value,
+        freedom=float(freedom),
+        paired=paired,
+        confidence=confidence,
+        greater_is_better=first.greater_is_better,
+    )
+
+
+def _interaction(table: np.ndarray) -> float:
+    """Mean square of the interaction of rows and columns of a table without replication."""
+    rest = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0, keepdims=True) + table.mean()
+    return float((rest**2).sum() / ((table.shape[0] - 1) * (table.shape[1] - 1)))
+
+
+@dataclass
+class Comparison:
+    """Groups of runs against the first of them.
+
+    Attributes:
+        groups (`dict[str, list[Run]]`): the runs by their training; the first group is the baseline.
+        differences (`list[Difference]`): of every other group from the baseline, on the average over all levels.
+    """
+
+    groups: dict[str, list[Run]]
+    differences: list[Difference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: of each group folders, summaries (mean, deviation over seeds) and cost; and the verdicts."""
+        groups = {}
+        for name, runs in self.groups.items():
+            values = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
+            values |= {summary: _spread(runs, summary) for summary in SUMMARIES}
+            values |= {"clean": _clean(runs), "feasible": _feasible(runs), "step_seconds": _cost(runs)}
+            groups[name] = values
+        verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
+        return {"groups": groups, "differences": verdicts}
+
+    def __str__(self) -> str:
+        width = max(len(name) for name in self.groups) + 2
+        first = next(iter(self.groups.values()))[0].curve
+        header = [f"{'':{width}}{'runs':>5}{'clean':>18}", *(f"{title:>18}" for title in SUMMARIES.values())]
+        rows = [
+            f"{first.metric}, mean +- standard deviation over seeds",
+            "".join([*header, f"{'feasible':>10}{'s/step':>10}"]),
+        ]
+        base_cost = _cost(next(iter(self.groups.values())))
+        for name, runs in self.groups.items():
+            cells = [_format(_clean(runs)), *(_format(_spread(runs, summary)) for summary in SUMMARIES)]
+            feasible, cost = _feasible(runs), _cost(runs)
+            feasible = "" if feasible is None else f"{feasible[0]} of {feasible[1]}"
+            ratio = "" if cost is None or not base_cost else f"x{cost / base_cost:.2f}"
+            rows.append(
+                f"{name:{width}}{len(runs):5d}"
+                + "".join(f"{cell:>18}" for cell in cells)
+                + f"{feasible:>10}{ratio:>10}"
+            )
+        return "\n".join([*rows, "", *(str(found) for found in self.differences)])
+
+
+def compare(
+    runs: Sequence[str] | Mapping[str, Sequence[str]],
+    baseline: str | None = None,
+    confidence: float = 0.95,
+    curve: str = "noise_curve",
+) -> Comparison:
+    """Reads runs and tests every group of them against a baseline.
+
+    Args:
+        runs (sequence of `str`, or mapping): folders of evaluated runs, grouped by what they were trained with; or the
+            groups themselves, name -> folders.
+        baseline (`str`, *optional*): name of the group to compare with; the first where not given.
+        confidence (`float`): level at which all verdicts hold together (Bonferroni over the groups).
+        curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
+
+    Raises:
+        ValueError: a folder was not evaluated, fewer than two groups, runs that were not evaluated alike.
+    """
+    if isinstance(runs, Mapping):
+        groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
+    else:
+        groups = group_runs([Run.load(folder, curve) for folder in runs])
+    check_comparable([run for group in groups.values() for run in group])
+    baseline = next(iter(groups)) if baseline is None else baseline
+    if baseline not in groups or len(groups) < 2:
+        raise ValueError(
+            f"The groups are {list(groups)} and `baseline` is {baseline!r}; give runs of at least two ways of "
+            "training, and a baseline among them."
+        )
+    groups = {baseline: groups[baseline]} | groups
+    level = 1 - (1 - confidence) / (len(groups) - 1)
+    return Comparison(
+        groups, [difference(groups, baseline, name, confidence=level) for name in groups if name != baseline]
+    )
+
+
+def _values(runs, name) -> np.ndarray:
+    return np.array([getattr(run.curve, name) for run in runs], dtype=float)  # None becomes not a number
+
+
+def _spread(runs, name) -> tuple[float, float]:
+    return _mean_and_deviation(_values(runs, name))
+
+
+def _clean(runs) -> tuple[float, float]:
+    return _mean_and_deviation(np.array([run.curve.mean[0] if run.curve.gammas[0] == 0 else np.nan for run in runs]))
+
+
+def _mean_and_deviation(values: np.ndarray) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else float("nan")
+
+
+def _feasible(runs) -> tuple[int, int] | None:
+    """How many of the runs with a problem are feasible on the held-out data, and how many have one."""
+    found = [run.profile.feasible for run in runs if run.profile is not None and run.profile.feasible is not None]
+    return (sum(found), len(found)) if found else None
+
+
+def _cost(runs) -> float | None:
+    """Seconds of a training step, the mean over runs."""
+    seconds = [run.summary["step_seconds"] for run in runs if "step_seconds" in run.summary]
+    return float(np.mean(seconds)) if seconds else None
+
+
+def _format(figure: tuple[float, float]) -> str:
+    mean, deviation = figure
+    if not np.isfinite(mean):
+        return "-"
+    return f"{mean:.4g}" + (f" +- {deviation:.2g}" if np.isfinite(deviation) else "")

@@ -1,0 +1,173 @@
+"""The paper's figures from your own runs, readable in greyscale: groups differ by line and marker, not by colour.
+
+- `plot_layers`: loss of every layer (figures 1 and 7), without noise and under it;
+- `plot_curves`: metric against the noise level (figures 1 and 4);
+- `plot_duals`: multipliers and violations over the steps of one run;
+- `plot_ratios`: per-sample ratios of consecutive layer losses (figure 12);
+- `plot_ablation`: metric at three noise levels against a setting, such as alpha (figures 5 and 14) or the dual rate
+  (figure 15).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .comparison import Comparison, Run
+
+
+STYLES = (
+    {"color": "black", "linestyle": "-", "marker": "o"},
+    {"color": "black", "linestyle": "--", "marker": "s"},
+    {"color": "0.5", "linestyle": "-", "marker": "^"},
+    {"color": "0.5", "linestyle": ":", "marker": "D"},
+    {"color": "black", "linestyle": "-.", "marker": "v"},
+    {"color": "0.7", "linestyle": "--", "marker": "x"},
+)
+LINES = ("-", "--", "-.", ":", (0, (1, 3)))
+ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
+
+
+def save_figures(comparison: Comparison, folder: str) -> list[str]:
+    """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names."""
+    groups = comparison.groups
+    figures = {"metric_against_noise": plot_curves(groups)}
+    if all(run.profile is not None for runs in groups.values() for run in runs):
+        figures["layer_losses"] = plot_layers(groups)
+        figures["ratios"] = plot_ratios(groups)
+    for name, runs in groups.items():
+        if any("multiplier_1" in entry for entry in runs[0].history):
+            figures[f"duals_{_file_name(name)}"] = plot_duals(runs[0], name)
+    runs = [run for group in groups.values() for run in group if run.summary.get("objective") == "descent"]
+    for setting in ABLATED:
+        if len({str(_setting(run, setting)) for run in runs}) > 2:
+            figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
+    files = []
+    for name, figure in figures.items():
+        for ending in ("png", "svg"):
+            files.append(f"{name}.{ending}")
+            figure.savefig(os.path.join(folder, files[-1]), dpi=150)
+    return files
+
+
+def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
+    """Metric against the noise level, mean over runs; bands from least to greatest (a single run: 95 % interval)."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, runs), style in zip(groups.items(), cycle(STYLES)):
+        values = np.stack([run.curve.mean for run in runs])  # [runs, levels]
+        low, high = values.min(axis=0), values.max(axis=0)
+        if len(runs) == 1:
+            error = runs[0].curve.radius("mean")
+            low, high = values[0] - error, values[0] + error
+        _line(axes, runs[0].curve.gammas, values.mean(axis=0), low, high, name, style)
+    curve = runs[0].curve
+    for gamma in sorted({run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}):
+        axes.axvline(gamma, color="0.8", zorder=0)
+        axes.annotate(
+            "training level", (gamma, 0.01), xycoords=("data", "axes fraction"), color="0.4", size=8, ha="right"
+        )
+    kind = curve.settings.get("perturbation", "gaussian")
+    axes.set(xlabel="noise level" if kind == "gaussian" else f"rate of {kind.replace('_', ' ')}", ylabel=curve.metric)
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
+    """Loss of every layer, one panel for each noise level that all runs have a profile of."""
+    levels = [
+        {profile.gamma: profile for profile in [run.profile, *run.noisy_profiles]}
+        for runs in groups.values()
+        for run in runs
+    ]
+    gammas = sorted(set.intersection(*(set(found) for found in levels)))
+    figure = Figure(figsize=(1 + 4 * len(gammas), 4), layout="constrained")
+    panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
+    for axes, gamma in zip(panels, gammas):
+        found = iter(levels)
+        for (name, runs), style in zip(groups.items(), cycle(STYLES)):
+            losses = np.stack([next(found)[gamma].losses for _ in runs])  # [runs, layers]
+            layers = np.arange(1, losses.shape[1] + 1)
+            _line(axes, layers, losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0), name, style)
+        axes.set(xlabel="layer", title="without noise" if gamma == 0 else f"noise level {gamma:g}")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].set_ylabel("held-out loss")
+    panels[0].legend(frameon=False)
+    return figure
+
+
+def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
+    """Histogram of f_l(x) / f_(l-1)(x) over samples and layers; what lies beyond 2 is counted in the last bin."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    bins = np.linspace(0, 2, 41)
+    for (name, runs), style in zip(groups.items(), cycle(STYLES)):
+        ratios = np.concatenate([run.profile.ratios.ravel() for run in runs])
+        counts, _ = np.histogram(ratios.clip(max=2), bins)
+        label = f"{name}: median {np.median(ratios):.2f}, {np.mean(ratios < 1):.0%} descend"
+        axes.stairs(counts / len(ratios), bins, label=label, color=style["color"], linestyle=style["linestyle"])
+    axes.axvline(1, color="0.8", zorder=0)
+    axes.set(xlabel="loss of a sample after a layer / before it", ylabel="share of steps", xlim=(0, 2))
+    axes.legend(frameon=False)
+    return figure
+
+
+def plot_duals(run: Run, name: str = "") -> Figure:
+    """Multipliers and violations of one run over its steps, layers from dark (first) to light (last)."""
+    entries = [entry for entry in run.history if "multiplier_1" in entry]
+    steps = [entry["step"] for entry in entries]
+    count = sum(key.startswith("multiplier_") for key in entries[0])
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, quantity in zip(figure.subplots(1, 2), ("multiplier", "violation")):
+        for layer, line in zip(range(1, count + 1), cycle(LINES)):
+            values = [entry[f"{quantity}_{layer}"] for entry in entries]
+            shade = str(0.75 * (layer - 1) / max(1, count - 1))
+            axes.plot(steps, values, color=shade, linestyle=line, label=f"layer {layer}")
+        axes.set(xlabel="optimizer step", ylabel=quantity)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.axhline(0, color="0.8", zorder=0)
+    axes.legend(frameon=False, ncols=1 + count // 9, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(name)
+    return figure
+
+
+def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
+    """Metric against a setting of training, at the least noise level, the middle one and the largest; mean and
+    standard deviation over the runs with the same value."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    curve = runs[0].curve
+    values = sorted({_setting(run, setting) for run in runs})
+    for level, style in zip((0, len(curve.gammas) // 2, -1), STYLES):
+        metric = [
+            np.array([run.curve.mean[level] for run in runs if _setting(run, setting) == value]) for value in values
+        ]
+        spread = [found.std(ddof=1) if len(found) > 1 else 0.0 for found in metric]
+        label = f"noise level {curve.gammas[level]:g}"
+        axes.errorbar(values, [found.mean() for found in metric], spread, label=label, capsize=3, **style)
+    axes.set(xlabel=ABLATED.get(setting, setting), ylabel=curve.metric)
+    if min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_xscale("log")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _setting(run: Run, name: str) -> float:
+    """A setting as a number; the mean over layers where there is one for each (or where it was "auto")."""
+    value = run.summary.get("arguments", {}).get(name)
+    if value == "auto":
+        value = run.summary.get("alpha" if name == "descent_alpha" else name)
+    return float(np.mean(value))
+
+
+def _line(axes: Axes, x, mean, low, high, label: str, style: Mapping[str, str]):
+    axes.plot(x, mean, label=label, markersize=4, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _file_name(name: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in name)

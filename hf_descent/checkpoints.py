@@ -69,6 +69,9 @@ class CheckpointMixin:
         names += ["learning_rate", "max_steps", "neftune_noise_alpha", "num_train_epochs", "seed"]
         summary = {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
         summary["arguments"] = {name: getattr(self.args, name) for name in names}
+        # Beside the arguments, where it is the one given: an adapter is saved without the model's config.
+        if (sigma := getattr(getattr(self.model, "config", None), "noise_sigma", None)) is not None:
+            summary["noise_sigma"] = sigma
         if self._step_seconds is not None:
             summary["step_seconds"] = self._step_seconds
         return summary | ({} if self._state is None else self._state.summary())

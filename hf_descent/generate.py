@@ -1,0 +1,200 @@
+"""`hf-descent generate MODEL`: answers of a language model to AlpacaEval's instructions, under noise if asked for.
+
+The output is the file that the `alpaca_eval` package reads. It is written batch by batch beside the output file
+(`.partial`), so that an interrupted run goes on where it stopped; batch and seed alone fix the noise and the sampling,
+so that it ends with the same answers.
+"""
+
+import json
+import os
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import load_dataset
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
+from .data.splits import FILE_TYPES
+from .descent_state import SUMMARY_NAME, read_summary
+from .noise import EmbeddingNoise
+
+
+ALPACA_EVAL = "hf://datasets/tatsu-lab/alpaca_eval/alpaca_eval.json"
+# What the answers depend on; a partial file goes on only under the same settings.
+SETTINGS = (
+    "model",
+    "instructions",
+    "gamma",
+    "sigma",
+    "seed",
+    "prompt_format",
+    "batch_size",
+    "max_new_tokens",
+    "temperature",
+    "top_p",
+    "num_beams",
+    "dtype",
+    "max_samples",
+    "generator",
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="language model or LoRA adapter, on the Hub or in a local folder")
+    parser.add_argument("--output", required=True, help="JSON file for the answers")
+    parser.add_argument("--gamma", type=float, default=0.0, help="noise level on every token's embedding (default 0)")
+    parser.add_argument("--sigma", type=float, help="deviation of the clean embeddings (default: the model's own)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of noise and sampling (default 0)")
+    parser.add_argument(
+        "--instructions",
+        default=ALPACA_EVAL,
+        help="csv, json or parquet file with a column `instruction` and perhaps `input` and `dataset` (default: "
+        "AlpacaEval's, from the Hub)",
+    )
+    parser.add_argument("--prompt_format", choices=PROMPT_FORMATS, default="auto", help="as in training (auto)")
+    parser.add_argument("--generator", help="name of the model in the file (default: its own, with the noise level)")
+    parser.add_argument("--batch_size", type=int, default=8, help="prompts in a batch; it fixes the noise (default 8)")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer (default 1024)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the sampling; 0: greedy (default 0)")
+    parser.add_argument("--top_p", type=float, default=1.0, help="nucleus of the sampling (default 1)")
+    parser.add_argument("--num_beams", type=int, default=1, help="beams of the search (default 1)")
+    parser.add_argument("--dtype", default="auto", help="precision of the weights (default: as saved)")
+    parser.add_argument("--device", help="where the model runs (default: the first accelerator, else the CPU)")
+    parser.add_argument("--max_samples", type=int, help="answer the first ones only")
+
+
+def run(args: Namespace) -> None:
+    """Answers every instruction.
+
+    Raises:
+        ValueError: the output exists, or was begun with other settings; the instructions lack their column; a prompt
+            fills the model's positions.
+    """
+    if os.path.exists(args.output):
+        raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
+    if args.generator is None:
+        args.generator = Path(args.model).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    rows = load_instructions(args.instructions)[: args.max_samples]
+    as_chat = is_chat(args.prompt_format, tokenizer)
+    answers = begin(args)
+
+    model = load_model(args.model, args.dtype, args.device)
+    noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else None
+    with tqdm(total=len(rows), initial=len(answers), desc="Answering") as progress:
+        for start in range(len(answers), len(rows), args.batch_size):
+            batch = rows[start : start + args.batch_size]
+            prompts = [format_prompt(row["instruction"], row.get("input"), as_chat) for row in batch]
+            if as_chat:
+                prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+            # A chat template has put the special tokens in.
+            inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not as_chat)
+            # Keyed by where the batch starts, as the noise is, so that a run that goes on draws the same.
+            key = np.random.SeedSequence(args.seed, spawn_key=(start,)).generate_state(1, np.uint64)[0]
+            torch.manual_seed(int(key))
+            if noise is not None:
+                noise.reseed(start)
+            with noise or nullcontext():
+                texts = answer(model, tokenizer, inputs.to(model.device), args)
+            new = [
+                {
+                    "instruction": row["instruction"],
+                    "output": text,
+                    "generator": args.generator,
+                    "dataset": row.get("dataset") or "alpaca_eval",
+                }
+                for row, text in zip(batch, texts)
+            ]
+            with open(partial_file(args), "a", encoding="utf-8") as file:
+                file.write(json.dumps(new) + "\n")
+            answers += new
+            progress.update(len(new))
+
+    with open(partial_file(args) + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(answers, file, indent=2, ensure_ascii=False)
+    os.replace(partial_file(args) + ".tmp", args.output)
+    os.remove(partial_file(args))
+    print(f"{len(answers)} answers of {args.generator} written to {args.output}")
+
+
+def load_instructions(path: str) -> list[dict]:
+    """The rows of a csv, json or parquet file, local or on the Hub; ValueError without a column `instruction`."""
+    suffix = Path(path).suffix
+    if suffix not in FILE_TYPES:
+        raise ValueError(f"`instructions` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}.")
+    rows = load_dataset(FILE_TYPES[suffix], data_files=path, split="train")
+    if "instruction" not in rows.column_names:
+        raise ValueError(f"{path} has no column `instruction`; it has {rows.column_names}.")
+    return rows.to_list()
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
+    """A causal language model, or one with the adapter that `name` holds, in eval mode, with the `noise_sigma` of its
+    training."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    if os.path.isfile(os.path.join(name, SUMMARY_NAME)):  # an adapter's folder has no config of the model
+        sigma = read_summary(name).get("noise_sigma")
+        model.config.noise_sigma = getattr(model.config, "noise_sigma", None) or sigma
+    accelerator = torch.accelerator.current_accelerator()
+    return model.to(device or accelerator or "cpu")
+
+
+def begin(args: Namespace) -> list[dict]:
+    """The answers that an interrupted run with the same settings left, or none and a new partial file."""
+    path, settings = partial_file(args), {name: getattr(args, name) for name in SETTINGS}
+    if not os.path.exists(path):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(settings) + "\n")
+        return []
+    with open(path, encoding="utf-8") as file:
+        lines = file.readlines()
+    if lines and not lines[-1].endswith("\n"):  # cut short by the interruption
+        lines.pop()
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(lines)
+    if not lines:
+        os.remove(path)
+        return begin(args)
+    begun = json.loads(lines[0])
+    for name, value in settings.items():
+        if begun.get(name) != value:
+            raise ValueError(
+                f"{path} was begun with {name}={begun.get(name)!r}, not {value!r}; go on with that, or remove it."
+            )
+    return [row for line in lines[1:] for row in json.loads(line)]
+
+
+def partial_file(args: Namespace) -> str:
+    return args.output + ".partial"
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, tokenizer, inputs, args: Namespace) -> list[str]:
+    """The answers to a batch of prompts, padded on the left."""
+    length = inputs["input_ids"].shape[1]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", length + args.max_new_tokens)
+    if length >= positions:
+        raise ValueError(
+            f"A prompt has {length} tokens and {type(model).__name__} {positions} positions: there is no room for an "
+            "answer. Leave the instruction out."
+        )
+    drawn = args.temperature > 0
+    tokens = model.generate(
+        **inputs,
+        max_new_tokens=min(args.max_new_tokens, positions - length),
+        num_beams=args.num_beams,
+        pad_token_id=tokenizer.pad_token_id,
+        do_sample=drawn,
+        temperature=args.temperature if drawn else None,
+        top_p=args.top_p if drawn else None,
+        top_k=None,
+    )
+    texts = tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
+    return [text.strip() for text in texts]

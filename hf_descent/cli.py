@@ -21,7 +21,6 @@ COMMANDS = {
     "classify": "fine-tune a text classifier from a recipe",
     "sft": "fine-tune a language model on instructions from a recipe",
     "generate": "answer instructions with a language model, under noise if asked for",
-    "generate": "answer instructions with a language model, under noise if asked for",
     "evaluate": "measure trained models under noise and at every layer, on the same held-out rows",
     "compare": "table, paired tests, a verdict in words and figures from evaluated runs",
     "denoise": "train a video denoiser from a recipe",

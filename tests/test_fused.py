@@ -1,64 +1,25 @@
-import copy
 import itertools
 import math
 
 import pytest
 import torch
+from naive_head import (
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    WEIGHTS,
+    Watch,
+    assert_same_gradients,
+    gradients,
+    naive_sums,
+    setting,
+)
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_descent import tiles
 from hf_descent.fused import HeadLoss, fused_layer_losses, labelled_tokens
-
-
-LAYERS, BATCH, SEQ, HIDDEN, VOCAB = 4, 3, 7, 8, 29
-WEIGHTS = torch.tensor([0.7, -0.4, 0.0, 1.9], dtype=torch.float64)
-
-
-def setting(bias=False, norm="rms", dtype=torch.float64, ignored=0.3):
-    torch.manual_seed(0)
-    hidden = [torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).requires_grad_() for _ in range(LAYERS)]
-    norm = {
-        "rms": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
-        "layer": lambda: nn.LayerNorm(HIDDEN),
-        "none": nn.Identity,
-    }[norm]().to(dtype)
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter, mean=1.0)
-    head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
-    labels = torch.randint(VOCAB, (BATCH, SEQ))
-    labels[torch.rand(BATCH, SEQ) < ignored] = -100
-    return hidden, norm, head, labels
-
-
-def naive_sums(hidden, norm, head, labels, head_loss=tiles.PLAIN_CROSS_ENTROPY, shift=True, ignore_index=-100):
-    """Layer losses as anyone would write them: all logits, transformers' own smoother."""
-    sums = []
-    for state in hidden:
-        logits = head_loss.logit_scale * head(norm(state))
-        if head_loss.softcap is not None:
-            logits = head_loss.softcap * torch.tanh(logits / head_loss.softcap)
-        smoother = LabelSmoother(epsilon=head_loss.label_smoothing, ignore_index=ignore_index)
-        sums.append(smoother({"logits": logits}, labels, shift_labels=shift, num_items_in_batch=1))
-    return torch.stack(sums)
-
-
-def gradients(hidden, *modules):
-    tensors = [*hidden, *(parameter for module in modules for parameter in module.parameters())]
-    found = [tensor.grad for tensor in tensors]
-    for tensor in tensors:
-        tensor.grad = None
-    return found
-
-
-def assert_same_gradients(actual, expected, **tolerance):
-    for got, wanted in zip(actual, expected, strict=True):
-        if wanted is None:
-            assert got is None
-        else:
-            torch.testing.assert_close(got, wanted, **tolerance)
 
 
 @pytest.fixture(params=[None, 2 * VOCAB], ids=["one tile", "two rows a tile"])
@@ -122,25 +83,6 @@ def test_frozen_parts_get_no_gradient(frozen):
     out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS, num_items=1)
     out.objective.backward()
     assert_same_gradients(gradients(hidden, norm, head), naive)
-
-
-class Watch(TorchDispatchMode):
-    """Counts the operations of matrix products, and the elements of the largest tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.flops = self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__.rstrip("_")
-        if name in ("mm", "addmm"):
-            left, right = args[-2:]
-            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return out
 
 
 def test_products_per_layer(tile_size):
@@ -227,16 +169,6 @@ def test_second_backward_is_refused():
         out.objective.backward()
 
 
-def test_improbable_labels_keep_a_finite_loss():
-    hidden, norm, head, labels = setting(dtype=torch.float32)
-    with torch.no_grad():
-        head.weight.mul_(1e4)
-    expected = naive_sums(hidden, norm, head, labels)
-    assert (expected > 1e3).any()
-    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float())
-    torch.testing.assert_close(out.sums, expected.detach())
-
-
 def test_entropies_and_hits_of_the_last_layer(tile_size):
     hidden, norm, head, labels = setting()
     tokens = labelled_tokens(labels)
@@ -266,59 +198,6 @@ def test_bfloat16_accumulates_in_float32(autocast, tile_size):
     for got, wanted in zip(gradients(hidden, norm, head), exact, strict=True):
         assert got.dtype == (torch.float32 if autocast else torch.bfloat16)
         assert (got.float() - wanted).norm() <= 0.02 * wanted.norm()
-
-
-def test_rounding_does_not_grow_with_the_number_of_tiles(monkeypatch):
-    hidden, norm, head, labels = setting(dtype=torch.bfloat16, ignored=0.0)
-    errors = []
-    double = [state.detach().double() for state in hidden]
-    exact_head = copy.deepcopy(head).double()
-    (naive_sums(double, copy.deepcopy(norm).double(), exact_head, labels).sum()).backward()
-    for rows in (1, BATCH * SEQ):
-        monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": rows * VOCAB})
-        fused_layer_losses(
-            hidden, labelled_tokens(labels), norm, head, torch.ones(LAYERS), num_items=1
-        ).objective.backward()
-        errors.append((head.weight.grad.double() - exact_head.weight.grad).norm())
-        head.weight.grad = None
-    assert errors[0] < 1.1 * errors[1]
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_no_tensor_is_larger_than_a_tile(monkeypatch, softcap):
-    hidden, norm, head, labels = setting(ignored=0.0)
-    tile = 10 * VOCAB
-    assert VOCAB * HIDDEN < tile < BATCH * SEQ * VOCAB
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": tile})
-    with Watch() as watch:
-        out = fused_layer_losses(
-            hidden, labelled_tokens(labels), norm, head, WEIGHTS, head_loss=HeadLoss(softcap=softcap)
-        )
-        out.objective.backward()
-    assert VOCAB * HIDDEN < watch.largest <= tile
-
-
-def peak_bytes(call):
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        call()
-    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
-
-
-def test_memory_grows_by_one_gradient_a_layer(monkeypatch):
-    batch, seq, hidden, vocab = 4, 64, 32, 1024
-    monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": 16 * vocab})
-    norm, head = nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
-    tokens = labelled_tokens(torch.randint(vocab, (batch, seq)))
-
-    def step_bytes(layers):
-        states = [torch.randn(batch, seq, hidden).requires_grad_() for _ in range(layers)]
-        return peak_bytes(
-            lambda: fused_layer_losses(states, tokens, norm, head, torch.ones(layers)).objective.backward()
-        )
-
-    gradient = 4 * batch * seq * hidden
-    assert 0.9 * gradient < (step_bytes(12) - step_bytes(4)) / 8 < 1.1 * gradient
 
 
 # ---- sampled tokens ----
@@ -398,56 +277,6 @@ def test_sample_size(fraction, size):
     assert tokens.sample is None if size is None else len(tokens.sample) == size
 
 
-# ---- threshold ----
-
-
-def run_with_threshold(threshold, scale, weights=WEIGHTS):
-    hidden, norm, head, labels = setting(bias=True, norm="none", ignored=0.0)
-    with torch.no_grad():
-        head.weight.mul_(scale)
-    # Tokens that are much alike, as are those of a text under a trained model: few classes hold most probability.
-    hidden = [(state[:1, :1] + 0.1 * state).detach() for state in hidden]
-    for state in hidden:
-        state[..., 0] = 1.0
-        state.requires_grad_()
-    tokens = labelled_tokens(labels % 5)
-    with Watch() as dense:
-        fused_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
-    exact = gradients(hidden, head)
-    head_loss = HeadLoss(gradient_threshold=threshold)
-    with Watch() as sparse:
-        out = fused_layer_losses(hidden, tokens, norm, head, weights, head_loss=head_loss)
-    out.objective.backward()
-    return out.skipped, exact, gradients(hidden, head), sparse.flops / dense.flops
-
-
-def test_threshold_approximates_what_it_says():
-    skipped, exact, found, cost = run_with_threshold(threshold=0.01, scale=20.0)
-    assert 0.001 < skipped < 0.01
-    assert cost < 0.8
-    errors = [(got - wanted).norm() / wanted.norm() for got, wanted in zip(found, exact) if wanted.any()]
-    assert 0 < max(errors) < 0.03
-
-
-def test_threshold_keeps_the_sums_of_tokens_and_classes():
-    skipped, exact, found, _ = run_with_threshold(0.2, 10.0, torch.ones(LAYERS, dtype=torch.float64))
-    assert skipped > 0.1
-    *_, weight, bias = found
-    # The first feature is 1, so its column holds each class's sum over tokens; and each token's entries sum to 0.
-    torch.testing.assert_close(weight[:, 0], bias)
-    torch.testing.assert_close(bias, exact[-1])
-    torch.testing.assert_close(weight.sum(0), torch.zeros(HIDDEN, dtype=torch.float64))
-    assert (weight - exact[-2]).norm() > 0.01 * exact[-2].norm()
-
-
-@pytest.mark.parametrize(("threshold", "scale"), [(1e-30, 1.0), (0.05, 0.01)], ids=["nothing small", "flat"])
-def test_threshold_falls_back_on_dense_products(threshold, scale):
-    skipped, exact, found, cost = run_with_threshold(threshold, scale)
-    assert skipped == 0
-    assert cost == 1
-    assert_same_gradients(found, exact)
-
-
 # ---- bad input ----
 
 
@@ -465,11 +294,6 @@ def test_bad_input(match, arguments):
     arguments = {"hidden_states": hidden, "weights": WEIGHTS, **arguments}
     with pytest.raises(ValueError, match=match):
         fused_layer_losses(tokens=labelled_tokens(labels), norm=norm, head=head, **arguments)
-
-
-def test_threshold_and_smoothing_exclude_each_other():
-    with pytest.raises(ValueError, match="label_smoothing"):
-        HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, math.nan])

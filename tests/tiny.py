@@ -1,7 +1,11 @@
 """Tiny random models and learnable toy data shared by the tests."""
 
+import copy
+
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.data import SequentialSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -10,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_descent import DescentConfig
+from hf_descent import DescentConfig, DescentTrainer
 
 
 VOCAB = 40
@@ -119,3 +123,32 @@ def config(output_dir, **arguments):
         "dual_warmup_steps": 0,
     }
     return DescentConfig(output_dir=str(output_dir), **{**defaults, **arguments})
+
+
+class InOrder(DescentTrainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def truncated(model, layers):
+    """An oracle that shares no code with the readout: the model with its upper layers cut off."""
+    model = copy.deepcopy(model)
+    model.base_model.encoder.layer = model.base_model.encoder.layer[:layers]
+    return model
+
+
+def naive_layer_losses(model, batch):
+    """BERT's layer losses by its hidden states, pooler and classifier."""
+    hidden_states = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states
+    logits = [model.classifier(model.bert.pooler(hidden)) for hidden in hidden_states[1:]]
+    return torch.stack([F.cross_entropy(logit, batch["labels"]) for logit in logits])  # [layers]
+
+
+def batches(data, size=8):
+    for start in range(0, len(data), size):
+        rows = data[start : start + size]
+        yield {
+            "input_ids": torch.stack([row["input_ids"] for row in rows]),
+            "attention_mask": torch.stack([row["attention_mask"] for row in rows]),
+            "labels": torch.tensor([row["labels"] for row in rows]),
+        }

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from tiny import bert, classification_data, config, language_data, llama
-from torch.utils.data import SequentialSampler
-
-from hf_descent import DescentTrainer
-
-
-class InOrder(DescentTrainer):
-    def _get_train_sampler(self, train_dataset=None):
-        return SequentialSampler(self.train_dataset)
+from tiny import InOrder, bert, classification_data, config, language_data, llama
 
 
 def run(tmp_path, model, data, batch, **arguments):

@@ -1,0 +1,75 @@
+"""Layer losses as anyone would write them, for the tests of the fused readout."""
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hf_descent import tiles
+
+
+LAYERS, BATCH, SEQ, HIDDEN, VOCAB = 4, 3, 7, 8, 29
+WEIGHTS = torch.tensor([0.7, -0.4, 0.0, 1.9], dtype=torch.float64)
+
+
+def setting(bias=False, norm="rms", dtype=torch.float64, ignored=0.3):
+    torch.manual_seed(0)
+    hidden = [torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).requires_grad_() for _ in range(LAYERS)]
+    norm = {
+        "rms": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
+        "layer": lambda: nn.LayerNorm(HIDDEN),
+        "none": nn.Identity,
+    }[norm]().to(dtype)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, mean=1.0)
+    head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
+    labels = torch.randint(VOCAB, (BATCH, SEQ))
+    labels[torch.rand(BATCH, SEQ) < ignored] = -100
+    return hidden, norm, head, labels
+
+
+def naive_sums(hidden, norm, head, labels, head_loss=tiles.PLAIN_CROSS_ENTROPY, shift=True, ignore_index=-100):
+    """Layer losses as anyone would write them: all logits, transformers' own smoother."""
+    sums = []
+    for state in hidden:
+        logits = head_loss.logit_scale * head(norm(state))
+        if head_loss.softcap is not None:
+            logits = head_loss.softcap * torch.tanh(logits / head_loss.softcap)
+        smoother = LabelSmoother(epsilon=head_loss.label_smoothing, ignore_index=ignore_index)
+        sums.append(smoother({"logits": logits}, labels, shift_labels=shift, num_items_in_batch=1))
+    return torch.stack(sums)
+
+
+def gradients(hidden, *modules):
+    tensors = [*hidden, *(parameter for module in modules for parameter in module.parameters())]
+    found = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return found
+
+
+def assert_same_gradients(actual, expected, **tolerance):
+    for got, wanted in zip(actual, expected, strict=True):
+        if wanted is None:
+            assert got is None
+        else:
+            torch.testing.assert_close(got, wanted, **tolerance)
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations of matrix products, and the elements of the largest tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in ("mm", "addmm"):
+            left, right = args[-2:]
+            self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return out

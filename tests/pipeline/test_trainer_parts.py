@@ -1,0 +1,257 @@
+"""DescentTrainer together with Trainer's other parts: checkpointing, autocast, search, PEFT, losses of one's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import (
+    InOrder,
+    batches,
+    bert,
+    classification_data,
+    config,
+    language_data,
+    llama,
+    naive_layer_losses,
+    truncated,
+)
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+from hf_descent import DescentTrainer
+
+
+DATA = classification_data()
+DATA_TEST = classification_data(32, seed=1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(tmp_path, reentrant):
+    finals = []
+    for checkpointing in (False, True):
+        args = config(
+            tmp_path,
+            activation_checkpointing=checkpointing,
+            activation_checkpointing_kwargs={"use_reentrant": reentrant},
+        )
+        trainer = InOrder(bert(), args, train_dataset=DATA)
+        trainer.train()
+        finals.append(trainer)
+    torch.testing.assert_close(finals[0].multipliers.values, finals[1].multipliers.values)
+    for (name, a), b in zip(finals[0].model.named_parameters(), finals[1].model.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_bf16_autocast_follows_full_precision(tmp_path):
+    finals = []
+    for bf16 in (False, True):
+        trainer = InOrder(bert(), config(tmp_path, bf16=bf16, learning_rate=1e-3), train_dataset=DATA)
+        trainer.train()
+        finals.append(trainer.multipliers.values)
+        assert trainer.multipliers.values.dtype == torch.float32
+    assert not torch.equal(*finals)
+    torch.testing.assert_close(*finals, rtol=0.02, atol=0.005)
+
+
+def test_hyperparameter_search_starts_each_trial_afresh_and_minimises_eval_loss(tmp_path):
+    pytest.importorskip("optuna")
+    starts = []
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                starts.append(trainer.multipliers.steps.item())
+
+    trainer = DescentTrainer(
+        args=config(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=4),
+        model_init=lambda: bert(),
+        train_dataset=DATA,
+        eval_dataset=DATA_TEST,
+        compute_metrics=lambda prediction: {"constant": 100.0},
+        callbacks=[Watch()],
+    )
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {
+            "descent_alpha": trial.suggest_float("descent_alpha", 0.1, 0.4),
+            "dual_learning_rate": trial.suggest_float("dual_learning_rate", 0.01, 0.1),
+        },
+        n_trials=3,
+    )
+    assert starts == [1.0, 1.0, 1.0]  # one dual step each, not 1, 5, 9
+    assert 0 < best.objective < 10 and 0.1 <= best.hyperparameters["descent_alpha"] <= 0.4
+    with pytest.raises(ValueError, match="direction"):
+        trainer.hyperparameter_search(direction="maximize", n_trials=1)
+
+
+def test_a_search_over_objectives_takes_dual_steps_where_the_trial_has_duals(tmp_path):
+    pytest.importorskip("optuna")
+    steps = []
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            steps.append(trainer.multipliers and trainer.multipliers.steps.item())
+
+    trainer = DescentTrainer(
+        args=config(tmp_path, objective="erm", max_steps=2), model_init=lambda: bert(), train_dataset=DATA,
+        eval_dataset=DATA_TEST, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {"objective": ["erm", "descent", "erm"][trial.number]}, n_trials=3
+    )
+    assert steps == [None, 2.0, None]
+
+
+def test_auto_find_batch_size_starts_afresh(tmp_path):
+    class TooLarge(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if trainer._train_batch_size > 7 and state.global_step == 3:
+                raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    trainer = DescentTrainer(
+        bert(), config(tmp_path, auto_find_batch_size=True), train_dataset=DATA, callbacks=[TooLarge()]
+    )
+    trainer.train()
+    assert trainer._train_batch_size == 7 and trainer.multipliers.steps.item() == 6
+
+
+def test_lora_trains_adapters_and_head_only(tmp_path):
+    peft = pytest.importorskip("peft")
+    base = bert()
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    before = {name: parameter.clone() for name, parameter in base.named_parameters()}
+    trainer = DescentTrainer(peft.get_peft_model(base, lora), config(tmp_path, noise_gamma=0.3), train_dataset=DATA)
+    trainer.train()
+    trainer.save_model()
+    assert trainer.multipliers.values.max() > 0
+    for name, parameter in trainer.model.get_base_model().named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            continue
+        origin = name.replace("base_layer.", "").replace("original_module.", "")
+        assert torch.equal(parameter, before[origin]), name
+    loaded = peft.PeftModel.from_pretrained(bert(), str(tmp_path)).eval()
+    batch = next(batches(DATA))
+    torch.testing.assert_close(loaded(**batch).logits, trainer.model.eval()(**batch).logits)
+
+
+def first_token(model, hidden, inputs):
+    return model.classifier(hidden[:, 0])
+
+
+def token_mean(model, hidden, inputs):
+    mask = inputs["attention_mask"][..., None].to(hidden.dtype)
+    return model.classifier((hidden * mask).sum(1) / mask.sum(1))
+
+
+@pytest.mark.parametrize("readout", [first_token, token_mean])
+def test_a_readout_of_ones_own_scores_every_layer_and_gives_the_predictions(tmp_path, readout):
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA, eval_dataset=DATA_TEST, readout=readout)
+    trainer.train()
+    metrics = trainer.evaluate()
+    batch, model = next(batches(DATA_TEST, 32)), trainer.model.eval()
+    with torch.no_grad():
+        hidden_states = model.bert(
+            batch["input_ids"], batch["attention_mask"], output_hidden_states=True
+        ).hidden_states[1:]
+        logits = [readout(model, hidden, batch) for hidden in hidden_states]
+    losses = [F.cross_entropy(logit, batch["labels"]).item() for logit in logits]
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(losses, rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
+    unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in DATA_TEST]
+    for data in (DATA_TEST, unlabelled):
+        torch.testing.assert_close(torch.tensor(trainer.predict(data).predictions), logits[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_loss_reads_attributes_or_keys(tmp_path):
+    """The "auto" settings call it on outputs of their own."""
+
+    def by_attribute(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels)
+
+    def by_key(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels)
+
+    def losses(loss):
+        args = config(tmp_path, max_steps=3, initial_loss_bound="auto", dual_warmup_steps=1)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA, layer_loss_fn=loss)
+        trainer.train()
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+    own = losses(by_attribute)
+    assert len(own) == 3 and own == losses(by_key)
+
+
+def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
+    weight = torch.tensor([1.0, 3.0, 0.5])
+
+    def weighted(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels, weight)
+
+    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST, layer_loss_fn=weighted)
+    metrics = trainer.evaluate()
+    batch = next(batches(DATA_TEST, 32))
+    for layer in (1, 2, 3):
+        with torch.no_grad():
+            logits = [truncated(bert(), layer).eval()(b["input_ids"], b["attention_mask"]).logits for b in [batch]]
+        per_batch = [
+            F.cross_entropy(logits[0][i : i + 8], batch["labels"][i : i + 8], weight).item() for i in range(0, 32, 8)
+        ]
+        assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(sum(per_batch) / 4, rel=1e-5)
+    with pytest.raises(ValueError, match="not both"):
+        DescentTrainer(bert(), config(tmp_path), layer_loss_fn=weighted, compute_loss_func=weighted)
+
+
+@pytest.mark.parametrize("objective", ["hinge", "quadratic"])
+def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objective):
+    """One SGD step of the penalised model equals a step on the penalty written out; empty micro-batches are zero."""
+    args = config(
+        tmp_path, objective=objective, penalty_coefficient=2.0, descent_alpha=0.4, max_steps=1, optim="sgd",
+        learning_rate=0.5, max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer = InOrder(bert(), args, train_dataset=DATA)
+    trainer.train()
+    model = bert()
+    f = naive_layer_losses(model, next(batches(DATA)))
+    excess = (f - 0.6 * torch.cat([torch.ones(1), f[:-1]])).clamp(min=0)
+    (f[-1] + 2 * (excess.sum() if objective == "hinge" else excess.square().sum() / 2)).backward()
+    for (name, a), b in zip(trainer.model.named_parameters(), model.parameters()):
+        torch.testing.assert_close(a, b - 0.5 * b.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+    data = language_data(8, ragged=False)
+    data[3]["labels"] = torch.full_like(data[3]["labels"], -100)
+    args = config(
+        tmp_path, objective=objective, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8
+    )
+    trainer = InOrder(llama(), args, train_dataset=data)
+    trainer.train()
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
+    args = config(tmp_path, label_smoothing_factor=0.2, eval_gammas=[0.0, 1.0], noise_gamma=0.5)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+    trainer.train()
+    curve = trainer.evaluate_robustness()
+    assert curve.losses[0, 0] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    assert any(key.startswith("eval_accuracy") for log in trainer.state.log_history for key in log)
+    with pytest.raises(ValueError, match="eval_gammas"):
+        DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST).evaluate_robustness()
+
+
+def test_noise_with_persistent_workers_does_not_evaluate_on_the_training_data(tmp_path):
+    args = config(tmp_path, noise_gamma=0.5, dataloader_num_workers=1, dataloader_persistent_workers=True, max_steps=2)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST[:8])
+    trainer.train()
+    assert trainer.num_examples(trainer.get_eval_dataloader()) == 8
+
+
+def test_the_label_shift_is_the_model_s_own_not_its_name_s(tmp_path):
+    """GPT2LMHeadModel shifts its labels; the items of the first step already count so."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=3, n_head=2))
+    data = language_data(ragged=False)
+    trainer = InOrder(model, config(tmp_path, learning_rate=0.0, max_steps=2), train_dataset=data)
+    trainer.train()
+    logged = [log["loss"] for log in trainer.state.log_history if "grad_norm" in log]
+    batch = {name: torch.stack([row[name] for row in data[:8]]) for name in data[0]}
+    model.eval()
+    with torch.no_grad():
+        assert logged[0] == pytest.approx(model(**batch).loss.item(), rel=0.05)  # dropout
+    assert logged[0] == pytest.approx(logged[1], rel=0.05)

@@ -3,7 +3,7 @@
 The task is read off the models' architecture; the data comes from the recipe that trained them (`--config`) or from
 flags. All models see the same batches and, per batch and level, the same noise, so that `hf-descent compare` can pair
 them. Results go into each model's folder: `noise_curve.json` and `.csv`, `layer_profile.json`, `shift_growth.json`,
-and with `--perturbation_rates` a curve named after the perturbation.
+and with `--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`.
 """
 
 import os
@@ -35,6 +35,7 @@ from .descent_state import SUMMARY_NAME, read_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
 from .losses import IGNORE_INDEX
+from .privacy import privacy_curve
 from .problem import DescentProblem
 
 
@@ -64,6 +65,12 @@ class EvaluateArguments:
         default=None,
         metadata={"help": "Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."},
     )
+    epsilons: list[float] | None = field(
+        default=None,
+        metadata={"help": "Also measure the metric where the embeddings are noisy enough for these epsilons."},
+    )
+    delta: float = field(default=1e-5, metadata={"help": "Delta of that (epsilon, delta) privacy."})
+    private_tokens: int = field(default=1, metadata={"help": "Tokens that an epsilon protects together."})
     confidence: float = field(default=0.95, metadata={"help": "Confidence of the certificates."})
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Rows in a batch; it fixes the noise."})
     feasibility_tolerance: float = field(
@@ -202,6 +209,13 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         kind = task.perturbation.name
         found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
         tables.append(f"{kind}, by their rate\n{found}")
+
+    if args.epsilons is not None:
+        private = privacy_curve(
+            model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
+        )
+        private.to_json(os.path.join(folder, "privacy_curve.json"))
+        tables.append(f"Privacy of the input\n{private}")
 
     problem, tolerance = None, 0.0
     if "alpha" in summary:

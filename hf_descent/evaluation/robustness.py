@@ -199,6 +199,7 @@ def noise_curve(
     layer_loss_fn: Callable[..., torch.Tensor] | None = None,
     readout: Callable | None = None,
     perturbation: Callable[[Mapping, float, np.random.Generator], Mapping] | None = None,
+    noise: EmbeddingNoise | None = None,
     cells_per_forward: int | None = None,
     accelerator: Accelerator | None = None,
     path: str | None = None,
@@ -223,6 +224,7 @@ def noise_curve(
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
             (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
+        noise ([`EmbeddingNoise`], *optional*): the noise to set to each level, with a seed and a sigma of its own.
         cells_per_forward (`int`, *optional*): levels and draws evaluated in one forward, on copies of the batch. As
             many as fit into memory where not given and the model is on an accelerator, else 1. Models whose loss is no
             function of their logits take one.
@@ -245,7 +247,8 @@ def noise_curve(
             "`perturbation` changes rows before they are collated; give the data set, not a `DataLoader`."
         )
     noisy = gammas != [0.0] and perturbation is None
-    noise = EmbeddingNoise(model, (gammas[0], gammas[-1]), seed, sigma) if noisy else None
+    if noisy and noise is None:
+        noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
     alone = accelerator is None or accelerator.num_processes == 1
     settings = {

@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": "table, paired tests, a verdict in words and figures from evaluated runs",
     "denoise": "train a video denoiser from a recipe",
     "exit": "report what a trained model is worth, and costs, when it stops early",
+    "card": "write the model card of a run from what was measured, and upload it where asked to",
 }
 
 

@@ -27,6 +27,7 @@ from .configs import DescentConfig
 from .descent_state import DescentState
 from .evaluation import noise_curve
 from .fused_step import FusedStepMixin
+from .hub import ModelCardMixin
 from .losses import count_items, labels_of, loss_from_logits
 from .multipliers import Multipliers
 from .noise import EmbeddingNoise
@@ -37,7 +38,7 @@ from .readout import Readout, has_router_loss
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
-class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
+class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardMixin):
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
@@ -384,6 +385,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin):
             raise ValueError("`eval_dataset` is a dict or not given; pass one dataset to `evaluate_robustness`.")
         curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
+        self._noise_curve = curve  # for the model card
         return curve
 
     def log(self, logs, start_time=None):

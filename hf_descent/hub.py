@@ -1,0 +1,229 @@
+"""Model cards and what lies beside the weights on the Hub.
+
+`collect` gathers what a run's folder says into plain values, kept as `model_card.json`; `model_card.render` turns them
+into the card. The trainer does both when it pushes or saves a checkpoint's card, `hf-descent card RUN` does both again
+once more was measured.
+"""
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from transformers.modelcard import TrainingSummary
+from transformers.utils import CONFIG_NAME
+
+from .configs import DescentArguments
+from .descent_state import SUMMARY_NAME
+from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from .evaluation import LayerProfile, NoiseCurve
+from .evaluation.scoring import Result
+from .model_card import render
+
+
+CARD_DATA_NAME = "model_card.json"
+OWN_MODELS = ("linear_readout", "ut", "dust", "vit_denoiser")  # `model_type` of `hf_descent.models`
+RESULTS: dict[str, type[Result]] = {
+    "noise_curve": NoiseCurve,
+    "layer_profile": LayerProfile,
+    "exit_profile": ExitProfile,
+    "confidence_exit": ConfidenceReport,
+    "speculation_profile": SpeculationProfile,
+}
+FIGURES = ("layers.png", "noise.png", "exits.png")
+SETTINGS = [
+    "learning_rate",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "optim",
+    "weight_decay",
+    "seed",
+    *(name for name in DescentArguments.__dataclass_fields__ if name not in ("objective", "eval_gammas")),
+]
+
+
+class ModelCardMixin:
+    """The part of [`DescentMixin`] that writes its model card."""
+
+    _noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
+
+        Takes the arguments of the trainer that it is mixed into: `transformers.Trainer`'s (`language`, `license`,
+        `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset`, ...) or TRL's (`model_name`, `dataset_name`,
+        `tags`).
+        """
+        if not self.is_world_process_zero():
+            return
+        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
+        folder = self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        if self._state is not None:
+            self._state.save_summary(folder, noise_gamma=self.args.noise_gamma)
+        if self._noise_curve is not None:
+            self._noise_curve.to_json(os.path.join(folder, "noise_curve.json"))
+        write_card(folder, **self._card_facts(given))
+
+    def _card_facts(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What this trainer knows of its run that no file in the folder says."""
+        if "dataset_name" in given:
+            given["dataset"] = given.pop("dataset_name")
+        tags = given.pop("tags", None) or []
+        tags = dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *self._tag_names])
+        summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        evaluations = [entry for entry in self.state.log_history if "eval_loss" in entry]
+        return {
+            "model_name": summary.model_name,
+            "repo_id": self.hub_model_id,
+            "base_model": summary.finetuned_from,
+            "datasets": _listed(summary.dataset),
+            "language": summary.language,
+            "license": summary.license,
+            "tags": summary.tags,
+            "pipeline_tag": (_listed(summary.tasks) or [None])[0],
+            "architecture": type(model).__name__,
+            "objective": self.args.objective,
+            "settings": {name: getattr(self.args, name) for name in SETTINGS},
+            "paper": self._paper,
+            "evaluation": evaluations[-1] if evaluations else None,
+        }
+
+
+def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> dict[str, Any]:
+    """What is known of a run, in plain JSON values: what its `model_card.json` says, `facts`, and its result files.
+
+    Args:
+        folder (`str` or `Path`): output folder of a run.
+        baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
+        facts: what replaces what was known: `model_name`, `base_model`, `datasets`, `license`, `language`, `tags`,
+            `split`, `limits` (a list of sentences), ...; `None` replaces nothing.
+
+    Raises:
+        ValueError: the folder holds no model, or a file of it cannot be read.
+    """
+    folder = Path(folder)
+    config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
+    if not (config or adapter):
+        raise ValueError(
+            f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
+        )
+    from .trainer import DescentMixin  # which has this module's mixin among its bases
+
+    card = {
+        "model_name": folder.resolve().name,
+        "architecture": (config.get("architectures") or ["model"])[0],
+        "tags": DescentMixin._tag_names,
+        "paper": DescentMixin._paper,
+    }
+    card |= _read(folder / CARD_DATA_NAME)
+    card |= {name: value for name, value in facts.items() if value is not None}
+    card["library_name"] = "peft" if adapter else "transformers"
+    card["needs_package"] = config.get("model_type") in OWN_MODELS
+    base = adapter.get("base_model_name_or_path")
+    if base and not os.path.isdir(base):
+        card["base_model"] = card.get("base_model") or base
+    descent = _read(folder / SUMMARY_NAME)
+    card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")
+    card["objective"] = card.get("objective") or descent.get("objective") or "erm"
+    results = _read(folder / "all_results.json")
+    for split, prefix in (("validation", "eval_"), ("test", "test_")):
+        if found := {name: value for name, value in results.items() if name.startswith(prefix)}:
+            card["evaluation"], card["split"] = found, split
+    for name, kind in RESULTS.items():
+        if (folder / f"{name}.json").is_file():
+            card[name] = _summary(name, kind.from_json(str(folder / f"{name}.json")))
+    if baseline is not None:
+        known = collect(baseline)
+        names = ("model_name", "objective", "settings", "evaluation", "noise_curve", "layer_profile")
+        card["baseline"] = {name: known.get(name) for name in names}
+    return plain(card)
+
+
+def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> None:
+    """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
+    folder = Path(folder)
+    card = collect(folder, baseline, **facts)
+    for name, figure in _figures(card).items():
+        figure.savefig(folder / name, dpi=120)
+    card["figures"] = [name for name in FIGURES if (folder / name).is_file()]
+    text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
+    (folder / CARD_DATA_NAME).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """`value` in what JSON and YAML know: scalars of numpy and torch converted, not-a-numbers and infinities None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or type(value) in (bool, int, str):
+        return value
+    return getattr(value, "value", str(value))  # an enumeration's
+
+
+def _summary(name: str, result: Any) -> dict[str, Any]:
+    """What a card shows of a result; samples and blocks stay in its own file."""
+    if name == "noise_curve":
+        fields = ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "auc_id", "auc_ood", "gamma_train")
+        return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1]}
+    if name == "layer_profile":
+        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "descending_share")
+        ratios = sorted(result.ratios.ravel())
+        median = ratios[len(ratios) // 2] if ratios else None
+        return {field: getattr(result, field) for field in fields} | {"ratio_median": median}
+    if name == "exit_profile":
+        fields = ("metric", "values", "speedups", "batch_size", "device")
+        return {field: getattr(result, field) for field in fields} | {"cheapest": result.cheapest()}
+    if name == "confidence_exit":
+        return {"text": str(result), "accuracy": result.accuracy, "speedup": result.speedup}
+    speedups = result.tokens_per_second / result.greedy_tokens_per_second
+    return {"acceptance": result.acceptance, "speedups": speedups, "best": result.best}
+
+
+def _figures(card) -> dict[str, Figure]:
+    baseline, figures = card.get("baseline") or {}, {}
+    for file, name, x, y, axis in (
+        ("layers.png", "layer_profile", None, "losses", "layer"),
+        ("noise.png", "noise_curve", "gammas", "mean", "noise level gamma"),
+    ):
+        own, other = card.get(name), baseline.get(name)
+        if not own:
+            continue
+        figure = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = figure.subplots()
+        for result, label, style in ((own, card["model_name"], "o-"), (other, baseline.get("model_name"), "s--")):
+            if result:
+                axes.plot(result[x] if x else range(1, len(result[y]) + 1), result[y], style, label=label)
+        axes.set(xlabel=axis, ylabel="task loss" if y == "losses" else own["metric"])
+        axes.legend()
+        figures[file] = figure
+    return figures
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}); write it again, or remove it.") from error
+
+
+def _listed(value: str | list[str] | None) -> list[str] | None:
+    return [value] if isinstance(value, str) else value

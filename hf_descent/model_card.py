@@ -1,0 +1,318 @@
+"""From what is known of a run to its model card: metadata for the Hub, tables and words for people."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+
+TEMPLATE = Path(__file__).with_name("model_card_template.md")
+INTRODUCTIONS = {
+    "descent": "In training every layer was constrained to lower the task loss, read by the model's own head.",
+    "erm": "No layer was constrained: this is plain training, the baseline of the constrained models.",
+}
+# The head of a class name -> (auto class, task on the Hub).
+TASKS = {
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForMultipleChoice": ("AutoModelForMultipleChoice", "multiple-choice"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text-generation"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+    "ForAudioClassification": ("AutoModelForAudioClassification", "audio-classification"),
+}
+DENOISERS = ("ForVideoDenoising", "ForDenoising")
+# Of the numbers of an evaluation, these are no metrics, or stand in a table of their own.
+NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "_auc", "ratio_")
+NO_METRICS += ("descending_share", "retention", "steps", "num_")
+MISSING = "not recorded"
+
+
+def render(card: Mapping[str, Any]) -> ModelCard:
+    """The model card of what [`~hub.collect`] gathered; tables without data are left out, and the card says so.
+
+    Args:
+        card (`dict`): plain JSON values. Needed: `model_name`, `architecture`, `objective`, `library_name`, `paper`.
+    """
+    noise, layers, exits = (card.get(name) or {} for name in ("noise_curve", "layer_profile", "exit_profile"))
+    auto_class, task = _task(card)
+    data = ModelCardData(
+        eval_results=_eval_results(card, task) or None,
+        pipeline_tag=task,
+        **{name: card.get(name) for name in ("model_name", "base_model", "datasets", "language", "license", "tags")},
+        library_name=card["library_name"],
+        metrics=[noise["metric"]] if noise else None,
+    )
+    baseline = card.get("baseline") or {}
+    return ModelCard.from_template(
+        data,
+        template_path=str(TEMPLATE),
+        base_model=card.get("base_model"),
+        architecture=card["architecture"],
+        model_name=card["model_name"],
+        datasets=", ".join(card.get("datasets") or []),
+        paper_url=f"https://huggingface.co/papers/{card['paper']['id']}",
+        citation=card["paper"]["citation"],
+        objective=card["objective"],
+        introduction=INTRODUCTIONS.get(
+            card["objective"],
+            "This objective weighs the losses of all layers, as a baseline of the constrained models.",
+        ),
+        usage=_usage(card, auto_class),
+        needs_package=card.get("needs_package"),
+        metrics=_metric_table(card, baseline),
+        noise=_noise_table(noise, baseline),
+        noise_note=_noise_note(noise),
+        layers=_layer_table(card, layers, baseline),
+        descending=_descending(layers),
+        verdict=_verdict(card, layers),
+        exits=_exit_table(exits),
+        exit_note=f"in batches of {exits['batch_size']} on {exits['device']}" if exits else "",
+        confidence=(card.get("confidence_exit") or {}).get("text"),
+        speculation=_speculation_table(card.get("speculation_profile") or {}),
+        exit_usage=_exit_usage(card, exits, layers, task),
+        settings=_setting_table(card, baseline),
+        figures=card.get("figures") or [],
+        limits=card.get("limits") or [],
+        versions=", ".join(f"{name} {version}" for name, version in (card.get("versions") or {}).items()) or MISSING,
+    )
+
+
+def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
+    """The results among the numbers of an evaluation, without their prefix (`eval_`, `test_`)."""
+    return {
+        name.split("_", 1)[1]: float(value)
+        for name, value in evaluation.items()
+        if "_" in name
+        and isinstance(value, int | float)
+        and math.isfinite(value)
+        and not any(word in name for word in NO_METRICS)
+    }
+
+
+def _task(card) -> tuple[str | None, str | None]:
+    for ending, (auto_class, task) in TASKS.items():
+        if card["architecture"].endswith(ending):
+            return auto_class, card.get("pipeline_tag") or task
+    return None, card.get("pipeline_tag") or ("image-to-image" if card["architecture"].endswith(DENOISERS) else None)
+
+
+def _eval_results(card, task) -> list[EvalResult]:
+    """One entry for each metric, each noise level and each area under the noise curve; only finite numbers."""
+    names = card.get("datasets") or []
+    where = {
+        "task_type": task or "other",
+        "dataset_type": names[0] if names else "unknown",
+        "dataset_name": names[0] if names else "held-out data",
+        "dataset_split": card.get("split"),
+    }
+    evaluation, noise = card.get("evaluation") or {}, card.get("noise_curve") or {}
+    found = [(name, name, value) for name, value in metrics_of(evaluation).items()]
+    for gamma, value in zip(noise.get("gammas") or [], noise.get("mean") or []):
+        found.append((noise["metric"], f"{noise['metric']} at noise gamma {gamma:g}", value))
+    if noise:
+        low, high = noise["gammas"][0], noise["gammas"][-1]
+        span = f"over noise gamma {low:g} to {high:g}"
+        found.append((f"{noise['metric']}_auc", f"area under {noise['metric']} {span}", noise.get("auc")))
+        found.append((f"{noise['metric']}_mean", f"mean {noise['metric']} {span}", noise.get("auc_over_range")))
+    return [
+        EvalResult(metric_type=kind, metric_name=name, metric_value=float(value), **where)
+        for kind, name, value in found
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def _usage(card, auto_class) -> str:
+    name, architecture = card.get("repo_id") or card["model_name"], card["architecture"]
+    imports = "import hf_descent.models  # registers the architecture\n" if card.get("needs_package") else ""
+    if auto_class is None:
+        module = "hf_descent.models" if card.get("needs_package") else "transformers"
+        return f'from {module} import {architecture}\n\nmodel = {architecture}.from_pretrained("{name}")'
+    library = "transformers"
+    if card["library_name"] == "peft":
+        library, auto_class = "peft", auto_class.replace("AutoModel", "AutoPeftModel")
+        auto_class = auto_class if "Image" not in auto_class and "Audio" not in auto_class else "AutoPeftModel"
+    lines = f'{imports}from {library} import {auto_class}\n\nmodel = {auto_class}.from_pretrained("{name}")'
+    tokens = card["architecture"].endswith(
+        ("Classification", "Answering", "Choice", "LM", "LMHeadModel", "Generation")
+    )
+    if tokens and "Image" not in architecture and "Audio" not in architecture:
+        lines = (
+            lines.replace("import Auto", "import AutoTokenizer, Auto")
+            if library == "transformers"
+            else ("from transformers import AutoTokenizer\n" + lines)
+        )
+        lines += f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
+    return lines
+
+
+def _exit_usage(card, exits, layers, task) -> str:
+    depth = len(layers.get("losses") or exits.get("values") or [])
+    layer = exits.get("cheapest") or max(1, depth // 2) or 1
+    classifier = task == "text-classification"
+    model = "model"
+    if card["library_name"] == "peft":
+        model = "model.merge_and_unload()"
+    lines = [f"from hf_descent.early_exit import {'ConfidenceExit, ' if classifier else ''}truncate", ""]
+    lines.append(f"short = truncate({model}, {layer})  # the first {layer} layers as a model of its own")
+    if classifier:
+        lines.append(f"fast = ConfidenceExit({model}).calibrate(validation_data, max_loss=0.01)  # exit per sample")
+    return "\n".join(lines)
+
+
+def _metric_table(card, baseline) -> str:
+    own, other = metrics_of(card.get("evaluation") or {}), metrics_of(baseline.get("evaluation") or {})
+    header = ["metric" + (f", {card['split']} data" if card.get("split") else ""), "value"]
+    return _table(header, [[name, value] for name, value in own.items()], baseline, [[other.get(n)] for n in own])
+
+
+def _noise_table(noise, baseline) -> str:
+    if not noise:
+        return ""
+    other = baseline.get("noise_curve") or {}
+    beside = dict(zip(other.get("gammas") or [], other.get("mean") or []))
+    rows, others = [], []
+    spreads = noise.get("std") or []
+    for gamma, mean, spread in zip_longest(noise["gammas"], noise["mean"], spreads):
+        rows.append([f"{gamma:g}", _cell(mean) + (f" ± {spread:.2g}" if spread else "")])
+        others.append([beside.get(gamma)])
+    same_grid = other.get("gammas") == noise["gammas"]
+    for name, words in (("auc", "area under the curve"), ("auc_over_range", "mean over the range")):
+        if noise.get(name) is not None:
+            rows.append([words, noise[name]])
+            others.append([other.get(name) if same_grid else None])
+    return _table(["gamma", noise["metric"]], rows, baseline if other else {}, others)
+
+
+def _noise_note(noise) -> str:
+    if not noise:
+        return ""
+    trained = noise.get("gamma_train")
+    words = f"Trained at gamma = {trained:g}. " if trained else "Trained without noise. " if trained == 0 else ""
+    return (
+        words + f"Mean over {noise['draws']} draws of the noise, ± their standard deviation."
+        if noise["draws"] > 1
+        else words + "One draw of the noise."
+    )
+
+
+def _layer_table(card, layers, baseline) -> str:
+    losses = layers.get("losses") or _numbered(card.get("evaluation") or {}, "layer_loss_")
+    if not losses:
+        return ""
+    descent = card.get("descent") or {}
+    columns = {"layer": range(1, len(losses) + 1), "f_l": losses}
+    if layers.get("values"):
+        columns[layers["metric"]] = layers["values"]
+    if layers.get("violations"):
+        columns["violation"] = layers["violations"]
+    if len(descent.get("multipliers") or []) == len(losses):
+        columns["multiplier"] = descent["multipliers"]
+    other = (baseline.get("layer_profile") or {}).get("losses") or []
+    rows = [list(row) for row in zip(*columns.values())]
+    if len(other) != len(losses):
+        return _table(list(columns), rows)
+    return _table(list(columns), rows, {"model_name": f"f_l of {baseline['model_name']}"}, [[loss] for loss in other])
+
+
+def _numbered(evaluation, word) -> list[float]:
+    """The values of `..._<word>1`, `..._<word>2`, ... in order."""
+    found = {}
+    for name, value in evaluation.items():
+        _, marker, number = name.partition(word)
+        if marker and number.isdecimal():
+            found[int(number)] = value
+    return [found[number] for number in sorted(found)]
+
+
+def _descending(layers) -> str:
+    if layers.get("descending_share") is None:
+        return ""
+    median = f"; the median ratio of a sample's loss to that before is {_cell(layers.get('ratio_median'))}"
+    return f"{layers['descending_share']:.1%} of the (sample, layer) steps lower the loss{median}."
+
+
+def _verdict(card, layers) -> str:
+    if card["objective"] == "erm":
+        return "Feasibility was not asked for: no layer was constrained."
+    evaluation, descent = card.get("evaluation") or {}, card.get("descent") or {}
+    violation, feasible, source = layers.get("max_violation"), layers.get("feasible"), "held-out data"
+    for prefix in ("test", "eval", "train"):
+        if violation is None:
+            violation, feasible = (evaluation.get(f"{prefix}_{name}") for name in ("max_violation", "feasible"))
+    if violation is None:
+        violation, feasible, source = descent.get("max_violation"), descent.get("feasible"), "the end of training"
+    if violation is None:
+        return "Whether the constraints are met was not measured."
+    bound = descent.get("initial_loss_bound")
+    scale = f" (f_0 = {_cell(bound)})" if bound is not None else ""
+    if feasible:
+        return f"**Feasible** on {source}: the largest violation is {_cell(violation)}{scale}, within the tolerance."
+    return (
+        f"**Not feasible** on {source}: the largest violation is {_cell(violation)}{scale}. Models that miss their "
+        "constraints can be far worse than plain ones."
+    )
+
+
+def _exit_table(exits) -> str:
+    rows = zip(exits.get("values") or [], exits.get("speedups") or [])
+    return _table(
+        ["layer", exits.get("metric", ""), "speed-up"],
+        [[layer, value, f"{speedup:.2f}x"] for layer, (value, speedup) in enumerate(rows, start=1)],
+    )
+
+
+def _speculation_table(speculation) -> str:
+    rows = zip(speculation.get("acceptance") or [], speculation.get("speedups") or [])
+    return _table(
+        ["exit layer", "accepted", "speed-up of generation"],
+        [
+            [layer, f"{accepted:.1%}", "not timed" if speedup is None else f"{speedup:.2f}x"]
+            for layer, (accepted, speedup) in enumerate(rows, start=1)
+        ],
+    )
+
+
+def _setting_table(card, baseline) -> str:
+    own = {"objective": card["objective"]} | (card.get("settings") or {}) if card.get("settings") else {}
+    descent = card.get("descent") or {}
+    for name, key in (("descent_alpha", "alpha"), ("initial_loss_bound", "initial_loss_bound")):
+        if own.get(name) == "auto" and key in descent:
+            own[name] = ["auto:", *([descent[key]] if not isinstance(descent[key], list) else descent[key])]
+    other = {"objective": baseline.get("objective")} | (baseline.get("settings") or {})
+    return _table(
+        ["setting", "value"],
+        [[f"`{name}`", value] for name, value in own.items()],
+        baseline if baseline.get("settings") else {},
+        [[other.get(name)] for name in own],
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], baseline=None, others=()) -> str:
+    """A markdown table; with a baseline, a last column of the values in `others`. Empty without rows."""
+    rows = [list(row) for row in rows]
+    if not rows:
+        return ""
+    if baseline:
+        header = [*header, baseline["model_name"]]
+        rows = [[*row, *other] for row, other in zip(rows, others)]
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(_cell(value) for value in line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        return " ".join(_cell(item) for item in value)
+    return str(value).replace("|", "\\|").replace("\n", " ")

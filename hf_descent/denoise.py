@@ -34,7 +34,6 @@ from .trainer import DescentTrainer
 ARCHITECTURES = ("ut", "dust", "vit")
 SIGMA_ROWS = 4096  # rows from which the deviation of the clean signal is measured
 SHUFFLE_BUFFER = 10_000  # rows held to draw from where videos are streamed
-COMPARED = 4  # clips of a split that the classical denoisers are given
 
 
 @dataclass
@@ -43,7 +42,12 @@ class ModelArguments:
 
     architecture: str = field(metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
     num_layers: int = field(default=5, metadata={"help": "Depth of UT and DUST. A ViT has its own."})
-    attention_step: float = field(default=0.3, metadata={"help": "UT: share of the way to the attention output."})
+    attention_step: float | None = field(
+        default=None,
+        metadata={
+            "help": "UT: share of the way to the attention output that a layer goes; 2 / `num_layers` where not given."
+        },
+    )
     dictionary_size: int = field(default=512, metadata={"help": "DUST: columns of the dictionary."})
     shared_dictionary: bool = field(default=False, metadata={"help": "DUST: one dictionary for all layers."})
     sparsity: float = field(default=0.01, metadata={"help": "DUST: weight of the codes' absolute values."})
@@ -61,6 +65,9 @@ class ModelArguments:
         },
     )
     noise_draws: int = field(default=1, metadata={"help": "Draws of the noise at each level of the final report."})
+    classical_clips: int = field(
+        default=4, metadata={"help": "Clips of each split for the classical denoisers; 0 leaves these out."}
+    )
     compare_with: str | None = field(
         default=None, metadata={"help": "Folder of another denoiser of this architecture, for the pictures."}
     )
@@ -80,11 +87,9 @@ class ModelArguments:
             )
         if self.loss_gamma is not None and not self.loss_gamma > 0:
             raise ValueError(f"`loss_gamma` is {self.loss_gamma}; give a positive noise level or leave it out.")
-        if self.noise_draws < 1 or self.picture_gamma < 0:
-            raise ValueError(
-                f"`noise_draws` is {self.noise_draws} and `picture_gamma` {self.picture_gamma}; give at least one "
-                "draw, and a level that is not negative."
-            )
+        for name, least in (("noise_draws", 1), ("classical_clips", 0), ("picture_gamma", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; give at least {least}.")
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)
@@ -149,6 +154,7 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     if args.noise_sigma is None:
         args.noise_sigma = measure_sigma(rows["train"], task)
     model = build_model(model_args, data_args, task, args.noise_sigma, next(iter(rows["train"])))
+    model.config.noise_sigma = args.noise_sigma  # also where training is without noise: the tests are not
     args.remove_unused_columns = False  # there are none, and a stream's cannot be told
 
     trainer = DescentTrainer(
@@ -193,7 +199,9 @@ def build_model(
         return model.train()
     sizes = {"hidden_size": data_args.patch_size**2, "num_hidden_layers": args.num_layers, "loss_scale": loss_scale}
     if args.architecture == "ut":
-        return UTForVideoDenoising(UTConfig(**sizes, attention_step=args.attention_step))
+        # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.
+        step = min(1.0, 2 / args.num_layers) if args.attention_step is None else args.attention_step
+        return UTForVideoDenoising(UTConfig(**sizes, attention_step=step))
     names = ("dictionary_size", "shared_dictionary", "sparsity", "coupling", "curvature")
     return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
 
@@ -225,9 +233,11 @@ def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: M
         metrics |= {f"{split}_{name}": value for name, value in curve.to_dict().items()}
         metrics[f"{split}_mean_rmse"] = float(curve.mean.mean())
         gammas = curve.gammas.tolist()
-        few = np.stack([row["frames"] for row in some_clips(clips, COMPARED)]) / 255  # [clips, frames, height, width]
-        # The deviation of the gray frames in [0, 1], which is what the classical denoisers see.
-        columns = classical_rmse(few, gammas, args.noise_sigma / task.pixel_range)
+        columns = {}
+        if model_args.classical_clips:
+            few = [row["frames"] for row in some_clips(clips, model_args.classical_clips)]
+            # They see gray frames in [0, 1], and are given the deviation of those.
+            columns = classical_rmse(np.stack(few) / 255, gammas, args.noise_sigma / task.pixel_range)
         for name, values in columns.items():
             metrics |= {f"{split}_{name}_rmse@{gamma:g}": value for gamma, value in zip(gammas, values)}
         columns["this model"] = curve.mean.tolist()

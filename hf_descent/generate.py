@@ -140,7 +140,7 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Pre
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
     if os.path.isfile(os.path.join(name, SUMMARY_NAME)):  # an adapter's folder has no config of the model
         sigma = read_summary(name).get("noise_sigma")
-        model.config.noise_sigma = getattr(model.config, "noise_sigma", None) or sigma
+        model.config.noise_sigma = sigma or getattr(model.config, "noise_sigma", None)
     accelerator = torch.accelerator.current_accelerator()
     return model.to(device or accelerator or "cpu")
 

@@ -1,0 +1,297 @@
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_descent import EmbeddingNoise, cli, generate
+from hf_descent.data.alpaca import format_prompt
+
+
+ROOT = Path(__file__).parent.parent
+ROWS = [
+    {"instruction": f"Count to {i}{'!' * (i % 3)}", "dataset": "counting" if i % 2 else "helpful_base"}
+    for i in range(7)
+]
+
+
+def save_model(folder, chat=False, **config):
+    tok = tokenizer(chat)
+    tok.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tok),
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        eos_token_id=tok.eos_token_id,
+        noise_sigma=0.5,
+        **shape,
+        **config,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("plain") / "tiny-model")
+
+
+@pytest.fixture
+def instructions(tmp_path):
+    path = tmp_path / "instructions.json"
+    path.write_text(json.dumps(ROWS))
+    return str(path)
+
+
+@pytest.fixture
+def answers(model, instructions, tmp_path):
+    def run(name="outputs.json", model=model, **flags):
+        words = ["generate", model, "--output", str(tmp_path / name), "--instructions", instructions]
+        flags = {"batch_size": 3, "max_new_tokens": 8, "device": "cpu"} | flags
+        cli.main([*words, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))])
+        return json.loads((tmp_path / name).read_text())
+
+    return run
+
+
+def test_the_file_is_alpaca_evals(answers, tmp_path, capsys):
+    rows = answers("a/b.json")
+    assert [list(row) for row in rows] == [["instruction", "output", "generator", "dataset"]] * len(ROWS)
+    for row, given in zip(rows, ROWS):
+        assert row["instruction"] == given["instruction"] and row["dataset"] == given["dataset"]
+        assert row["generator"] == "tiny-model" and row["output"]
+    assert os.listdir(tmp_path / "a") == ["b.json"]
+    assert "7 answers of tiny-model" in capsys.readouterr().out
+    assert answers("c.json", gamma=1.5, max_samples=2)[0]["generator"] == "tiny-model-gamma1.5"
+    with pytest.raises(ValueError, match="exists already"):
+        answers("c.json")
+
+
+def test_answers_are_those_of_generate_under_the_same_noise(answers, model):
+    """Row by row, without padding, against the model's own `generate` inside the noise."""
+    rows = answers(batch_size=1, gamma=1.5, seed=3)
+    loaded, tok = AutoModelForCausalLM.from_pretrained(model).eval(), tokenizer(False)
+    for index, row in enumerate(rows):
+        ids = tok(format_prompt(ROWS[index]["instruction"]), return_tensors="pt").input_ids
+        noise = EmbeddingNoise(loaded, 1.5, seed=3, sigma=0.5)
+        noise.reseed(index)
+        with noise:
+            tokens = loaded.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+            )
+        assert row["output"] == tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    assert [row["output"] for row in answers("clean.json", batch_size=1)] != [row["output"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"temperature": 0.7, "top_p": 0.9}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"]
+)
+def test_an_interrupted_run_ends_with_the_same_answers(answers, tmp_path, monkeypatch, flags):
+    whole = answers("whole.json", gamma=1.0, seed=1, **flags)
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return complete(*args)
+
+    complete = generate.answer
+    monkeypatch.setattr(generate, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answers("cut.json", gamma=1.0, seed=1, **flags)
+    monkeypatch.setattr(generate, "answer", lambda *args: calls.append(args) or complete(*args))
+    with open(tmp_path / "cut.json.partial", "a") as file:
+        file.write('[{"instruction": "cut in the mid')
+    assert answers("cut.json", gamma=1.0, seed=1, **flags) == whole
+    assert len(calls) == 4
+    other = answers("other.json", gamma=1.0, seed=2, **flags)
+    assert [row["output"] for row in other] != [row["output"] for row in whole]
+
+
+def test_a_partial_file_of_other_settings_is_refused(answers, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "answer", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        answers(gamma=1.0)
+    with pytest.raises(ValueError, match=r"was begun with gamma=1\.0, not 2\.0"):
+        answers(gamma=2.0, generator="tiny-model-gamma1")
+
+
+def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
+    seen = []
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"instruction": "Double.", "input": "7"}]))
+    monkeypatch.setattr(
+        generate,
+        "answer",
+        lambda model, tok, inputs, args: seen.extend(tok.batch_decode(inputs["input_ids"])) or ["x"],
+    )
+    for chat, form in ((True, "auto"), (True, "alpaca"), (False, "auto")):
+        folder = save_model(tmp_path / f"model-{chat}", chat)
+        output = str(tmp_path / f"{len(seen)}.json")
+        cli.main(["generate", folder, "--output", output, "--instructions", str(path), "--prompt_format", form])
+    assert seen == ["<user>Double.\n\n7</s><assistant>", format_prompt("Double.", "7"), format_prompt("Double.", "7")]
+
+
+def test_adapters_keep_the_deviation_of_their_training(model, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).save_pretrained(tmp_path / "lora")
+    (tmp_path / "lora" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
+    loaded = generate.load_model(str(tmp_path / "lora"), device="cpu")
+    assert loaded.config.noise_sigma == 0.25  # not the base model's 0.5
+    ids = torch.arange(10, 20)[None]
+    with torch.no_grad():
+        assert not torch.equal(loaded(ids).logits, AutoModelForCausalLM.from_pretrained(model)(ids).logits)
+
+
+def test_refusals_name_the_remedy(answers, tmp_path, instructions):
+    small = save_model(tmp_path / "small", max_position_embeddings=64)
+    with pytest.raises(ValueError, match=r"A prompt has \d+ tokens and LlamaForCausalLM 64 positions"):
+        answers(model=small)
+    Path(instructions).write_text(json.dumps([{"question": "a"}]))
+    with pytest.raises(ValueError, match=r"no column `instruction`; it has \['question'\]"):
+        answers("x.json")
+    with pytest.raises(ValueError, match="ends in one of"):
+        generate.load_instructions("rows.txt")
+
+
+# ---- the real alpaca_eval package ----
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Prefers the answer with more different letters; a draw goes to the first."""
+
+    prompts = []
+
+    def do_POST(self):
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        self.prompts.append(prompt)
+        first, second = re.search("Answer m:\n(.*?)\n\nAnswer M:\n(.*?)\n\nWhich", prompt, re.DOTALL).groups()
+        letter = "M" if len(set(second)) > len(set(first)) else "m"
+        message = {"role": "assistant", "content": letter}
+        body = {
+            "id": "0",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "judge",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+        body = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Judge.prompts.clear()
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{server.server_port}/v1")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def letters(row):
+    return len(set(row["output"]))
+
+
+@pytest.fixture
+def compared(answers):
+    """The answers of a noisy model and of the clean one, none of them drawn."""
+    reference, noisy = answers("erm.json"), answers("descent.json", gamma=3.0)
+    kept = [index for index in range(len(ROWS)) if letters(reference[index]) != letters(noisy[index])]
+    assert len(kept) > 2
+    wins = [letters(noisy[index]) > letters(reference[index]) for index in kept]
+    return reference, noisy, kept, 100 * sum(wins) / len(wins)
+
+
+def recipe_command(folder):
+    (line,) = re.findall(r"^alpaca_eval .*$", (ROOT / "recipes/alpaca-eval/README.md").read_text(), re.MULTILINE)
+    return line.replace("runs/alpaca-eval", str(folder)).replace("$PWD", str(ROOT)).split()
+
+
+@pytest.mark.slow
+def test_alpaca_eval_reads_the_file_and_agrees_on_the_win_rate(compared, judge, tmp_path):
+    pytest.importorskip("alpaca_eval")
+    reference, noisy, kept, expected = compared
+    for name, rows in (("erm", reference), ("descent", noisy)):
+        (tmp_path / f"{name}.json").write_text(json.dumps([rows[index] for index in kept]))
+    command = [
+        *recipe_command(tmp_path),
+        "--fn_metric",
+        "get_winrate",
+        "--sort_by",
+        "win_rate",
+        "--caching_path",
+        "None",
+    ]
+    run = [sys.executable, "-c", "from alpaca_eval.main import main; main()", *command[1:]]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert len(Judge.prompts) == len(kept)
+    board = pd.read_csv(tmp_path / "leaderboard.csv", index_col=0)
+    assert board.index.tolist() == ["tiny-model-gamma3"]
+    assert board.loc["tiny-model-gamma3", "win_rate"] == pytest.approx(expected)
+    assert board.loc["tiny-model-gamma3", "n_total"] == len(kept)
+
+
+LENGTH_CONTROLLED = """
+import sys
+import alpaca_eval.metrics.glm_winrate as glm
+from alpaca_eval.main import main
+table = sys.argv[-1]
+glm.hf_hub_download = lambda *args, **kwargs: table
+sys.argv = sys.argv[:-1]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_alpaca_evals_length_controlled_rate_runs_on_a_table_of_its_columns(compared, judge, tmp_path):
+    pytest.importorskip("alpaca_eval")
+    generator = np.random.default_rng(0)
+    table = pd.DataFrame(
+        {
+            "model": "gamed",
+            "index": np.tile(np.arange(len(ROWS)), 20),
+            "instruction_difficulty": np.tile(generator.normal(size=len(ROWS)), 20),
+            "std_delta_len": generator.normal(size=20 * len(ROWS)),
+            "preference": generator.uniform(size=20 * len(ROWS)),
+            "not_gamed_baseline": False,
+        }
+    )
+    table.to_csv(tmp_path / "df_gamed.csv", index=False)
+    options = [
+        "--caching_path",
+        "None",
+        "--metric_kwargs",
+        json.dumps({"save_weights_dir": str(tmp_path / "weights")}),
+    ]
+    command = [*recipe_command(tmp_path), *options, str(tmp_path / "df_gamed.csv")]
+    run = [sys.executable, "-c", LENGTH_CONTROLLED, *command[1:]]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    row = pd.read_csv(tmp_path / "leaderboard.csv", index_col=0).loc["tiny-model-gamma3"]
+    assert 0 < row["length_controlled_winrate"] < 100

@@ -18,6 +18,7 @@ _EXPORTS = {
     "Multipliers": "multipliers",
     "SFTDescentConfig": "sft_config",
     "SFTDescentTrainer": "sft_trainer",
+    "hp_space": "tune",
     "layer_logits": "readout",
     "layer_losses": "losses",
     "layer_profile": "evaluation",
@@ -31,6 +32,7 @@ __all__ = [
     "Multipliers",
     "SFTDescentConfig",
     "SFTDescentTrainer",
+    "hp_space",
     "layer_logits",
     "layer_losses",
     "layer_profile",
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from .sft_config import SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer
     from .trainer import DescentTrainer
+    from .tune import hp_space
 
 
 def __getattr__(name: str):

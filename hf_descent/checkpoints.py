@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from .configs import DescentArguments
 from .descent_state import STATE_NAME, write_summary
+from .selection import best_candidate
 
 
 logger = logging.get_logger(__name__)
@@ -46,6 +47,18 @@ class CheckpointMixin:
             self._state.save(output_dir, write=self.args.should_save)
             # For people to read, in trainer_state.json.
             self.state.stateful_callbacks["DescentState"] = self._state.summary()
+
+    def _determine_best_metric(self, metrics, trial):
+        if self.args.metric_for_best_model not in ("best_candidate", "eval_best_candidate"):
+            return super()._determine_best_metric(metrics, trial)
+        # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
+        seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}
+        if not seen:
+            return False  # the constraints are not known yet
+        losses, violations = zip(*((entry["eval_loss"], entry["eval_max_violation"]) for entry in seen.values()))
+        best = best_candidate(losses, violations)
+        self.state.best_global_step, self.state.best_metric = list(seen)[best], losses[best]
+        return self.state.best_global_step == self.state.global_step
 
     def _load_best_model(self):
         super()._load_best_model()

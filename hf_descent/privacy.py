@@ -90,7 +90,7 @@ def gamma_of_epsilon(epsilon: float, delta: float, clip_norm: float, sigma: floa
 def median_norm(model: nn.Module) -> float:
     """Median norm of the rows of the model's embedding table, a `clip_norm` that depends on no one's text."""
     weight = inner_model(model).get_input_embeddings().weight
-    return weight.detach().float().norm(dim=1).median().item()
+    return weight.detach().float().norm(dim=1).quantile(0.5).item()
 
 
 @dataclass

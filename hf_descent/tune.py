@@ -1,0 +1,211 @@
+"""`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation rows, by Optuna.
+
+Every trial is a whole run of the command (`classify`, ...) in a folder of its own, judged by the metric at one stated
+noise level on the VALIDATION rows; test rows are never read. The study lies in the output folder and goes on after an
+interruption. Feasible trials rank before infeasible ones.
+
+The paper tuned alpha, f_0, both learning rates and the resilience: by Bayesian search with 5 runs for language (the
+ERM model also run 5 times), by a grid for video (section 4, appendix B). Its ranges and grids are not given; `RANGES`
+and `GRID` are this package's, for losses of the size of a classifier's: give your own by `--search_space` for others.
+"""
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .cli import parse_recipe
+
+
+TRAINING_COMMANDS = ("classify", "sft", "denoise")
+# Setting -> least and greatest value; all are searched on a logarithmic scale.
+RANGES = {
+    "learning_rate": (1e-5, 1e-3),
+    "descent_alpha": (0.01, 0.5),
+    "initial_loss_bound": (0.5, 4.0),
+    "dual_learning_rate": (1e-3, 1e-1),
+    "resilience": (1e-2, 1.0),
+}
+GRID = {
+    "descent_alpha": (0.05, 0.1, 0.2),
+    "initial_loss_bound": (0.7, 1.1),
+    "dual_learning_rate": (1e-3, 1e-2, 1e-1),
+    "resilience": (0.05, 0.5),
+}
+# What a baseline has of these; it is searched with the same number of trials.
+BASELINE_SETTINGS = {"erm": ("learning_rate",), "deep_supervision": ("learning_rate",)}
+
+
+def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
+    """A search space for `hyperparameter_search(hp_space=hf_descent.hp_space, backend="optuna")`.
+
+    Args:
+        trial (`optuna.Trial`): suggests the values.
+        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, or more than two values, of
+            which one is taken. `RANGES` where not given.
+
+    Raises:
+        ValueError: a range of fewer than two values, or with one that is not positive.
+    """
+    space = {}
+    for name, values in (RANGES if ranges is None else ranges).items():
+        if len(values) < 2 or not all(0 < value < math.inf for value in values):
+            raise ValueError(f"The range of `{name}` is {values}; give two positive values, or more to choose from.")
+        if len(values) == 2:
+            space[name] = trial.suggest_float(name, *values, log=True)
+        else:
+            space[name] = trial.suggest_categorical(name, list(values))
+    return space
+
+
+def noisy_objective(trainer, gamma: float, **settings) -> Callable[[Mapping[str, float]], float]:
+    """A `compute_objective` for `hyperparameter_search`: the metric at noise level `gamma` on the trainer's evaluation
+    rows, which should be validation rows. `settings` are those of [`DescentTrainer.evaluate_robustness`]."""
+
+    def objective(metrics: Mapping[str, float]) -> float:
+        return float(trainer.evaluate_robustness(gammas=[gamma], **settings).mean[0])
+
+    return objective
+
+
+@dataclass
+class TuneArguments:
+    """How settings are searched."""
+
+    n_trials: int = field(default=5, metadata={"help": "Runs to make in all; a resumed study makes the rest."})
+    search: str = field(
+        default="bayes",
+        metadata={"help": "`bayes` (Gaussian process), or `grid` (every combination, in random order)."},
+    )
+    search_space: str | None = field(
+        default=None,
+        metadata={"help": "Ranges (or values, for a grid) as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'."},
+    )
+    tune_gamma: float | None = field(
+        default=None,
+        metadata={"help": "Noise level at which trials are judged; the (largest) training level where not given."},
+    )
+
+    def __post_init__(self):
+        if self.search not in ("bayes", "grid"):
+            raise ValueError(f"`search` is {self.search!r}; choose 'bayes' or 'grid'.")
+        if self.n_trials < 1:
+            raise ValueError(f"`n_trials` is {self.n_trials}; make at least one.")
+
+
+def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
+    """The training command, then its own arguments and those of the search."""
+    command = argv[0] if argv and argv[0] in TRAINING_COMMANDS else None
+    module = importlib.import_module(f"hf_descent.{command or TRAINING_COMMANDS[0]}")
+    arguments = parse_recipe(
+        (TuneArguments, *module.argument_types),
+        argv[1:] if command else argv,
+        prog=prog,
+        usage=f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]",
+        description=description,
+    )
+    if command is None:
+        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
+    return (module, *arguments)
+
+
+def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args: Any) -> None:
+    """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`.
+
+    Raises:
+        ValueError: a search space that is no JSON mapping; the command leaves no noise curve. ImportError: no Optuna.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
+    level = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
+    gamma = float(level if tune_args.tune_gamma is None else tune_args.tune_gamma)
+    ranges = search_space(tune_args, args.objective)
+    # Without test rows, every report of the command is on validation rows.
+    data_args = replace(
+        data_args, **{name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
+    )
+
+    def objective(trial) -> float:
+        folder = os.path.join(args.output_dir, f"trial-{trial.number}")
+        settings = hp_space(trial, ranges) | {"output_dir": folder, "eval_gammas": sorted({0.0, gamma})}
+        module.run(replace(model_args, overwrite_output_dir=True), data_args, replace(args, **settings))
+        result = judge(folder, gamma)
+        for name in ("clean", "feasible"):
+            trial.set_user_attr(name, result[name])
+        if not math.isfinite(result["value"]):
+            raise optuna.TrialPruned("the metric is not finite")
+        trial.set_user_attr("greater_is_better", result["greater_is_better"])
+        return result["value"] if result["greater_is_better"] else -result["value"]
+
+    if tune_args.search == "grid":
+        sampler = optuna.samplers.GridSampler(ranges, seed=args.seed)
+    else:
+        # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
+        sampler = optuna.samplers.GPSampler(seed=args.seed, n_startup_trials=2)
+    os.makedirs(args.output_dir, exist_ok=True)
+    study = optuna.create_study(
+        storage=f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
+        study_name="hf_descent",
+        sampler=sampler,
+        direction="maximize",
+        load_if_exists=True,
+    )
+    finished = [trial for trial in study.trials if trial.state.is_finished()]
+    study.optimize(objective, n_trials=max(0, tune_args.n_trials - len(finished)))
+    ranked = rank(study.trials)
+    trials = [
+        {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
+        for trial in ranked
+    ]
+    with open(os.path.join(args.output_dir, "study.json"), "w", encoding="utf-8") as file:
+        json.dump({"gamma": gamma, "search": tune_args.search, "trials": trials}, file, indent=1)
+    print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
+    for trial in reversed(trials):
+        shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
+        print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
+    print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
+
+
+def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[float]]:
+    """The ranges of a search: those given, or the package's for the objective."""
+    if args.search_space is None:
+        ranges = GRID if args.search == "grid" else RANGES
+        names = BASELINE_SETTINGS.get(objective, tuple(ranges))
+        return {name: ranges.get(name, RANGES[name]) for name in names}
+    try:
+        ranges = json.loads(args.search_space)
+        return {str(name): [float(value) for value in values] for name, values in ranges.items()}
+    except (ValueError, AttributeError, TypeError):
+        raise ValueError(
+            f"`search_space` is {args.search_space!r}; give a JSON mapping of settings to lists of numbers."
+        ) from None
+
+
+def judge(folder: str, gamma: float) -> dict[str, Any]:
+    """What a trial's folder says: metric at `gamma` and without noise, whether it is feasible (`None`: no problem)."""
+    from .evaluation import LayerProfile, NoiseCurve
+
+    path = os.path.join(folder, "noise_curve.json")
+    if not os.path.isfile(path):
+        raise ValueError(f"{folder} holds no noise_curve.json; this command's runs cannot be tuned.")
+    curve = NoiseCurve.from_json(path)
+    values = dict(zip(curve.gammas.tolist(), curve.mean.tolist()))
+    path = os.path.join(folder, "layer_profile.json")
+    profile = LayerProfile.from_json(path) if os.path.isfile(path) else None
+    return {
+        "value": values[gamma],
+        "clean": values[0.0],
+        "feasible": None if profile is None else profile.feasible,
+        "greater_is_better": curve.greater_is_better,
+    }
+
+
+def rank(trials) -> list:
+    """The completed trials, best first: feasible ones (and those without a problem) before infeasible ones."""
+    completed = [trial for trial in trials if trial.value is not None]
+    return sorted(completed, key=lambda t: (t.user_attrs.get("feasible") is not False, t.value), reverse=True)

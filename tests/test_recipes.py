@@ -32,7 +32,8 @@ from hf_descent import cli
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 ACCELERATE_CONFIGS = sorted((RECIPES / "accelerate_configs").glob("*.yaml"))
-CONFIGS = sorted(set(RECIPES.rglob("*.yaml")) - set(ACCELERATE_CONFIGS))
+JUDGES = (RECIPES / "alpaca-eval").rglob("*.yaml")  # configurations of another package
+CONFIGS = sorted(set(RECIPES.rglob("*.yaml")) - {*ACCELERATE_CONFIGS, *JUDGES})
 ARMS = [path.parent for path in CONFIGS if path.name == "descent.yaml"]
 
 

@@ -80,6 +80,14 @@ def tokenizer(chat=True):
     )
 
 
+def word_tokenizer():
+    """Splits at spaces; 40 tokens, "w1" has the id 3."""
+    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", *(f"w{i}" for i in range(VOCAB - 2))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+
+
 def classification_data(count=64, num_labels=3, length=10, seed=0, pad=True):
     """Sequences whose third token tells the label; padded to different lengths."""
     generator = torch.Generator().manual_seed(seed)

@@ -114,7 +114,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     """
     folder = Path(folder)
     config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
-    if not (config or adapter):
+    if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
         raise ValueError(
             f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
         )

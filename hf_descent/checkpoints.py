@@ -9,6 +9,7 @@ import os
 import zipfile
 from collections.abc import Iterator
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -44,6 +45,7 @@ class CheckpointMixin:
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         if self._state is not None:
+            self._check_agreement()
             self._state.save(output_dir, write=self.args.should_save)
             # For people to read, in trainer_state.json.
             self.state.stateful_callbacks["DescentState"] = self._state.summary()
@@ -59,6 +61,16 @@ class CheckpointMixin:
         best = best_candidate(losses, violations)
         self.state.best_global_step, self.state.best_metric = list(seen)[best], losses[best]
         return self.state.best_global_step == self.state.global_step
+
+    def _check_agreement(self) -> None:
+        """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one."""
+        own = self._state.multipliers.values  # [layers]
+        first = self._reduce(own if self.args.process_index == 0 else torch.zeros_like(own))
+        if not torch.equal(own, first):
+            raise RuntimeError(
+                f"The multipliers of process {self.args.process_index} are {own.tolist()}, but the first process has "
+                f"{first.tolist()}. Resume from the last complete checkpoint."
+            )
 
     def _load_best_model(self):
         super()._load_best_model()

@@ -75,6 +75,8 @@ class FusedReadout:
             model.train()
             norm, head, head_loss, precision = _find_tail(model, stack, inputs)
         self = cls(model, stack, norm, head, head_loss)
+        for part in (norm, head):
+            _gather_with(model, part)
         with probing(model):
             self._check(inputs, precision)
         self.head_loss = replace(
@@ -285,6 +287,15 @@ def _require_close(value, expected, precision, message):
     error, size = (value - expected).abs().max().item(), expected.abs().max().item()
     if not error <= precision * size:
         raise ValueError(f"{message} (largest error {error:.3g}, at values up to {size:.3g}).")
+
+
+def _gather_with(model, part):
+    """Have ZeRO-3, which gathers parameters for the call of their module alone, keep those of `part` for `model`."""
+    for parameter in part.parameters():
+        if hasattr(parameter, "ds_id"):
+            from deepspeed.zero import register_external_parameter
+
+            register_external_parameter(model, parameter)
 
 
 def _unchanged(tensor):

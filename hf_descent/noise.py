@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -260,7 +261,7 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
     Raises:
         ValueError: a batch lacks the model's main input.
     """
-    model = inner_model(model)
+    whole, model = model, inner_model(model)
     main_input = getattr(model, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
     for batch in islice(batches, max_batches):
@@ -268,14 +269,28 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
         if signal is None:
             raise ValueError(f"A batch has the keys {sorted(batch)}; sigma is measured on `{main_input}`: add it.")
         if not signal.is_floating_point():
-            lookup = _find_lookups(model)[0]
             with torch.no_grad():
-                signal = lookup(signal.to(next(lookup.parameters()).device))  # [batch, seq, hidden]
+                signal = _looked_up(whole, _find_lookups(model), batch, signal)  # [batch, seq, hidden]
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
         moments += _moments(signal)
     return moments
+
+
+def _looked_up(whole, lookups, batch, ids) -> torch.Tensor:
+    weight = next(lookups[0].parameters())
+    if not (isinstance(weight, DTensor) or hasattr(weight, "ds_id")):
+        return lookups[0](ids.to(weight.device))
+    # Only a forward of the whole model gathers parameters that FSDP or ZeRO-3 shards.
+    seen = []
+    handles = [x.register_forward_hook(lambda module, args, output: seen.append(output)) for x in lookups]
+    try:
+        whole(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen[0]
 
 
 def estimate_sigma(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> float:

@@ -11,10 +11,11 @@ import os
 import torch
 import transformers
 from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, send_to_device
 from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .descent_state import STATE_NAME, DescentState
-from .losses import finds_shift, labels_of
+from .losses import IGNORE_INDEX, finds_shift, labels_of
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .readout import Readout, output_logits, probing
 from .schedule import ConstantPredictor
@@ -29,7 +30,7 @@ class PreparationMixin:
     """The part of [`DescentMixin`] that looks at model, loss and data once."""
 
     def _refuse_unsupported(self) -> None:
-        args, parallelism = self.args, getattr(self.accelerator, "parallelism_config", None)
+        args = self.args
         scorer = super().compute_loss  # of the class that the mixins stand before
         if scorer.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
             raise ValueError(
@@ -49,21 +50,45 @@ class PreparationMixin:
                 "`torch_compile=True` is not supported with layer losses, which run the model's tail once per layer; "
                 "set `torch_compile=False`, or compile the layers yourself."
             )
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+        if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
             raise ValueError(
-                "FSDP and DeepSpeed are not supported by the replay readout; use DDP, or `objective='erm'`."
+                "FSDP1 keeps no parameter whole where the layers are read; set `fsdp_version: 2` in the accelerate "
+                "config (or in `fsdp_config`)."
             )
-        if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled or parallelism.sp_enabled):
-            raise ValueError("Tensor, context and sequence parallelism are not supported; use data parallelism.")
+        sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
+        if split := [name for name, size in sizes.items() if size > 1]:
+            raise ValueError(
+                f"{split[0].capitalize()} parallelism is not supported: a layer's loss needs whole rows of tokens and "
+                "classes in one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
+            )
+
+    @property
+    def _shards_parameters(self) -> bool:
+        """Whether a forward gathers parameters, so that all processes have to run equally many."""
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return self.is_fsdp_enabled or (self.is_deepspeed_enabled and plugin.zero_stage == 3)
+
+    def _probe_batch(self, inputs):
+        """The first process's batch, on every process, with labels if it has none.
+
+        What is found out on it has to be the same everywhere, and so has the number of forwards that this takes.
+        """
+        if self.args.world_size > 1:
+            inputs = send_to_device(broadcast_object_list([inputs])[0], self.args.device)
+        names = [name for name in {*self.label_names, "labels", "shift_labels"} if inputs.get(name) is not None]
+        counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
+        if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
+            return inputs
+        return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
     def _prepare(self, model, inputs) -> None:
         """Find the readout on the first batch, and build or load the dual side."""
-        model = self.accelerator.unwrap_model(model)
+        if self._readout is not None and self._state is not None:
+            return
+        model, inputs = self.accelerator.unwrap_model(model), self._probe_batch(inputs)
         if self._readout is None:
             self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
             self._find_fused_readout(model, inputs)
-        if self._state is not None:
-            return
         num_layers, device = self._readout.num_layers, self.args.device
         with probing(model):
             outputs = model(**inputs)
@@ -173,7 +198,8 @@ class PreparationMixin:
         if self._takes_items is None:
             self._takes_items = False
             if self.model_accepts_loss_kwargs or self.compute_loss_func is not None or self.label_smoother is not None:
-                model, labels = self.accelerator.unwrap_model(model), inputs.get("labels")
+                model, inputs = self.accelerator.unwrap_model(model), self._probe_batch(inputs)
+                labels = inputs.get("labels")
                 kept = {name: value for name, value in inputs.items() if name != "labels" or self._model_scores}
                 values = []
                 for items in (torch.tensor(1.0), torch.tensor(2.0)):
@@ -181,10 +207,7 @@ class PreparationMixin:
                     # From the same random state, or the loss of a model that draws would seem to depend on them.
                     with probing(model):
                         values.append(self._task_loss(model, model(**kept, **kwargs), labels, items))
-                # A batch without labels: its sum is zero where its mean is not a number.
-                self._takes_items = (bool(values[0] != values[1]) and bool(values[0].isfinite())) or bool(
-                    values[0] == 0
-                )
+                self._takes_items = bool(values[0] != values[1]) and bool(values[0].isfinite())
             if not self._takes_items and not self._stock_scaling_is_right:
                 logger.info(
                     "The loss ignores `num_items_in_batch`: micro-batches are weighted by their share of the items."

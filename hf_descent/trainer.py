@@ -329,12 +329,15 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
         if self._readout_fn is None or self._count_items(inputs) is not None:
             before = None if self._eval_sums is None else self._eval_sums.clone()
             prediction = step()
-            own_rows, rows = self._rows_counted_once(inputs)
-            if own_rows < rows and self._eval_sums is not None:
-                self._eval_sums.copy_(torch.zeros_like(self._eval_sums) if before is None else before)
-                if own_rows:
-                    with torch.no_grad(), self.compute_loss_context_manager():
-                        self._descent_loss(model, self._prepare_inputs(slice_tensors(inputs, slice(own_rows))))
+            own_rows = self._rows_counted_once(inputs)
+            if own_rows is not None and self._eval_sums is not None:
+                before = torch.zeros_like(self._eval_sums) if before is None else before
+                self._eval_sums.copy_(before)
+                # On every process, also for no rows: a forward may gather parameters.
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    self._descent_loss(model, self._prepare_inputs(slice_tensors(inputs, slice(max(own_rows, 1)))))
+                if own_rows == 0:
+                    self._eval_sums.copy_(before)
             return prediction
         self._prepare(model, self._prepare_inputs(inputs))
         final = []
@@ -344,12 +347,12 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
             step()
         return None, None if prediction_loss_only else final[0], None
 
-    def _rows_counted_once(self, inputs) -> tuple[int, int]:
-        """Rows of an evaluation batch that are not repeated to give every process a full last batch, and all rows."""
+    def _rows_counted_once(self, inputs) -> int | None:
+        """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""
         rows, loader = find_batch_size(inputs), self.accelerator.gradient_state
         if not (loader.end_of_dataloader and loader.remainder > 0):
-            return rows, rows
-        return min(max(loader.remainder - self.args.process_index * rows, 0), rows), rows
+            return None
+        return min(max(loader.remainder - self.args.process_index * rows, 0), rows)
 
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
         """Metric and loss of the model on noisy inputs, for each noise level.
@@ -377,7 +380,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
             "label_names": self.label_names,
             "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
             "readout": self._readout_fn,
-            "accelerator": self.accelerator,
+            # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
+            "accelerator": None if self._shards_parameters else self.accelerator,
             "progress": self.is_world_process_zero() and not self.args.disable_tqdm,
         }
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset

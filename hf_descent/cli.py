@@ -3,17 +3,21 @@
 A command is a module of this package. It either trains from a recipe and exposes `argument_types` (dataclasses, which
 give the flags, and whose values a `--config` file may set) with `run(*dataclass_instances)`, or is a plain tool and
 exposes `add_arguments(parser)` with `run(args)`, or parses a grammar of its own by `parse(argv, prog, description)`
-for `run(*parsed)`. Modules are imported only when their command is called.
+for `run(*parsed)`. Modules are imported only when their command is called. `--launch` starts a command in several
+processes (`launch.py`).
 """
 
 import argparse
 import dataclasses
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from .launch import launch, launch_arguments
 
 
 COMMANDS = {
@@ -45,7 +49,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         prog="hf-descent",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Train transformers whose layers are constrained to descend.",
-        epilog="commands:\n" + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items()),
+        epilog="commands:\n"
+        + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
+        + "\n\nany command takes --launch CONFIG (ddp, fsdp2, zero3, ... or a file) to run in several processes",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
@@ -117,8 +123,13 @@ def load_recipe(path: str) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None):
+    if launched := launch_arguments(sys.argv[1:] if argv is None else argv):
+        return launch(launched)
     module, arguments = parse_arguments(argv)
     module.run(*arguments)
+    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+        # Threads of a process group that is still there can abort the interpreter's end.
+        sys.modules["torch.distributed"].destroy_process_group()
 
 
 if __name__ == "__main__":

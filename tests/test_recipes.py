@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from hf_descent import cli
+from hf_descent.launch import launch_arguments
 
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,9 @@ def without_launcher(line):
     """The words of a command after `hf-descent`, or after `accelerate launch ... -m hf_descent.cli`."""
     program, *words = shlex.split(line, comments=True)
     if program == "hf-descent":
-        return words
+        if (launched := launch_arguments(words)) is None:
+            return words
+        program, words = "accelerate", ["launch", *launched]
     assert [program, words[0]] == ["accelerate", "launch"]
     launch = launch_command_parser().parse_args(words[1:])
     assert (ROOT / launch.config_file).is_file()
@@ -113,8 +116,11 @@ def test_published_numbers():
 @pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=relative)
 def test_accelerate_configs_load(path):
     config = load_config_from_file(str(path))
-    assert config.mixed_precision == "no"
-    assert config.num_processes == (1 if path.stem == "single_gpu" else 2)
+    kind = path.stem.removesuffix("_multi_node")
+    assert config.mixed_precision == ("no" if kind in ("single_gpu", "cpu_ddp", "ddp") else "bf16")
+    several_machines = path.stem.endswith("_multi_node")
+    assert config.num_machines == (2 if several_machines else 1)
+    assert config.num_processes == (16 if several_machines else 1 if path.stem == "single_gpu" else 2)
 
 
 # ---- the smoke recipes, through the real command line ----

@@ -1,0 +1,26 @@
+import pytest
+from accelerate.commands.launch import launch_command_parser
+
+from hf_descent.launch import CONFIGS, launch_arguments
+
+
+def test_what_the_short_form_is_short_for():
+    argv = ["classify", "--config", "a.yaml", "--launch", "zero3", "--seed", "7", "--num_processes", "4"]
+    config, module = ["--config_file", str(CONFIGS / "zero3.yaml")], ["-m", "hf_descent.cli"]
+    expected = [*config, "--num_processes", "4", *module, "classify", "--config", "a.yaml", "--seed", "7"]
+    assert launch_arguments(argv) == expected
+    parsed = launch_command_parser().parse_args(expected)
+    assert (parsed.num_processes, parsed.module, parsed.training_script) == (4, True, "hf_descent.cli")
+    assert parsed.training_script_args == ["classify", "--config", "a.yaml", "--seed", "7"]
+
+
+def test_without_launch_nothing_is_taken_away():
+    assert launch_arguments(["classify", "--num_processes", "4"]) is None
+
+
+def test_a_config_is_a_name_or_a_file(tmp_path):
+    (tmp_path / "own.yaml").write_text("num_processes: 1")
+    path = str(tmp_path / "own.yaml")
+    assert launch_arguments(["demo", f"--launch={path}"])[:2] == ["--config_file", path]
+    with pytest.raises(ValueError, match="'dpp': give one of cpu_ddp, ddp, .*zero3"):
+        launch_arguments(["demo", "--launch", "dpp"])

@@ -5,6 +5,8 @@ from transformers import (
     AutoConfig,
     AutoModelForImageToImage,
     AutoModelForSequenceClassification,
+    DistilBertConfig,
+    DistilBertModel,
     Trainer,
     TrainingArguments,
 )
@@ -136,6 +138,17 @@ def test_padding_changes_nothing():
     )
     embedded = model(inputs_embeds=model.embed_tokens(batch["input_ids"]), attention_mask=batch["attention_mask"])
     assert torch.equal(embedded.logits, outputs.logits)
+
+
+def test_token_embeddings_of_a_pretrained_model(tmp_path):
+    sizes = {"dim": 12, "hidden_dim": 24, "n_heads": 2, "n_layers": 1, "max_position_embeddings": 8}
+    pretrained = DistilBertModel(DistilBertConfig(vocab_size=50, pad_token_id=3, **sizes))
+    pretrained.save_pretrained(tmp_path)
+    model = UTForSequenceClassification.from_embeddings(tmp_path, num_hidden_layers=2, num_labels=4)
+    assert torch.equal(model.embed_tokens.weight, pretrained.embeddings.word_embeddings.weight)
+    assert (model.config.vocab_size, model.config.hidden_size, model.config.pad_token_id) == (50, 12, 3)
+    assert model(**text_batch()).logits.shape == (4, 4)
+    assert not model.training
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ descent constraints in Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.1725
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -130,6 +130,23 @@ class UTForSequenceClassification(UTPreTrainedModel):
         self.layers = nn.ModuleList(UTLayer(config) for _ in range(config.num_hidden_layers))
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+    @classmethod
+    def from_embeddings(cls, model_name_or_path: str, **config_kwargs) -> "UTForSequenceClassification":
+        """A UT on the token embeddings of a pretrained model, as the paper's on DistilBERT's; in eval mode.
+
+        Args:
+            model_name_or_path (`str`): what `AutoModel.from_pretrained` takes; its tokenizer goes with the UT.
+            config_kwargs: further fields of the configuration (`num_hidden_layers`, `num_labels`, ...).
+        """
+        pretrained = AutoModel.from_pretrained(model_name_or_path)
+        table = pretrained.get_input_embeddings().weight  # [vocabulary, hidden]
+        sizes = dict(zip(("vocab_size", "hidden_size"), table.shape))
+        padding = getattr(pretrained.config, "pad_token_id", None)
+        model = cls(UTConfig(**sizes, **{"pad_token_id": padding, **config_kwargs}))
+        with torch.no_grad():
+            model.embed_tokens.weight.copy_(table)
+        return model.eval()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embed_tokens

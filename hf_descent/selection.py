@@ -11,6 +11,7 @@ Two rules, by `metric_for_best_model`:
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import rankdata
 
 
 def best_candidate(losses: Sequence[float], max_violations: Sequence[float]) -> int:
@@ -29,5 +30,5 @@ def best_candidate(losses: Sequence[float], max_violations: Sequence[float]) -> 
         raise ValueError(
             f"`losses` and `max_violations` have shapes {losses.shape} and {violations.shape}; give [n] each."
         )
-    ranks = np.maximum(*(np.searchsorted(np.unique(values), values) for values in (losses, violations)))
+    ranks = np.maximum(*(rankdata(values, method="min") for values in (losses, violations)))
     return int(min(range(len(losses)), key=lambda index: (ranks[index], losses[index])))

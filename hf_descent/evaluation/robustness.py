@@ -1,6 +1,7 @@
 """The noise curve: a model's metric and loss against the noise level of its input."""
 
 import csv
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -237,10 +239,10 @@ def noise_curve(
         ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric.
     """
     gammas = sorted({float(gamma) for gamma in gammas})
-    if not gammas or draws < 1 or (cells_per_forward or 1) < 1:
+    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1 or (cells_per_forward or 1) < 1:
         raise ValueError(
             f"`gammas` is {gammas}, `draws` is {draws} and `cells_per_forward` {cells_per_forward}; give at least one "
-            "noise level, one draw and one cell."
+            "noise level (finite, not negative), one draw and one cell."
         )
     if perturbation is not None and isinstance(dataset, DataLoader):
         raise ValueError(
@@ -344,7 +346,7 @@ class _Sweep:
             except torch.OutOfMemoryError:
                 if len(group) == 1:
                     raise
-                torch.get_device_module(next(self.model.parameters()).device).empty_cache()
+                clear_device_cache()
                 self.together = len(group) // 2
                 continue
             for (level, draw), score in zip(group, scores):

@@ -11,14 +11,16 @@ import argparse
 import time
 
 import torch
+import torch.nn.functional as F
 from scipy.stats import beta
-from transformers import BertConfig, BertForSequenceClassification
+from torch import nn
+from torch.func import functional_call, stack_module_state, vmap
 
 from hf_descent import noise_curve
 from hf_descent.evaluation.comparison import Run, difference
 
 
-LENGTH, VOCAB, CLASSES = 8, 40, 3
+LENGTH, VOCAB, CLASSES, WIDTH = 8, 40, 3, 16
 
 
 def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,28 +32,52 @@ def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, labels
 
 
-def train(seed: int, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> BertForSequenceClassification:
-    torch.manual_seed(seed)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=LENGTH, num_labels=CLASSES, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        batch = torch.randint(len(ids), (32,))
-        model(input_ids=ids[batch], labels=labels[batch]).loss.backward()
+class Classifier(nn.Module):
+    """One attention layer and a perceptron on the mean of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def forward(self, input_ids, labels):
+        hidden = self.table(input_ids) + self.positions  # [batch, seq, width]
+        scores = self.query(hidden) @ self.key(hidden).transpose(-1, -2) / WIDTH**0.5  # [batch, seq, seq]
+        logits = self.head((hidden + scores.softmax(-1) @ self.value(hidden)).mean(-2))  # [batch, classes]
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def train(seeds: range, ids: torch.Tensor, labels: torch.Tensor, steps: int) -> list[Classifier]:
+    """Models that differ by the seed of their weights and batches alone, trained side by side."""
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(Classifier())
+    drawn = [torch.randint(len(ids), (steps, 32), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    batches = torch.stack(drawn, dim=1)  # [steps, models, batch]
+    parameters, _ = stack_module_state(models)
+
+    def loss(own, ids, labels):
+        return functional_call(models[0], own, (ids, labels))["loss"]
+
+    optimizer = torch.optim.Adam(parameters.values(), lr=1e-2)  # elementwise, so that each model has its own
+    for batch in batches:
+        vmap(loss)(parameters, ids[batch], labels[batch]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    for index, model in enumerate(models):
+        model.load_state_dict({name: stacked[index].detach() for name, stacked in parameters.items()})
+    return models
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", type=int, default=1800)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -59,10 +85,11 @@ def main():
     ids, labels = rows(512, seed=0)
     held_out = [{"input_ids": row, "labels": label} for row, label in zip(*rows(320, seed=1))]
     runs = []
-    for seed in range(options.models):
-        model = train(seed, ids, labels, options.steps)
-        curve = noise_curve(model, held_out, [0.0, 1.0, 2.0], batch_size=20, draws=2, sigma=0.02)
-        runs.append(Run(f"seed {seed}", curve, summary={"arguments": {"seed": seed}}))
+    for first in range(0, options.models, 100):
+        seeds = range(first, min(first + 100, options.models))
+        for seed, model in zip(seeds, train(seeds, ids, labels, options.steps)):
+            curve = noise_curve(model, held_out, [0.0, 0.5, 1.0], batch_size=20, draws=1, sigma=1.0)
+            runs.append(Run(f"seed {seed}", curve, summary={"arguments": {"seed": seed}}))
     spread = torch.tensor([run.curve.auc_over_range for run in runs])
     print(
         f"{len(runs)} models in {time.perf_counter() - start:.0f} s; average accuracy {spread.mean():.3f}, standard "

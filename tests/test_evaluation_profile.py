@@ -1,0 +1,87 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import bert, classification_data, language_data, llama
+
+from hf_descent import DescentProblem
+from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve
+
+
+def truncated(depth):
+    model = bert(num_layers=3).eval()
+    model.bert.encoder.layer = model.bert.encoder.layer[:depth]
+    return model
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.5])
+def test_layer_losses_and_metrics_are_those_of_truncated_models(gamma):
+    data = classification_data(30)
+    profile = layer_profile(bert(num_layers=3), data, gamma=gamma, seed=5, batch_size=8)
+    curves = [noise_curve(truncated(depth), data, [gamma], draws=1, seed=5, batch_size=8) for depth in (1, 2, 3)]
+    np.testing.assert_allclose(profile.losses, [curve.losses[0, 0] for curve in curves], rtol=1e-6)
+    np.testing.assert_allclose(profile.values, [curve.values[0, 0] for curve in curves])
+    assert profile.gamma == gamma
+
+
+def test_ratios_equal_numpy_on_truncated_models():
+    data = classification_data(30)
+    losses = np.zeros((30, 3))
+    for layer in range(3):
+        for n, row in enumerate(data):
+            batch = {name: torch.as_tensor(value)[None] for name, value in row.items()}
+            losses[n, layer] = truncated(layer + 1)(**batch).loss.item()
+    profile = layer_profile(bert(num_layers=3), data, batch_size=8)
+    np.testing.assert_allclose(profile.sample_losses, losses, rtol=1e-5)
+    ratios = losses[:, 1:] / losses[:, :-1]
+    flat = profile.to_dict()
+    assert flat["ratio_mean"] == pytest.approx(ratios.mean(), rel=1e-5)
+    assert flat["ratio_median"] == pytest.approx(np.median(ratios), rel=1e-5)
+    assert flat["descending_share"] == (ratios < 1).mean()
+    np.testing.assert_allclose(profile.losses, losses.mean(0), rtol=1e-5)
+
+
+def test_causal_samples_average_over_their_own_tokens():
+    model, data = llama().eval(), language_data(12)
+    data[3]["labels"][:] = -100
+    profile = layer_profile(model, data, batch_size=5)
+    expected = []
+    for row in data:
+        logits, target = model(row["input_ids"][None]).logits[0, :-1].detach(), row["labels"][1:]
+        expected.append(F.cross_entropy(logits, target).item())
+    assert math.isnan(expected.pop(3))
+    np.testing.assert_allclose(profile.sample_losses[:, -1], expected, rtol=1e-5)
+    assert np.isfinite(profile.losses).all()
+
+
+def test_problem_gives_violations_and_feasibility():
+    model, data = bert(num_layers=3), classification_data(30)
+    losses = layer_profile(model, data).losses
+    problem = DescentProblem([0.1, 0.2, 0.3], 2.0, 3)
+    profile = layer_profile(model, data, problem=problem)
+    previous = [2.0, *losses[:2]]
+    violations = [f - (1 - a) * p for f, a, p in zip(losses, (0.1, 0.2, 0.3), previous)]
+    np.testing.assert_allclose(profile.violations, violations, rtol=1e-6)
+    flat = profile.to_dict()
+    assert flat["max_violation"] == pytest.approx(max(violations))
+    assert flat["feasible"] == float(max(violations) <= 0) == 0.0
+    tolerant = layer_profile(model, data, problem=problem, tolerance=max(violations) + 1e-6)
+    assert tolerant.feasible
+    assert "violation" in str(tolerant)
+    assert "violation" not in str(layer_profile(model, data))
+
+
+def test_ratios_of_zero_losses():
+    losses = np.array([[1.0, 0.0, 0.0], [0.0, 2.0, 1.0]])
+    ratios = LayerProfile("accuracy", losses[0], losses[0], losses).ratios
+    np.testing.assert_array_equal(ratios, [[0.0, 1.0], [np.inf, 0.5]])
+
+
+def test_flat_profile_holds_plain_floats():
+    flat = layer_profile(bert(num_layers=2), classification_data(8), problem=DescentProblem(0.1, 1.0, 2)).to_dict()
+    assert {type(value) for value in flat.values()} == {float}
+    assert json.loads(json.dumps(flat)) == flat
+    assert {"layer_loss_1", "layer_accuracy_2", "max_violation", "feasible"} <= set(flat)

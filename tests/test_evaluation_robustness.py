@@ -1,0 +1,289 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.stats import kstest, norm
+from tiny import bert, classification_data
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    default_data_collator,
+)
+
+from hf_descent import DescentProblem, EmbeddingNoise
+from hf_descent.evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+
+
+def curve(gammas=(0.0, 0.5, 1.0, 2.0), values=((0.9, 0.9), (0.8, 0.9), (0.6, 0.8), (0.5, 0.5)), **options):
+    losses = np.arange(2.0 * len(gammas)).reshape(-1, 2)
+    return NoiseCurve("accuracy", np.array(gammas), np.array(values), losses, **options)
+
+
+def test_summaries_equal_hand_computed_values():
+    result = curve(gamma_train=0.5)
+    np.testing.assert_allclose(result.mean, [0.9, 0.85, 0.7, 0.5])
+    np.testing.assert_allclose(result.std, [0.0, 0.1 / math.sqrt(2), 0.2 / math.sqrt(2), 0.0], atol=1e-15)
+    # 0.5 * (0.9 + 0.85) / 2 + 0.5 * (0.85 + 0.7) / 2 + 1 * (0.7 + 0.5) / 2
+    assert result.auc == pytest.approx(0.4375 + 0.3875 + 0.6)
+    assert result.auc_over_range == pytest.approx(1.425 / 2)
+    assert result.retention == pytest.approx(1.425 / 2 / 0.9)
+    assert result.auc_id == pytest.approx(0.875)
+    assert result.auc_ood == pytest.approx((0.3875 + 0.6) / 1.5)
+
+
+def test_training_level_between_two_levels_is_interpolated():
+    result = curve(gamma_train=0.8)  # the curve is 0.76 there
+    assert result.auc_id == pytest.approx((0.4375 + 0.3 * (0.85 + 0.76) / 2) / 0.8)
+    assert result.auc_id * 0.8 + result.auc_ood * 1.2 == pytest.approx(result.auc)
+
+
+@pytest.mark.parametrize(
+    ("gamma_train", "auc_id", "auc_ood"),
+    [(None, None, None), (0.0, 0.9, 0.7125), (2.0, 0.7125, None), (9.0, 0.7125, None)],
+)
+def test_training_level_at_the_ends(gamma_train, auc_id, auc_ood):
+    result = curve(gamma_train=gamma_train)
+    assert result.auc_id == (auc_id if auc_id is None else pytest.approx(auc_id))
+    assert result.auc_ood == (auc_ood if auc_ood is None else pytest.approx(auc_ood))
+
+
+def test_flat_dict_holds_plain_floats():
+    flat = curve(gamma_train=0.5).to_dict()
+    assert flat["accuracy@0.5"] == pytest.approx(0.85)
+    assert flat["loss@2"] == 6.5
+    assert flat["accuracy_auc"] == pytest.approx(1.425)
+    assert {"accuracy_auc_over_range", "accuracy_retention", "accuracy_auc_id", "accuracy_auc_ood"} <= set(flat)
+    assert {type(value) for value in flat.values()} == {float}
+    assert "accuracy_retention" not in curve((0.5, 1.0), ((0.9,), (0.8,))).to_dict()
+
+
+def test_results_survive_the_disk(tmp_path):
+    path = str(tmp_path / "curve.json")
+    before = curve(gamma_train=0.5)
+    before.to_json(path)
+    after = NoiseCurve.from_json(path)
+    assert after.to_dict() == before.to_dict()
+    assert str(after) == str(before)
+    np.testing.assert_array_equal(after.losses, before.losses)
+    problem = DescentProblem(0.1, 1.0, 3)
+    before = layer_profile(bert(), classification_data(20), problem=problem)
+    before.to_json(path)
+    after = LayerProfile.from_json(path)
+    assert after.to_dict() == before.to_dict()
+    assert str(after) == str(before)
+
+
+def test_table_has_a_row_for_each_level():
+    lines = str(curve()).splitlines()
+    assert len(lines) == 6
+    assert lines[2].split() == ["0.5", "0.85", "nan", "0.071", "2.5"]
+
+
+def test_noisy_levels_equal_a_loop_by_hand():
+    model, data = bert().eval(), classification_data(20)
+    result = noise_curve(model, data, [0.5, 2.0], draws=2, seed=3, batch_size=8)
+    noise = EmbeddingNoise(model, 2.0, seed=3)
+    losses = []
+    for draw in range(2):
+        total = 0.0
+        for index, batch in enumerate(DataLoader(data, 8, collate_fn=default_data_collator)):
+            noise.reseed(draw, 2_000_000, index)
+            with noise, torch.no_grad():
+                total += float(model(**batch).loss) * len(batch["labels"])
+        losses.append(total / 20)
+    np.testing.assert_allclose(result.losses[1], losses, rtol=1e-6)
+    assert losses[0] != losses[1]
+
+
+def test_two_models_see_the_same_noise():
+    def noise_seen_by(model):
+        """The noise of (batch, draw), in order: what reaches the first LayerNorm, minus the same of level 0."""
+        sums = []
+        model.bert.embeddings.LayerNorm.register_forward_pre_hook(lambda module, args: sums.append(args[0]))
+        noise_curve(model, classification_data(16), [0.0, 1.0], draws=2, batch_size=8, sigma=1.0)
+        return [noisy - clean for clean, *draws in (sums[:3], sums[3:]) for noisy in draws]
+
+    first, second = noise_seen_by(bert(num_layers=2, seed=0)), noise_seen_by(bert(num_layers=3, seed=1))
+    torch.testing.assert_close(first, second, rtol=0, atol=1e-6)
+    assert len(first) == 4
+    assert not any(torch.allclose(a, b) for index, a in enumerate(first) for b in first[:index])
+
+
+def test_a_level_has_the_same_noise_in_every_grid():
+    model, data = bert(), classification_data(20)
+    coarse, fine = noise_curve(model, data, [1.0]), noise_curve(model, data, [0.0, 0.3, 1.0, 2.0])
+    np.testing.assert_array_equal(coarse.losses[0], fine.losses[2])
+
+
+def test_accuracy_under_noise_follows_the_normal_law():
+    """One token whose embedding decides between two classes: accuracy is Phi(1 / (gamma sigma))."""
+
+    class Sign(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding.from_pretrained(torch.tensor([[-1.0], [1.0]]))
+
+        def get_input_embeddings(self):
+            return self.table
+
+        def forward(self, input_ids, labels=None):
+            value = self.table(input_ids)[:, 0]  # [batch, 1]
+            logits = torch.cat([-value, value], dim=1)  # [batch, 2]
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"input_ids": torch.tensor([label]), "labels": label} for label in (0, 1) * 2000]
+    result = noise_curve(Sign(), data, [0.0, 0.5, 1.0, 2.0], batch_size=1000, draws=5, sigma=2.0)
+    expected = [1.0, *norm.cdf(1.0 / (2.0 * np.array([0.5, 1.0, 2.0])))]
+    np.testing.assert_allclose(result.mean, expected, atol=4 * 0.5 / math.sqrt(20000))
+
+
+def test_bad_input_is_refused():
+    model, data = bert(), classification_data(8)
+    with pytest.raises(ValueError, match="`gammas` is"):
+        noise_curve(model, data, [])
+    with pytest.raises(ValueError, match="`draws` is 0"):
+        noise_curve(model, data, [1.0], draws=0)
+    for gammas in ([-1.0, 1.0], [0.0, math.inf], [math.nan]):
+        with pytest.raises(ValueError, match="`gammas` is"):
+            noise_curve(model, data, gammas)
+    with pytest.raises(ValueError, match="`metric` is 'f1'"):
+        noise_curve(model, data, [0.0], metric="f1")
+    for evaluate in (lambda rows: noise_curve(model, rows, [0.0]), lambda rows: layer_profile(model, rows)):
+        with pytest.raises(ValueError, match="empty"):
+            evaluate([])
+        with pytest.raises(ValueError, match="no labels"):
+            evaluate([{k: v for k, v in row.items() if k != "labels"} for row in data])
+    with pytest.raises(ValueError, match="'accuracy'"):
+        noise_curve(bert(num_labels=1), [{**row, "labels": 0.5} for row in data], [0.0])
+
+
+# ---- how the measurement is made ----
+
+
+def test_the_noise_of_every_level_and_draw_is_standard_normal():
+    """Kolmogorov-Smirnov: what reaches the model, in units of its level, is N(0, 1), and draws are unrelated."""
+    seen = []
+
+    class Identity(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding.from_pretrained(torch.zeros(3, 500))
+
+        def get_input_embeddings(self):
+            return self.table
+
+        def forward(self, input_ids, labels):
+            seen.append(self.table(input_ids).flatten())
+            logits = seen[-1].view(len(labels), -1)[:, :2]
+            return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+    data = [{"input_ids": torch.tensor([1, 2]), "labels": 0} for _ in range(8)]
+    noise_curve(Identity(), data, [0.5, 2.0], draws=2, batch_size=4, sigma=3.0)
+    samples = [torch.stack(pair).flatten() / (3.0 * gamma) for gamma, pair in zip([0.5, 0.5, 2.0, 2.0] * 2, zip(seen))]
+    assert all(kstest(sample, "norm").pvalue > 1e-3 for sample in samples)
+    assert abs(np.corrcoef(torch.stack(samples))[np.triu_indices(8, 1)]).max() < 4 / math.sqrt(len(samples[0]))
+
+
+@pytest.mark.parametrize("cells", [2, 3, 99])
+def test_levels_that_share_a_forward_give_the_same_curve(cells):
+    forwards = []
+    model, data = bert(), classification_data(20)
+    alone = noise_curve(model, data, [0.0, 0.5, 1.0], draws=2, batch_size=8, cells_per_forward=1)
+    model.register_forward_hook(lambda module, args, output: forwards.append(len(output["logits"])))
+    shared = noise_curve(model, data, [0.0, 0.5, 1.0], draws=2, batch_size=8, cells_per_forward=cells)
+    np.testing.assert_allclose(shared.losses, alone.losses, rtol=1e-6)
+    np.testing.assert_array_equal(shared.values, alone.values)
+    assert max(forwards) == 8 * min(cells, 4)
+
+
+def test_levels_are_taken_apart_where_memory_is_short():
+    model, data = bert(), classification_data(16)
+    expected = noise_curve(model, data, [0.0, 1.0], draws=4, batch_size=8)
+
+    def refuse(module, args, kwargs):
+        if len(kwargs["labels"]) > 16:
+            raise torch.OutOfMemoryError("too many rows")
+
+    model.register_forward_pre_hook(refuse, with_kwargs=True)
+    curve = noise_curve(model, data, [0.0, 1.0], draws=4, batch_size=8, cells_per_forward=4)
+    np.testing.assert_allclose(curve.losses, expected.losses, rtol=1e-6)
+    with pytest.raises(torch.OutOfMemoryError):
+        noise_curve(model, classification_data(17), [0.0, 1.0], batch_size=17)
+
+
+def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_descent.evaluation.sums.SAVE_SECONDS", -1)  # save after every batch
+    model, data, path = bert(), classification_data(40), tmp_path / "curve.json"
+    straight = noise_curve(model, data, [0.0, 1.0], batch_size=8)
+    collated = []
+
+    def collate(rows):
+        collated.append(len(rows))
+        if len(collated) == 4:
+            raise KeyboardInterrupt
+        return default_data_collator(rows)
+
+    settings = {"batch_size": 8, "data_collator": collate, "path": str(path)}
+    with pytest.raises(KeyboardInterrupt):
+        noise_curve(model, data, [0.0, 1.0], **settings)
+    assert not path.exists()
+    resumed = noise_curve(model, data, [0.0, 1.0], **settings)
+    assert collated == [8] * 6  # three, the fatal one, and the two that were left
+    np.testing.assert_array_equal(resumed.losses, straight.losses)
+    assert {file.name for file in tmp_path.iterdir()} == {"curve.json", "curve.csv"}
+    lines = path.with_suffix(".csv").read_text().splitlines()
+    assert lines[0] == "gamma,accuracy,radius_95,std_over_draws,loss"
+    assert [float(cell) for cell in lines[2].split(",")] == pytest.approx(
+        [1.0, resumed.mean[1], resumed.radius("mean")[1], resumed.std[1], resumed.losses[1].mean()]
+    )
+
+    again = noise_curve(model, data, [0.0, 1.0], **settings)
+    assert len(collated) == 6
+    assert again.to_dict() == resumed.to_dict()
+    with torch.no_grad():
+        model.classifier.bias += 1
+    assert noise_curve(model, data, [0.0, 1.0], **settings).losses[0, 0] != resumed.losses[0, 0]
+    assert len(collated) == 11
+
+
+def test_sums_do_not_grow_with_the_data():
+    few, many = (noise_curve(bert(), classification_data(n), [1.0], batch_size=2, draws=1) for n in (8, 200))
+    assert few.blocks.shape == (4, 1, 1, 4)
+    assert many.blocks.shape == (32, 1, 1, 4)
+    np.testing.assert_array_equal(many.blocks[..., 1].sum(), 200)
+
+
+def test_perturbed_rows_are_collated_for_every_level_and_draw():
+    model, rows = bert(), classification_data(20)
+    seen = []
+
+    def swap(row, level, generator):
+        seen.append((level, generator.random()))
+        ids = torch.where(torch.as_tensor(generator.random(10)) < level, 7, row["input_ids"])
+        return {**row, "input_ids": ids}
+
+    swap.name = "swap"
+    curve = noise_curve(model, rows, [0.0, 0.5, 1.0], draws=2, batch_size=8, perturbation=swap)
+    assert curve.settings["perturbation"] == "swap"
+    assert curve.losses[0, 0] == pytest.approx(noise_curve(model, rows, [0.0]).losses[0, 0], rel=1e-6)
+    constant = [{**row, "input_ids": torch.full((10,), 7)} for row in rows]
+    np.testing.assert_allclose(curve.losses[2], noise_curve(model, constant, [0.0]).losses[0, 0], rtol=1e-6)
+    first = set(seen)
+    seen.clear()
+    noise_curve(bert(seed=1), rows, [0.5], draws=2, batch_size=5, perturbation=swap)
+    assert len(seen) == len(set(seen)) == 40
+    assert set(seen) < first  # another model, grid and batch size: the same errors
+    with pytest.raises(ValueError, match="not a `DataLoader`"):
+        noise_curve(model, DataLoader(rows), [0.5], perturbation=swap)
+
+
+def test_user_metrics_say_which_way_is_better():
+    def misses(logits, labels):
+        return (logits.argmax(-1) != labels).sum(), labels.numel()
+
+    misses.greater_is_better = False
+    curve = noise_curve(bert(), classification_data(8), [0.0], metric=misses)
+    assert (curve.metric, curve.greater_is_better) == ("misses", False)
+    assert noise_curve(bert(), classification_data(8), [0.0]).greater_is_better

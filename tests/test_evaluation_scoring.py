@@ -1,0 +1,196 @@
+import math
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import VOCAB, bert, classification_data, language_data, llama
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    Trainer,
+    TrainingArguments,
+    XLNetConfig,
+    XLNetLMHeadModel,
+    default_data_collator,
+)
+
+from hf_descent.evaluation import layer_profile, noise_curve
+
+
+CONFIG = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 32,
+}
+
+
+def causal_xlnet():
+    torch.manual_seed(0)
+    return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16))
+
+
+def token_classifier():
+    torch.manual_seed(0)
+    return BertForTokenClassification(BertConfig(**CONFIG, num_labels=VOCAB))
+
+
+def test_clean_level_equals_a_naive_loop_and_stock_evaluation(tmp_path):
+    model, data = bert(), classification_data(60)
+    correct = loss = 0.0
+    model.eval()
+    for row in data:
+        outputs = model(**{name: torch.as_tensor(value)[None] for name, value in row.items()})
+        correct += float(outputs.logits.argmax() == row["labels"])
+        loss += outputs.loss.item()
+    model.train()
+    result = noise_curve(model, data, [0.0], batch_size=20)  # three equal batches
+    assert model.training
+    assert result.values[0, 0] == correct / 60
+    assert result.losses[0, 0] == pytest.approx(loss / 60, rel=1e-6)
+    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=20, report_to="none", use_cpu=True)
+    assert result.losses[0, 0] == pytest.approx(Trainer(model, arguments).evaluate(data)["eval_loss"], rel=1e-6)
+    ragged = noise_curve(model, data, [0.0], batch_size=23)
+    assert ragged.values[0, 0] == correct / 60
+    assert ragged.losses[0, 0] == pytest.approx(loss / 60, rel=1e-6)
+
+
+def test_causal_models_are_scored_on_shifted_tokens():
+    model, data = llama().eval(), language_data(20)
+    result = noise_curve(model, data, [0.0], batch_size=6)
+    correct = count = loss = 0.0
+    for row in data:
+        logits = model(row["input_ids"][None]).logits[0, :-1].detach()
+        target = row["labels"][1:]
+        keep = target != -100
+        correct += float((logits.argmax(-1) == target)[keep].sum())
+        loss += float(F.cross_entropy(logits[keep], target[keep], reduction="sum"))
+        count += int(keep.sum())
+    assert result.values[0, 0] == pytest.approx(correct / count)
+    assert result.losses[0, 0] == pytest.approx(loss / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("build", [causal_xlnet, token_classifier])
+def test_unshifted_token_labels_are_scored_in_place(build):
+    model, data = build().eval(), language_data(20)
+    result = noise_curve(model, data, [0.0], batch_size=6)
+    correct = count = 0
+    for row in data:
+        logits = model(row["input_ids"][None]).logits[0].detach()
+        correct += int((logits.argmax(-1) == row["labels"]).sum())
+        count += int((row["labels"] != -100).sum())
+    assert result.values[0, 0] == pytest.approx(correct / count)
+
+
+def test_question_answering_scores_both_positions():
+    torch.manual_seed(0)
+    model = BertForQuestionAnswering(BertConfig(**CONFIG)).eval()
+    data = [
+        {"input_ids": row["input_ids"], "start_positions": index - 1, "end_positions": 99}  # both ends lie outside
+        for index, row in enumerate(language_data(10))
+    ]
+    result = layer_profile(model, data, batch_size=5)
+    hits, losses = [], []
+    for row in data:
+        outputs = model(row["input_ids"][None])
+        start = max(row["start_positions"], 0)
+        hits.append(float(outputs.start_logits.argmax() == start))
+        losses.append(F.cross_entropy(outputs.start_logits, torch.tensor([start])).item())
+    assert result.values[-1] == np.mean(hits)
+    np.testing.assert_allclose(result.sample_losses[:, -1], losses, rtol=1e-5)
+
+
+def test_rmse_and_own_metrics():
+    class Identity(nn.Module):
+        main_input_name = "pixel_values"
+
+        def __init__(self):
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(()))
+
+        def forward(self, pixel_values, labels=None):
+            return {"loss": F.mse_loss(pixel_values * self.gain, labels), "logits": pixel_values * self.gain}
+
+    images = torch.rand(20, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    data = [{"pixel_values": image, "labels": image} for image in images]
+    result = noise_curve(Identity(), data, [0.0, 0.5], metric="rmse", scale=255.0, sigma=0.2)
+    assert result.values[0, 0] == 0.0
+    np.testing.assert_allclose(result.values[1], 255.0 * 0.5 * 0.2, rtol=0.05)
+    np.testing.assert_allclose(result.values[1], 255.0 * np.sqrt(result.losses[1]), rtol=1e-5)
+
+    def absolute_error(logits, labels):
+        return (logits - labels).abs().sum(), labels.numel()
+
+    result = noise_curve(Identity(), data, [0.5], metric=absolute_error, sigma=0.2)
+    assert result.metric == "absolute_error"
+    np.testing.assert_allclose(result.values, 0.5 * 0.2 * math.sqrt(2 / math.pi), rtol=0.05)
+
+
+def test_data_is_collated_once_for_all_levels():
+    collated = []
+
+    def collate(rows):
+        collated.append(len(rows))
+        return default_data_collator(rows)
+
+    noise_curve(bert(), classification_data(20), [0.0, 0.5, 1.0], draws=3, batch_size=8, data_collator=collate)
+    assert collated == [8, 8, 4]
+
+
+@pytest.mark.parametrize("evaluate", [lambda *a, **k: noise_curve(*a, [0.0, 1.0], **k), layer_profile])
+def test_batches_are_dropped_once_scored(evaluate):
+    batches, alive = [], []
+
+    def collate(rows):
+        alive.append(sum(batch() is not None for batch in batches))
+        batch = default_data_collator(rows)
+        batches.append(weakref.ref(batch["input_ids"]))
+        return batch
+
+    evaluate(bert(), classification_data(40), batch_size=4, data_collator=collate)
+    assert len(alive) == 10
+    assert max(alive) <= 1
+
+
+def test_columns_that_the_model_does_not_take_are_dropped():
+    data = [{**row, "text": "words"} for row in classification_data(8)]
+    assert noise_curve(bert(), data, [0.0]).values.shape == (1, 3)
+
+
+def test_own_loss_and_own_readout():
+    model, data = bert(num_layers=2), classification_data(12)
+    head = nn.Linear(16, 3)
+
+    def readout(model, hidden, inputs):
+        assert "labels" not in inputs
+        return head(hidden[:, 0])
+
+    def focal(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels) ** 2
+
+    options = {"readout": readout, "layer_loss_fn": focal, "batch_size": 12}
+    profile, curve = layer_profile(model, data, **options), noise_curve(model, data, [0.0], **options)
+    batch = default_data_collator(data)
+    labels = batch.pop("labels")
+    model.eval()
+    hidden = model(**batch, output_hidden_states=True).hidden_states[1:]
+    logits = [head(state[:, 0]).detach() for state in hidden]
+    np.testing.assert_allclose(profile.losses, [F.cross_entropy(x, labels).item() ** 2 for x in logits], rtol=1e-5)
+    np.testing.assert_allclose(profile.values, [(x.argmax(-1) == labels).double().mean() for x in logits])
+    np.testing.assert_allclose(curve.losses[0], profile.losses[-1])
+
+
+def test_mixed_modes_are_restored_after_an_error():
+    model = bert().train()
+    model.bert.embeddings.eval()
+    modes = [module.training for module in model.modules()]
+    with pytest.raises(ValueError, match="rmse"):
+        noise_curve(model, classification_data(8), [0.0, 1.0], metric="rmse")
+    assert [module.training for module in model.modules()] == modes
+    assert not any(module._forward_hooks for module in model.modules())

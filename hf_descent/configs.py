@@ -93,7 +93,8 @@ class DescentArguments:
 
     negative_weights (`str`, *optional*, defaults to `"clip"`):
         What to do with a negative weight of a layer loss in the Lagrangian, which pushes that loss up: "keep" it (the
-        paper's form) or "clip" it at 0 in the primal step.
+        paper's form) or "clip" it at 0 in the primal step. In `recipes/demo`, "keep" gave a gain beyond the training
+        noise at a price without noise, "clip" neither; clipped runs reach feasibility more reliably.
     penalty_coefficient (`float`, *optional*, defaults to `1.0`):
         Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic".
     fixed_multipliers (`str` or `list[float]`, *optional*):

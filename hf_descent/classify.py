@@ -11,7 +11,7 @@ from .configs import DescentConfig
 from .data.text import DataArguments, load_text_classification, tokenize
 from .evaluation import layer_profile
 from .metrics.accuracy import Accuracy
-from .models import LinearReadoutForSequenceClassification
+from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from .trainer import DescentTrainer
 
 
@@ -30,6 +30,10 @@ class ModelArguments:
             "(`cls_linear`, the paper's) or on the mean of the tokens (`mean_linear`)."
         },
     )
+    unrolled_layers: int | None = field(
+        default=None,
+        metadata={"help": "Train an unrolled transformer (UT) of this depth on the token embeddings of that model."},
+    )
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters and the head, not the whole model."})
     lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
@@ -42,6 +46,11 @@ class ModelArguments:
     def __post_init__(self):
         if self.pooling not in POOLING:
             raise ValueError(f"`pooling` is {self.pooling!r}; choose one of {', '.join(POOLING)}.")
+        if self.unrolled_layers is not None and (self.unrolled_layers < 1 or self.pooling != "head"):
+            raise ValueError(
+                f"`unrolled_layers` is {self.unrolled_layers} and `pooling` {self.pooling!r}; give a depth of at "
+                "least 1 and `head`: a UT reads out the mean of its tokens by one linear layer."
+            )
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)
@@ -102,7 +111,11 @@ def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
     """The classifier that `args` names, with one output for each of `classes`."""
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
-    if args.pooling == "head":
+    if args.unrolled_layers is not None:
+        model = UTForSequenceClassification.from_embeddings(
+            args.model_name_or_path, num_hidden_layers=args.unrolled_layers, **labels
+        )
+    elif args.pooling == "head":
         model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **labels)
     else:
         model = LinearReadoutForSequenceClassification.from_encoder(

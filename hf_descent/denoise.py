@@ -27,6 +27,7 @@ from .data.video import (
 )
 from .denoise_report import classical_rmse, plot_strip, restore, save_gif, table
 from .evaluation import layer_profile
+from .evaluation.scoring import Result
 from .models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
 from .trainer import DescentTrainer
 
@@ -140,7 +141,9 @@ class ImageTask:
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
-    mean, layer losses, baselines), and for the last split a strip and an animation, `strip.png` and `clip.gif`.
+    mean, layer losses, baselines); on the test rows where there are any, else on the validation rows,
+    `layer_profile.json` (at the training level) and `noise_curve.json`; and for the last split a strip and an
+    animation, `strip.png` and `clip.gif`.
 
     Raises:
         ValueError: the videos do not fit the arguments, or the output folder is not empty.
@@ -165,7 +168,10 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     trainer.save_state()
     trainer.save_metrics("train", metrics)
     for name in [name for name in rows if name != "train"]:
-        report(trainer, task, name, rows[name], clips[name], model_args)
+        results = report(trainer, task, name, rows[name], clips[name], model_args)
+        if name == ("test" if "test" in rows else "validation") and trainer.is_world_process_zero():
+            for kind, result in results.items():
+                result.to_json(os.path.join(args.output_dir, f"{kind}.json"))
     if trainer.is_world_process_zero():
         draw(trainer, task, clips[name], model_args)
         print(f"Written to {args.output_dir}")
@@ -206,7 +212,7 @@ def build_model(
     return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
 
 
-def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: ModelArguments) -> None:
+def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: ModelArguments) -> dict[str, Result]:
     """Measures the model on a split at every noise level and at every layer, and prints the tables."""
     args, problem = trainer.args, trainer.problem
     gamma_train = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
@@ -225,11 +231,12 @@ def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: M
         tolerance=0.0 if problem is None else args.feasibility_tolerance * problem.initial_loss_bound,
         **shared,
     )
+    results = {"layer_profile": profile}
     metrics = {f"{split}_{name}": value for name, value in profile.to_dict().items()}
     tables = [f"{split}: loss of every layer at noise level {gamma_train:g}\n{profile}"]
     if args.eval_gammas:
         del shared["batch_size"], shared["data_collator"]
-        curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
+        results["noise_curve"] = curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
         metrics |= {f"{split}_{name}": value for name, value in curve.to_dict().items()}
         metrics[f"{split}_mean_rmse"] = float(curve.mean.mean())
         gammas = curve.gammas.tolist()
@@ -245,6 +252,7 @@ def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: M
     trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
         print("\n\n".join(tables), end="\n\n")
+    return results
 
 
 def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:

@@ -15,9 +15,11 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from .cli import parse_recipe
+from .data.video import LAYOUTS
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -125,10 +127,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     level = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
     gamma = float(level if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args.objective)
-    # Without test rows, every report of the command is on validation rows.
-    data_args = replace(
-        data_args, **{name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
-    )
+    data_args = without_test_rows(data_args)
 
     def objective(trial) -> float:
         folder = os.path.join(args.output_dir, f"trial-{trial.number}")
@@ -169,6 +168,15 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
         print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
+
+
+def without_test_rows(data_args: Any) -> Any:
+    """The same data without its test rows, so that every report of a command is on validation rows."""
+    changes = {name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
+    if getattr(data_args, "data_layout", None) is not None:  # a published layout has its own test videos
+        training = Path(data_args.data_dir) / LAYOUTS[data_args.data_layout]["train"]
+        changes |= {"data_layout": None, "data_dir": None, "train_files": [str(training)]}
+    return replace(data_args, **changes)
 
 
 def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[float]]:

@@ -14,9 +14,10 @@ from PIL import Image
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli
-from hf_descent.data.video import VideoArguments, load_clips, patch_rows
+from hf_descent.data.video import VideoArguments, load_clips, patch_rows, split_videos
 from hf_descent.denoise import ImageTask, ModelArguments, PatchTask, measure_sigma, some_clips
 from hf_descent.denoise_report import classical_rmse, plot_strip, save_gif, table
+from hf_descent.tune import without_test_rows
 
 
 ROOT = Path(__file__).parent.parent
@@ -107,6 +108,8 @@ def test_smoke_recipes_run(smoke, recipe, capsys):
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     folder = smoke("recipes/smoke/video-dust/erm.yaml", "--classical_clips", "0")
+    assert results_of(folder, "noise_curve")["values"][0][0] == results_of(folder)["test_rmse@0"]
+    assert results_of(folder, "layer_profile")["losses"][2] == results_of(folder)["test_layer_loss_3"]
     model = AutoModelForImageToImage.from_pretrained(folder).eval()
     args = VideoArguments(
         train_files=[str(workplace / "test.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
@@ -153,6 +156,19 @@ def test_an_interrupted_run_ends_like_a_straight_one(smoke, tmp_path):
     measured = [name for name in theirs if name.startswith(("validation_", "test_")) and "radius" not in name]
     assert len(measured) > 20
     assert {name: ours[name] for name in measured} == pytest.approx({name: theirs[name] for name in measured})
+
+
+def test_tuning_reads_no_test_videos(workplace, tmp_path):
+    for name, folder in (("train", "training_videos"), ("train", "training_videos"), ("test", "testing_videos")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        number = len(list((tmp_path / folder).iterdir()))
+        (tmp_path / folder / f"{number}.avi").write_bytes((workplace / f"{name}.avi").read_bytes())
+    sizes = {"num_frames": 4, "frame_size": 32, "patch_size": 8}
+    layout = VideoArguments(data_layout="avenue", data_dir=str(tmp_path), **sizes)
+    files = VideoArguments(train_files=["train"], test_files=["test"], **sizes)
+    assert without_test_rows(files) == VideoArguments(train_files=["train"], **sizes)
+    whole, rest = split_videos(layout), split_videos(without_test_rows(layout))
+    assert rest == {name: whole[name] for name in ("train", "validation")} != whole
 
 
 def test_inputs_and_frames_are_inverse(workplace):

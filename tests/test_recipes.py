@@ -240,6 +240,13 @@ def test_other_readouts_and_lora_run(smoke, pooling):
     assert len(results_of(folder, "layer_profile")["losses"]) == 3
 
 
+def test_an_unrolled_transformer_takes_the_models_embeddings(smoke):
+    folder = smoke("imdb-descent", "--pooling", "head", "--unrolled_layers", "4", "--max_steps", "4")
+    assert len(results_of(folder, "layer_profile")["losses"]) == 4
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert (type(model).__name__, model.config.hidden_size) == ("UTForSequenceClassification", 16)
+
+
 @pytest.mark.slow
 def test_two_processes_on_a_cpu(workplace, tmp_path):
     line = next(line for line in COMMANDS if line.startswith("accelerate") and "cpu_ddp" in line)

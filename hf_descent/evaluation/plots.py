@@ -9,7 +9,7 @@
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
 import numpy as np
@@ -42,9 +42,9 @@ def save_figures(comparison: Comparison, folder: str) -> list[str]:
     for name, runs in groups.items():
         if any("multiplier_1" in entry for entry in runs[0].history):
             figures[f"duals_{_file_name(name)}"] = plot_duals(runs[0], name)
-    runs = [run for group in groups.values() for run in group if run.summary.get("objective") == "descent"]
     for setting in ABLATED:
-        if len({str(_setting(run, setting)) for run in runs}) > 2:
+        runs = _alike_but_for((run for group in groups.values() for run in group), setting)
+        if len({_setting(run, setting) for run in runs}) > 2:
             figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
     files = []
     for name, figure in figures.items():
@@ -148,12 +148,22 @@ def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
         ]
         spread = [found.std(ddof=1) if len(found) > 1 else 0.0 for found in metric]
         label = f"noise level {curve.gammas[level]:g}"
-        axes.errorbar(values, [found.mean() for found in metric], spread, label=label, capsize=3, **style)
+        axes.errorbar(values, np.array([found.mean() for found in metric]), spread, label=label, capsize=3, **style)
     axes.set(xlabel=ABLATED.get(setting, setting), ylabel=curve.metric)
     if min(values) > 0 and max(values) > 20 * min(values):
         axes.set_xscale("log")
     axes.legend(frameon=False)
     return figure
+
+
+def _alike_but_for(runs: Iterable[Run], setting: str) -> list[Run]:
+    """The constrained runs that differ in `setting` and their seed alone, the largest such set."""
+    alike: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.summary.get("objective") == "descent" and setting in run.settings:
+            others = {name: value for name, value in run.settings.items() if name != setting}
+            alike.setdefault(str(others), []).append(run)
+    return max(alike.values(), key=len, default=[])
 
 
 def _setting(run: Run, name: str) -> float:

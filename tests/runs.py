@@ -1,0 +1,60 @@
+"""Made-up results of runs, for the tests of comparisons and figures."""
+
+import json
+
+import numpy as np
+
+from hf_descent.evaluation import LayerProfile, NoiseCurve
+from hf_descent.evaluation.comparison import Run
+
+
+GAMMAS = np.array([0.0, 1.0, 2.0])
+
+
+def make_curve(accuracies, gammas=GAMMAS, items=10, noise_seed=0):
+    """A curve that has these accuracies in its blocks of data, at all levels, but for a fall of 0.1 a level."""
+    accuracies = np.asarray(accuracies, dtype=float)
+    blocks = np.full((len(accuracies), len(gammas), 1, 4), float(items))
+    blocks[..., 0, 0] = items * (accuracies[:, None] - 0.1 * np.arange(len(gammas)))
+    total = blocks.sum(0)
+    settings = {"seed": noise_seed, "perturbation": "gaussian"}
+    return NoiseCurve(
+        "accuracy",
+        gammas,
+        total[..., 0] / total[..., 1],
+        total[..., 2] / total[..., 3],
+        1.0,
+        blocks,
+        settings=settings,
+    )
+
+
+def make_profile(losses, gamma=0.0, feasible=None):
+    losses = np.asarray(losses, dtype=float)
+    samples = losses * np.linspace(0.5, 1.5, 20)[:, None]
+    return LayerProfile("accuracy", losses, 1 - losses, samples, gamma, feasible=feasible)
+
+
+def make_run(
+    accuracies, seed=0, objective="erm", feasible=None, step_seconds=None, losses=(0.9, 0.6, 0.4), folder="run",
+    gammas=GAMMAS, items=10, noise_seed=0, steps=0, **arguments,
+):  # fmt: skip
+    arguments = {"objective": objective, "noise_gamma": 0.0, **arguments, "seed": seed}
+    summary = {"objective": objective, "arguments": arguments}
+    if step_seconds is not None:
+        summary["step_seconds"] = step_seconds
+    names = [(f"{name}_{layer}", layer) for layer in (1, 2, 3) for name in ("multiplier", "violation")]
+    history = [{"step": 10 * (step + 1), **{name: step * layer for name, layer in names}} for step in range(steps)]
+    profiles = [make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)]
+    return Run(folder, make_curve(accuracies, gammas, items, noise_seed), profiles[0], profiles[1:], summary, history)
+
+
+def save_run(folder, run):
+    folder.mkdir(exist_ok=True)
+    run.curve.to_json(folder / "noise_curve.json")
+    run.profile.to_json(folder / "layer_profile.json")
+    for profile in run.noisy_profiles:
+        profile.to_json(folder / f"layer_profile_gamma_{profile.gamma:g}.json")
+    (folder / "descent_config.json").write_text(json.dumps(run.summary))
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": run.history}))
+    return str(folder)

@@ -1,0 +1,39 @@
+"""`hf-descent compare`: what it prints and writes."""
+
+import json
+
+import numpy as np
+import pytest
+from runs import make_run, save_run
+
+from hf_descent import cli
+
+
+@pytest.fixture
+def folders(tmp_path):
+    generator = np.random.default_rng(0)
+    return {
+        (name, seed): save_run(
+            tmp_path / f"{name}-{seed}", make_run(mean + 0.01 * generator.random(6), objective=name, seed=seed)
+        )
+        for name, mean in (("erm", 0.5), ("descent", 0.7))
+        for seed in (1, 2, 3)
+    }
+
+
+def test_table_verdict_and_files(folders, tmp_path, capsys):
+    cli.main(["compare", *folders.values(), "--output_dir", str(tmp_path / "out")])
+    printed = capsys.readouterr().out
+    assert "descent against erm: descent is better, at 95 %" in printed
+    assert (tmp_path / "out" / "comparison.txt").read_text() in printed
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert written["differences"][0]["verdict"] == "better"
+    assert (tmp_path / "out" / "metric_against_noise.svg").is_file()
+
+
+def test_groups_can_be_named(folders, tmp_path, capsys):
+    named = [f"{'plain' if name == 'erm' else 'ours'}={folder}" for (name, _), folder in folders.items()]
+    cli.main(["compare", *named, "--baseline", "ours", "--output_dir", str(tmp_path / "out")])
+    assert "plain against ours: plain is worse" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="all of them as GROUP=RUN, or none"):
+        cli.main(["compare", named[0], *folders.values()])

@@ -1,0 +1,160 @@
+"""Verdicts between groups of runs: against the textbook tests that they reduce to, and by their rate of errors."""
+
+import json
+
+import numpy as np
+import pytest
+from runs import GAMMAS, make_curve, make_run, save_run
+from scipy import stats
+
+from hf_descent.evaluation.comparison import Run, compare, difference, group_runs
+
+
+def groups_of(before, after, **options):
+    """Runs from accuracies of blocks, `[seeds, blocks]`."""
+    return {
+        name: [make_run(blocks, seed=seed, **options) for seed, blocks in enumerate(side)]
+        for name, side in (("erm", before), ("descent", after))
+    }
+
+
+def block_means(seeds, blocks, mean, of_seeds, of_blocks, noise, generator):
+    """Accuracies with a part of each seed, a part of each block and a rest, `[seeds, blocks]`."""
+    rest = noise * generator.normal(size=(seeds, blocks))
+    return mean + of_seeds * generator.normal(size=(seeds, 1)) + of_blocks + rest
+
+
+def test_with_no_part_of_the_data_it_is_the_paired_t_test():
+    generator = np.random.default_rng(0)
+    before, after = (np.repeat(0.5 + 0.05 * generator.normal(size=(5, 1)), 8, axis=1) for _ in range(2))
+    found = difference(groups_of(before, after), "erm", "descent")
+    expected = stats.ttest_rel(after[:, 0], before[:, 0])
+    assert found.paired
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    low, high = expected.confidence_interval(0.95)
+    assert (found.estimate, found.radius) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-6)
+
+
+def test_with_other_seeds_it_is_welchs_test():
+    generator = np.random.default_rng(1)
+    before = np.repeat(0.5 + 0.05 * generator.normal(size=(3, 1)), 8, axis=1)
+    after = np.repeat(0.6 + 0.01 * generator.normal(size=(6, 1)), 8, axis=1)
+    found = difference(groups_of(before, after), "erm", "descent")
+    expected = stats.ttest_ind(after[:, 0], before[:, 0], equal_var=False)
+    assert not found.paired
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert found.freedom == pytest.approx(expected.df, rel=1e-6)
+
+
+def test_what_the_data_decides_widens_the_interval():
+    """Every seed gains on the same blocks and loses on the same others: another test set might turn it round."""
+    generator = np.random.default_rng(2)
+    of_blocks = 0.2 * generator.normal(size=12)
+    before = block_means(4, 12, 0.5, 0.0, 0.0, 0.01, generator)
+    after = block_means(4, 12, 0.55, 0.0, of_blocks - of_blocks.mean(), 0.01, generator)
+    found = difference(groups_of(before, after), "erm", "descent")
+    assert stats.ttest_rel(after.mean(1), before.mean(1)).pvalue < 0.01
+    assert found.verdict == "no difference"
+    assert found.radius == pytest.approx(found.data_radius, rel=0.2)
+    same = block_means(4, 12, 0.55, 0.0, 0.0, 0.01, generator)
+    assert difference(groups_of(before, same), "erm", "descent").verdict == "better"
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_false_verdicts_are_as_rare_as_stated(paired):
+    """Seeds, data and a rest of comparable parts, the same means; the data's part differs between the groups."""
+    generator = np.random.default_rng(3)
+    wrong = 0
+    for _ in range(300):
+        sides = [block_means(3, 8, 0.5, 0.02, 0.02 * generator.normal(size=8), 0.04, generator) for _ in range(2)]
+        groups = groups_of(*sides)
+        if not paired:
+            for run in groups["descent"]:
+                run.summary["arguments"]["seed"] += 100
+        wrong += difference(groups, "erm", "descent").verdict != "no difference"
+    assert stats.binomtest(wrong, 300, 0.05, alternative="greater").pvalue > 1e-3
+
+
+def test_verdicts_in_words():
+    generator = np.random.default_rng(4)
+    low, high = (block_means(3, 8, mean, 0.001, 0.0, 0.001, generator) for mean in (0.5, 0.7))
+    assert "descent is better, at 95 %" in str(difference(groups_of(low, high), "erm", "descent"))
+    worse = difference(groups_of(high, low), "erm", "descent")
+    assert worse.verdict == "worse" and "paired by seed" in str(worse)
+    again = block_means(3, 8, 0.5, 0.001, 0.0, 0.001, generator)
+    assert "no difference at 95 %" in str(difference(groups_of(low, again), "erm", "descent"))
+    single = difference(groups_of(low[:1], high[:1]), "erm", "descent")
+    assert single.verdict == "open" and np.isinf(single.radius)
+    assert "another seed may do the same" in str(single)
+    errors = groups_of(low, high)
+    for run in errors["erm"] + errors["descent"]:
+        run.curve.greater_is_better = False
+    assert difference(errors, "erm", "descent").verdict == "worse"
+
+
+def test_runs_are_grouped_by_all_but_their_seed():
+    blocks = np.full((2, 4), 0.5)
+    runs = [
+        make_run(blocks[0], seed=seed, objective=objective, noise_gamma=gamma, descent_alpha=alpha, folder=str(index))
+        for index, (objective, gamma, alpha, seed) in enumerate(
+            [
+                ("erm", 0.0, "auto", 1),
+                ("erm", 1.0, "auto", 1),
+                ("erm", 0.0, "auto", 2),
+                ("descent", 1.0, 0.1, 1),
+                ("descent", 1.0, 0.2, 1),
+                ("descent", 1.0, 0.1, 2),
+            ]
+        )
+    ]
+    groups = group_runs(runs)
+    assert {name: [run.folder for run in group] for name, group in groups.items()} == {
+        "erm": ["0", "2"],
+        "erm+noise 1.0": ["1"],
+        "descent+noise 1.0, descent_alpha 0.1": ["3", "5"],
+        "descent+noise 1.0, descent_alpha 0.2": ["4"],
+    }
+    assert make_run(blocks[0], neftune_noise_alpha=5.0).arm == "neftune"
+    assert Run("somewhere/mine", make_curve(blocks[0])).arm == "mine"
+
+
+def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
+    generator = np.random.default_rng(5)
+    folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
+    assert compare(folders).differences[0].verdict == "open"
+    for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}):
+        other = save_run(tmp_path / "other", make_run(generator.random(6), objective="hinge", **change))
+        with pytest.raises(ValueError, match="were not evaluated on the same data, levels and noise"):
+            compare([*folders, other])
+    with pytest.raises(ValueError, match="at least two ways of training"):
+        compare(folders[:1])
+    with pytest.raises(ValueError, match="holds no noise_curve.json; run `hf-descent evaluate"):
+        compare([str(tmp_path), folders[0]])
+    with pytest.raises(ValueError, match="one batch"):
+        compare([save_run(tmp_path / name, make_run([0.5], objective=name)) for name in ("erm", "descent")])
+
+
+def test_all_verdicts_hold_together(tmp_path):
+    generator = np.random.default_rng(6)
+    names = ("erm", "descent", "hinge")
+    folders = [
+        save_run(tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed))
+        for name in names
+        for seed in range(3)
+    ]
+    comparison = compare(folders, baseline="hinge")
+    assert list(comparison.groups) == ["hinge", "erm", "descent"]
+    assert [found.confidence for found in comparison.differences] == [0.975] * 2
+    written = json.loads(json.dumps(comparison.to_dict()))
+    assert written["groups"]["erm"]["seeds"] == [0, 1, 2]
+    assert written["differences"][0]["verdict"] == comparison.differences[0].verdict
+    averages = [run.curve.auc_over_range for run in comparison.groups["erm"]]
+    assert written["groups"]["erm"]["auc_over_range"] == pytest.approx([np.mean(averages), np.std(averages, ddof=1)])
+
+
+def test_the_table_counts_cost_and_feasibility(tmp_path):
+    erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
+    descent = make_run([0.5, 0.6], objective="descent", step_seconds=0.3, feasible=True)
+    comparison = compare([save_run(tmp_path / run.arm, run) for run in (erm, descent)])
+    row = next(line for line in str(comparison).splitlines() if line.startswith("descent "))
+    assert row.split()[-4:] == ["1", "of", "1", "x1.50"]

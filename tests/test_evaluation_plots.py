@@ -1,0 +1,89 @@
+"""The figures show the numbers of the runs, tell groups apart without colour, and are written as PNG and SVG."""
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from runs import GAMMAS, make_run
+
+from hf_descent.evaluation import plots
+from hf_descent.evaluation.comparison import Comparison
+
+
+@pytest.fixture
+def groups():
+    generator = np.random.default_rng(0)
+    arms = {"erm": {}, "descent": {"steps": 4}, "deep_supervision": {"losses": (0.8, 0.5, 0.45)}}
+    return {
+        name: [make_run(generator.random(6), seed=seed, objective=name, **options) for seed in range(3)]
+        for name, options in arms.items()
+    }
+
+
+def test_curves_are_means_with_the_range_over_seeds(groups):
+    axes = plots.plot_curves(groups).axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    for name, runs in groups.items():
+        values = np.stack([run.curve.mean for run in runs])
+        np.testing.assert_allclose(lines[name].get_ydata(), values.mean(0))
+        np.testing.assert_array_equal(lines[name].get_xdata(), GAMMAS)
+    band = axes.collections[0].get_paths()[0].vertices
+    values = np.stack([run.curve.mean for run in groups["erm"]])
+    assert (band[:, 1].min(), band[:, 1].max()) == pytest.approx((values.min(), values.max()))
+
+
+def test_a_single_run_has_its_interval_as_a_band():
+    run = make_run([0.4, 0.6, 0.5, 0.7])
+    axes = plots.plot_curves({"erm": [run]}).axes[0]
+    band = axes.collections[0].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx(run.curve.mean[0] + run.curve.radius("mean")[0])
+
+
+def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
+    figure = plots.plot_layers(groups)
+    assert [axes.get_title() for axes in figure.axes] == ["without noise", "noise level 2"]
+    np.testing.assert_allclose(figure.axes[1].lines[2].get_ydata(), [0.8, 0.5, 0.45])
+    groups["erm"][0].noisy_profiles.clear()
+    assert len(plots.plot_layers(groups).axes) == 1
+
+
+def test_ratios_are_shares_of_steps(groups):
+    axes = plots.plot_ratios(groups).axes[0]
+    values = axes.patches[0].get_data().values
+    assert values.sum() == pytest.approx(1.0)
+    assert "median 0.67, 100% descend" in axes.get_legend().texts[0].get_text()
+
+
+def test_duals_are_drawn_over_steps(groups):
+    figure = plots.plot_duals(groups["descent"][0])
+    for axes in figure.axes:
+        lines = {line.get_label(): line for line in axes.lines}
+        np.testing.assert_array_equal(lines["layer 3"].get_xdata(), [10, 20, 30, 40])
+        np.testing.assert_array_equal(lines["layer 3"].get_ydata(), [0, 3, 6, 9])
+
+
+def test_ablations_take_numbers_lists_and_auto():
+    runs = [make_run([0.5 + alpha, 0.6], descent_alpha=alpha, seed=seed) for alpha in (0.05, 0.1) for seed in (0, 1)]
+    runs += [make_run([0.9, 0.6], descent_alpha=[0.2, 0.2])]
+    runs += [make_run([0.9, 0.6], descent_alpha="auto")]
+    runs[-1].summary["alpha"] = [0.3, 0.3]
+    axes = plots.plot_ablation(runs, "descent_alpha").axes[0]
+    assert axes.get_legend().get_texts()[1].get_text() == "noise level 1"
+    means, *_ = axes.containers[0].lines
+    np.testing.assert_allclose(means.get_xdata(), [0.05, 0.1, 0.2, 0.3])
+    np.testing.assert_allclose(means.get_ydata(), [0.575, 0.6, 0.75, 0.75])
+
+
+def test_styles_differ_in_grey():
+    assert all(len(set(to_rgb(style["color"]))) == 1 for style in plots.STYLES)
+    assert len({(style["linestyle"], style["marker"]) for style in plots.STYLES}) == len(plots.STYLES)
+
+
+def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
+    groups |= {
+        f"descent {alpha}": [make_run([0.5, 0.6], objective="descent", descent_alpha=alpha)]
+        for alpha in (0.1, 0.2, 0.3)
+    }
+    files = plots.save_figures(Comparison(groups, []), str(tmp_path))
+    names = {"metric_against_noise", "layer_losses", "ratios", "duals_descent", "ablation_descent_alpha"}
+    assert set(files) == {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
+    assert all((tmp_path / file).stat().st_size > 5000 for file in files)

@@ -18,7 +18,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME
 
 from .configs import DescentArguments
-from .descent_state import SUMMARY_NAME
+from .descent_state import SUMMARY_NAME, write_summary
 from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
 from .evaluation.scoring import Result
@@ -67,8 +67,7 @@ class ModelCardMixin:
         given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
         folder = self.args.output_dir
         os.makedirs(folder, exist_ok=True)
-        if self._state is not None:
-            self._state.save_summary(folder, noise_gamma=self.args.noise_gamma)
+        write_summary(folder, self._run_summary())
         if self._noise_curve is not None:
             self._noise_curve.to_json(os.path.join(folder, "noise_curve.json"))
         write_card(folder, **self._card_facts(given))
@@ -86,7 +85,7 @@ class ModelCardMixin:
         return {
             "model_name": summary.model_name,
             "repo_id": self.hub_model_id,
-            "base_model": summary.finetuned_from,
+            "base_model": summary.finetuned_from or None,
             "datasets": _listed(summary.dataset),
             "language": summary.language,
             "license": summary.license,
@@ -130,11 +129,13 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card |= {name: value for name, value in facts.items() if value is not None}
     card["library_name"] = "peft" if adapter else "transformers"
     card["needs_package"] = config.get("model_type") in OWN_MODELS
+    card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
     base = adapter.get("base_model_name_or_path")
     if base and not os.path.isdir(base):
         card["base_model"] = card.get("base_model") or base
     descent = _read(folder / SUMMARY_NAME)
     card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")
+    card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
     results = _read(folder / "all_results.json")
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
@@ -226,4 +227,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _listed(value: str | list[str] | None) -> list[str] | None:
-    return [value] if isinstance(value, str) else value
+    # A data set in memory has no name, for which the summary holds None.
+    return [value] if isinstance(value, str) else [item for item in value or [] if item] or None

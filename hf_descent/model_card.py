@@ -138,18 +138,13 @@ def _usage(card, auto_class) -> str:
     if card["library_name"] == "peft":
         library, auto_class = "peft", auto_class.replace("AutoModel", "AutoPeftModel")
         auto_class = auto_class if "Image" not in auto_class and "Audio" not in auto_class else "AutoPeftModel"
-    lines = f'{imports}from {library} import {auto_class}\n\nmodel = {auto_class}.from_pretrained("{name}")'
-    tokens = card["architecture"].endswith(
-        ("Classification", "Answering", "Choice", "LM", "LMHeadModel", "Generation")
-    )
-    if tokens and "Image" not in architecture and "Audio" not in architecture:
-        lines = (
-            lines.replace("import Auto", "import AutoTokenizer, Auto")
-            if library == "transformers"
-            else ("from transformers import AutoTokenizer\n" + lines)
-        )
-        lines += f'\ntokenizer = AutoTokenizer.from_pretrained("{name}")'
-    return lines
+    names = [auto_class]
+    lines = [f'model = {auto_class}.from_pretrained("{name}")']
+    if card.get("has_tokenizer"):
+        lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
+        imports += "from transformers import AutoTokenizer\n" if library == "peft" else ""
+        names += ["AutoTokenizer"] if library == "transformers" else []
+    return "\n".join([f"{imports}from {library} import {', '.join(names)}", "", *lines])
 
 
 def _exit_usage(card, exits, layers, task) -> str:
@@ -160,7 +155,7 @@ def _exit_usage(card, exits, layers, task) -> str:
     if card["library_name"] == "peft":
         model = "model.merge_and_unload()"
     lines = [f"from hf_descent.early_exit import {'ConfidenceExit, ' if classifier else ''}truncate", ""]
-    lines.append(f"short = truncate({model}, {layer})  # the first {layer} layers as a model of its own")
+    lines.append(f"short = truncate({model}, {layer})  # a model of its own that stops after layer {layer}")
     if classifier:
         lines.append(f"fast = ConfidenceExit({model}).calibrate(validation_data, max_loss=0.01)  # exit per sample")
     return "\n".join(lines)
@@ -286,6 +281,7 @@ def _setting_table(card, baseline) -> str:
         if own.get(name) == "auto" and key in descent:
             own[name] = ["auto:", *([descent[key]] if not isinstance(descent[key], list) else descent[key])]
     other = {"objective": baseline.get("objective")} | (baseline.get("settings") or {})
+    own = {name: value for name, value in own.items() if (value, other.get(name)) != (None, None)}
     return _table(
         ["setting", "value"],
         [[f"`{name}`", value] for name, value in own.items()],
@@ -313,6 +309,8 @@ def _cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {_cell(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):
         return " ".join(_cell(item) for item in value)
     return str(value).replace("|", "\\|").replace("\n", " ")

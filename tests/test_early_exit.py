@@ -3,11 +3,10 @@ import math
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
 from architectures import LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
-from tiny import bert, classification_data, llama
+from tiny import bert, classification_data, llama, word_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -368,15 +367,6 @@ def test_the_depth_is_put_back_where_drafting_is_refused():
 # ---- the command ----
 
 
-def saved_tokenizer(folder):
-    words = {word: index for index, word in enumerate(["[PAD]", "[UNK]", *(f"w{i}" for i in range(38))])}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
-        folder
-    )
-
-
 def written_rows(path, count=40, labels=True):
     rows = [
         {"text": " ".join(f"w{(7 * i + j) % 38}" for j in range(12))} | ({"label": i % 3} if labels else {})
@@ -388,7 +378,7 @@ def written_rows(path, count=40, labels=True):
 
 def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path, capsys):
     spread(bert(num_layers=3)).save_pretrained(tmp_path / "model")
-    saved_tokenizer(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
     data = written_rows(tmp_path / "rows.jsonl")
     cli.main(
         [
@@ -424,7 +414,7 @@ def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path,
 
 def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
     spread(llama(num_layers=3)).save_pretrained(tmp_path / "model")
-    saved_tokenizer(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
     cli.main(
         [

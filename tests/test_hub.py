@@ -1,0 +1,154 @@
+"""Pushes and pulls over the Hub's protocol, each in a process of its own, against a server on loopback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import check_card, serving
+from tiny import bert, classification_data, config
+
+from hf_descent import DescentTrainer
+
+
+TESTS = Path(__file__).parent
+
+
+def trained(folder, model=None, data=None, **arguments):
+    data = classification_data(16) if data is None else data
+    model = bert() if model is None else model
+    trainer = DescentTrainer(model, config(folder, **arguments), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    return trainer
+
+
+def run_python(code, hub, cache, *arguments, package=True):
+    """A process whose Hub is `hub`; without the package on its path, nothing of ours can be imported."""
+    cache.mkdir(exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "PYTHONPATH")}
+    environment |= {
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(cache),
+        "HF_TOKEN": "hf_test",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))) if package else "",
+    }
+    done = subprocess.run(
+        [sys.executable, *(["-P"] if package else ["-I"]), "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=str(cache),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+TRAIN = """
+import sys, json
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
+from transformers import AutoModelForCausalLM
+from hf_descent import DescentTrainer
+
+rows, folder = classification_data(16, num_labels=3), sys.argv[1]
+arguments = config(
+    folder + "/constrained", hub_model_id="tester/constrained", push_to_hub=True, save_strategy="steps", save_steps=3,
+    eval_gammas=[0, 1], hub_always_push=True,
+)
+trainer = DescentTrainer(
+    bert(), arguments, train_dataset=rows, eval_dataset=rows, processing_class=word_tokenizer()
+)
+trainer.train()
+trainer.evaluate()
+trainer.evaluate_robustness()
+trainer.push_to_hub(dataset="stanfordnlp/imdb", license="apache-2.0")
+batch = {"input_ids": torch.arange(12).reshape(2, 6)}
+logits = [trainer.model.eval()(**batch).logits]
+
+llama().push_to_hub("tester/base")
+model = get_peft_model(AutoModelForCausalLM.from_pretrained("tester/base"), LoraConfig(task_type="CAUSAL_LM"))
+trainer = DescentTrainer(
+    model, config(folder + "/adapter", hub_model_id="tester/adapter"), train_dataset=language_data(16)
+)
+trainer.train()
+trainer.push_to_hub()
+logits.append(model.eval()(**batch).logits)
+torch.save([tensor.detach() for tensor in logits], folder + "/logits.pt")
+"""
+
+LOAD = """
+import sys
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForSequenceClassification, pipeline
+
+batch = {"input_ids": torch.arange(12).reshape(2, 6)}
+expected = torch.load(sys.argv[1])
+for loader, name, logits in (
+    (AutoModelForSequenceClassification, "tester/constrained", expected[0]),
+    (AutoPeftModelForCausalLM, "tester/adapter", expected[1]),
+):
+    with torch.no_grad():
+        torch.testing.assert_close(loader.from_pretrained(name).eval()(**batch).logits, logits)
+print(pipeline("text-classification", model="tester/constrained")("w1 w2 w3"))
+assert not any(name.startswith("hf_descent") for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_pushed_through_failures_and_loads_without_the_package(tmp_path):
+    with serving() as hub:
+        hub.faults = [
+            ("PUT", "/lfs/", 1, 503),
+            ("PUT", "/lfs/", 1, "cut"),
+            ("POST", "/preupload/", 1, 500),
+            ("POST", "/info/lfs/", 1, "cut"),
+        ]
+        run_python(TRAIN, hub, tmp_path / "trainer", tmp_path)
+        assert all(count == 0 for _, _, count, _ in hub.faults), hub.faults
+        files = hub.repos["tester/constrained"]["files"]
+        assert {
+            "README.md", "config.json", "descent_config.json", "model.safetensors", "model_card.json",
+            "noise_curve.json", "noise.png", "tokenizer.json",
+        } <= files.keys()  # fmt: skip
+        assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
+        assert hub.repos["tester/constrained"]["commits"][-1] == "End of training"
+        assert any("in progress" in title for title in hub.repos["tester/constrained"]["commits"])
+        for name, content in files.items():  # what arrived is what lies in the folder
+            assert content == (tmp_path / "constrained" / name).read_bytes()
+        card = files["README.md"].decode()
+        assert check_card(card) == [] and "stanfordnlp/imdb" in card and "accuracy at noise gamma 1" in card
+        assert "base_model: tester/base" in hub.repos["tester/adapter"]["files"]["README.md"].decode()
+        assert "LABEL_" in run_python(LOAD, hub, tmp_path / "user", tmp_path / "logits.pt", package=False)
+
+
+PUSH = """
+import sys
+from hf_descent import cli
+cli.main(["card", sys.argv[1], "--push_to_hub", "tester/card"])
+"""
+
+
+@pytest.mark.slow
+def test_a_commit_that_fails_is_said_and_the_next_push_sends_only_what_is_missing(tmp_path):
+    trained(tmp_path / "run").save_model()
+    with serving() as hub:
+        hub.faults = [("POST", "/commit/", 9, 500)]
+        with pytest.raises(AssertionError, match="500 Internal Server Error"):
+            run_python(PUSH, hub, tmp_path / "cache", tmp_path / "run")
+        assert hub.repos["tester/card"]["files"] == {} and (tmp_path / "run" / "model.safetensors").is_file()
+        uploads = hub.count("PUT", "/lfs/", 200)
+        assert uploads >= 1
+        hub.faults = []
+        assert "Uploaded to" in run_python(PUSH, hub, tmp_path / "cache", tmp_path / "run")
+        assert hub.count("PUT", "/lfs/", 200) == uploads
+        files = hub.repos["tester/card"]["files"]
+        assert files["model.safetensors"] == (tmp_path / "run" / "model.safetensors").read_bytes()
+        assert "training_args.bin" not in files
+        assert "Uploaded to" in run_python(PUSH, hub, tmp_path / "cache", tmp_path / "run")  # again, unchanged

@@ -1,0 +1,209 @@
+"""Cards from real short runs of both trainers, what the Hub reads in them, and what they say when little is known."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hub_server import check_card
+from huggingface_hub import ModelCard
+from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
+
+from hf_descent import DescentTrainer, cli, layer_profile
+from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from hf_descent.hub import collect, plain, write_card
+from hf_descent.model_card import metrics_of, render
+
+
+def trained(folder, model=None, data=None, **arguments):
+    data = classification_data(16) if data is None else data
+    model = bert() if model is None else model
+    settings = config(folder, **arguments)
+    trainer = DescentTrainer(model, settings, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer())
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def read(folder):
+    text = (folder / "README.md").read_text()
+    assert check_card(text) == []
+    for words in ("More information needed", "None", "nan", "{{", "{%", "TODO"):
+        assert not re.search(rf"\b{words}\b" if words.isalpha() else re.escape(words), text, re.IGNORECASE), words
+    assert "\n\n\n" not in text.split("---\n", 2)[2]
+    return ModelCard.load(folder / "README.md"), text
+
+
+def results_of(card):
+    return {result.metric_name: result.metric_value for result in card.data.eval_results}
+
+
+def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
+    trainer = trained(tmp_path / "run", eval_gammas=[0, 0.5, 2])
+    curve = trainer.evaluate_robustness()
+    metrics = trainer.evaluate()
+    trainer.create_model_card(dataset="stanfordnlp/imdb", license="mit", language="en", tags="mine")
+    card, text = read(tmp_path / "run")
+    assert card.data.license == "mit" and card.data.language == "en" and card.data.library_name == "transformers"
+    assert card.data.datasets == ["stanfordnlp/imdb"] and card.data.pipeline_tag == "text-classification"
+    assert {"mine", "hf_descent", "descent"} <= set(card.data.tags)
+    found = results_of(card)
+    for gamma, mean in zip(("0", "0.5", "2"), curve.mean):
+        assert found[f"accuracy at noise gamma {gamma}"] == pytest.approx(mean)
+        assert f"| {gamma} | {mean:.4g}" in text
+    assert found["area under accuracy over noise gamma 0 to 2"] == pytest.approx(curve.auc)
+    assert found["loss"] == pytest.approx(metrics["eval_loss"])
+    for layer, multiplier in enumerate(trainer.multipliers.values.tolist(), start=1):
+        loss = metrics[f"eval_layer_loss_{layer}"]
+        assert f"| {layer} | {loss:.4g} | {multiplier:.4g} |" in text
+    assert f"largest violation is {metrics['eval_max_violation']:.4g} (f_0 = 1)" in text
+    assert ("**Feasible**" if metrics["eval_feasible"] else "**Not feasible**") in text
+    assert "| `descent_alpha` | 0.3 |" in text and "| `learning_rate` | 0.01 |" in text and "2601.17257" in text
+    assert 'AutoModelForSequenceClassification.from_pretrained("run")' in text and "AutoTokenizer" in text
+    assert (tmp_path / "run" / "noise.png").is_file()
+
+
+def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):
+    for name in ("descent", "erm"):
+        trainer = trained(tmp_path / name, objective=name)
+        profile = layer_profile(trainer.model, classification_data(16), problem=trainer.problem, tolerance=10.0)
+        profile.to_json(tmp_path / name / "layer_profile.json")
+        trainer.evaluate_robustness(gammas=[0, 1]).to_json(tmp_path / name / "noise_curve.json")
+        (tmp_path / name / "all_results.json").write_text(
+            json.dumps({"eval_accuracy": 0.5, "test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
+        )
+    run = tmp_path / "descent"
+    trainer.create_model_card()
+    ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(run / "exit_profile.json")
+    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 1.0, 2.0, 2.0, 0.1, "entropy", 8).to_json(
+        run / "confidence_exit.json"
+    )
+    SpeculationProfile([0.5, 0.9], [math.nan, 30], 20, [math.nan, 40], [math.nan, 1]).to_json(
+        run / "speculation_profile.json"
+    )
+    cli.main(["card", str(run), "--baseline", str(tmp_path / "erm"), "--limits", "A toy.", "--license", "mit"])
+    card, text = read(run)
+    profile = json.loads((run / "layer_profile.json").read_text())
+    other = json.loads((tmp_path / "erm" / "layer_profile.json").read_text())
+    for layer in range(3):
+        row = next(
+            line for line in text.splitlines() if line.startswith(f"| {layer + 1} | {profile['losses'][layer]:.4g}")
+        )
+        assert row.endswith(f"| {other['losses'][layer]:.4g} |") and f"{profile['violations'][layer]:.4g}" in row
+    assert "| metric, test data | value | erm |" in text and "| accuracy | 0.25 | 0.25 |" in text
+    assert results_of(card)["accuracy"] == 0.25 and card.data.eval_results[0].dataset_split == "test"
+    assert "- A toy." in text and card.data.license == "mit" and "**Feasible**" in text
+    assert "| 2 | 0.6 | 1.50x |" in text and "accuracy 0.6900 (0.7000 without early exit)" in text
+    assert "| 1 | 50.0% | not timed |" in text and "| 2 | 90.0% | 1.50x |" in text
+    assert "| `objective` | descent | erm |" in text and (run / "layers.png").is_file()
+    again = text
+    cli.main(["card", str(run)])  # what was said once is kept
+    assert read(run)[1] == again
+
+
+def test_a_card_without_evaluations_says_so(tmp_path):
+    trained(tmp_path / "run", objective="erm").create_model_card()
+    card, text = read(tmp_path / "run")
+    assert "No evaluation was recorded" in text and "No losses per layer were recorded" in text
+    assert "no layer was constrained" in text and "Robustness was not measured" in text
+    assert card.data.eval_results is None
+    model = bert()
+    model.save_pretrained(tmp_path / "bare")
+    cli.main(["card", str(tmp_path / "bare")])
+    assert "The settings of this run were not recorded" in read(tmp_path / "bare")[1]
+    with pytest.raises(ValueError, match="neither `config.json` nor"):
+        cli.main(["card", str(tmp_path)])
+    (tmp_path / "bare" / "all_results.json").write_text("{")
+    with pytest.raises(ValueError, match="all_results.json cannot be read"):
+        cli.main(["card", str(tmp_path / "bare")])
+
+
+def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_index(tmp_path):
+    bert().save_pretrained(tmp_path)
+    evaluation = {
+        "eval_loss": np.float32(0.5),
+        "eval_accuracy": torch.tensor(0.25),
+        "eval_f1": float("nan"),
+        "eval_mcc": np.float64("inf"),
+        "eval_max_violation": np.float64(0.125),
+        "eval_feasible": 0.0,
+        "epoch": 3,
+    }
+    write_card(
+        tmp_path, evaluation=evaluation, settings={"a": np.int64(3), "b": {"c": (1, None)}}, objective="descent"
+    )
+    card, text = read(tmp_path)
+    assert results_of(card) == {"loss": 0.5, "accuracy": 0.25}
+    assert "| `a` | 3 |" in text and "largest violation is 0.125" in text
+    assert json.loads((tmp_path / "model_card.json").read_text())["evaluation"]["eval_f1"] is None
+    assert plain({1: (np.arange(2), float("inf"), np.bool_(True))}) == {"1": [[0, 1], None, True]}
+    assert metrics_of({"eval_accuracy": 1, "eval_layer_loss_1": 2.0, "eval_runtime": 3.0, "epoch": 1.0}) == {
+        "accuracy": 1.0
+    }
+
+
+def test_trl_writes_this_card_at_checkpoints_and_takes_its_own_arguments(tmp_path):
+    pytest.importorskip("trl")
+    from hf_descent import SFTDescentConfig, SFTDescentTrainer
+
+    arguments = SFTDescentConfig(
+        output_dir=str(tmp_path / "sft"),
+        report_to="none",
+        use_cpu=True,
+        max_steps=2,
+        save_steps=1,
+        bf16=False,
+        descent_alpha=0.1,
+        initial_loss_bound=4.0,
+        dual_warmup_steps=0,
+        max_length=None,
+    )
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in language_data(8)])
+    trainer = SFTDescentTrainer(llama(), arguments, train_dataset=rows, processing_class=word_tokenizer())
+    trainer.train()
+    card, text = read(tmp_path / "sft")  # written at a checkpoint
+    assert card.data.pipeline_tag == "text-generation" and {"hf_descent", "sft", "trl"} <= set(card.data.tags)
+    assert "end of training" in text or "was not measured" in text
+    trainer.create_model_card(model_name="mine", dataset_name="tatsu-lab/alpaca", tags=["extra"])
+    card, text = read(tmp_path / "sft")
+    assert text.split("---\n", 2)[2].lstrip().startswith("# mine")
+    assert card.data.datasets == ["tatsu-lab/alpaca"] and "extra" in card.data.tags
+
+
+def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
+    peft = pytest.importorskip("peft")
+    from hf_descent.models import LinearReadoutForSequenceClassification
+
+    base = llama()
+    base.name_or_path = base.config._name_or_path = "someone/base"
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM"))
+    trained(tmp_path / "adapter", model, language_data(8)).create_model_card()
+    card, text = read(tmp_path / "adapter")
+    assert card.data.library_name == "peft" and card.data.base_model == "someone/base"
+    assert "AutoPeftModelForCausalLM" in text and "model.merge_and_unload()" in text
+    bert().save_pretrained(tmp_path / "encoder")
+    own = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path / "encoder"), "mean", num_labels=3)
+    trained(tmp_path / "own", own).create_model_card()
+    _, text = read(tmp_path / "own")
+    assert "import hf_descent.models" in text and "pip install hf_descent" in text
+
+
+def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
+    trained(tmp_path / "run").create_model_card()
+    _, text = read(tmp_path / "run")
+    use, early = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names = {"validation_data": classification_data(8)}
+    exec(use, names)
+    exec(early, names)
+    assert len(names["short"].bert.encoder.layer) == 1 and names["fast"].threshold >= 0
+
+
+def test_rendering_needs_no_more_than_the_values(tmp_path):
+    bert().save_pretrained(tmp_path)
+    values = collect(tmp_path, model_name="title")
+    assert render(json.loads(json.dumps(values))).data.model_name == "title"

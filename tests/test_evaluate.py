@@ -1,0 +1,139 @@
+"""`hf-descent evaluate` on saved models: the numbers are those of the library's functions, the files are all there."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_recipes import WORDS, save_tiny_model
+from tiny import bert, llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from hf_descent import cli, evaluate, noise_curve
+from hf_descent.evaluation import LayerProfile, NoiseCurve, ShiftGrowth
+from hf_descent.losses import IGNORE_INDEX
+from hf_descent.privacy import PrivacyCurve
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    sides = (WORDS[:3], WORDS[3:6])
+    rows = [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(60)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    save_tiny_model(folder / "base", "distilbert")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2)
+        model.save_pretrained(folder / f"run-{seed}")
+        tokenizer.save_pretrained(folder / f"run-{seed}")
+    (folder / "run-1" / "descent_config.json").write_text(
+        json.dumps(
+            {
+                "noise_gamma": 0.5,
+                "alpha": [0.1] * 3,
+                "initial_loss_bound": 0.7,
+                "num_layers": 3,
+                "constrained_layers": [1, 2, 3],
+            }
+        )
+    )
+    (folder / "recipe.yaml").write_text(
+        f"train_file: {folder}/rows.csv\ntest_file: {folder}/rows.csv\nmax_seq_length: 16\nlearning_rate: 1e-5\n"
+        "eval_gammas: [0.0, 0.5, 1.0]\nper_device_eval_batch_size: 10\nobjective: descent\n"
+    )
+    return folder
+
+
+def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
+    names = [str(workplace / f"run-{seed}") for seed in (0, 1)]
+    flags = ["--draws", "2", "--perturbation_rates", "0", "0.5", "--epsilons", "50", "--private_tokens", "8"]
+    cli.main(["evaluate", *names, "--config", str(workplace / "recipe.yaml"), *flags])
+    printed = capsys.readouterr().out
+    curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
+    tokenizer = AutoTokenizer.from_pretrained(names[1])
+    rows = [line.rsplit(",", 1) for line in (workplace / "rows.csv").read_text().splitlines()[1:]]
+    data = [{**tokenizer(text), "labels": int(label)} for text, label in rows]
+    model = AutoModelForSequenceClassification.from_pretrained(names[1])
+    settings = {"draws": 2, "batch_size": 10, "processing_class": tokenizer}
+    expected = noise_curve(model, data, [0.0, 0.5, 1.0], gamma_train=0.5, **settings)
+    np.testing.assert_allclose(curves[1].losses, expected.losses, rtol=1e-5)
+    assert str(curves[1]) in printed
+    assert [curve.gamma_train for curve in curves] == [None, 0.5]
+    assert curves[0].settings["weights"] != curves[1].settings["weights"]
+
+    typos = NoiseCurve.from_json(f"{names[1]}/typos_curve.json")
+    assert typos.losses[0, 0] == pytest.approx(expected.losses[0, 0], rel=1e-5)
+    assert typos.losses[1, 0] != typos.losses[0, 0]
+    assert PrivacyCurve.from_json(f"{names[0]}/privacy_curve.json").tokens == 8
+    clean = LayerProfile.from_json(f"{names[1]}/layer_profile.json")
+    assert clean.losses[-1] == pytest.approx(expected.losses[0, 0], rel=1e-5)
+    assert clean.problem["initial_loss_bound"] == 0.7
+    assert "not certified" in printed or "certified feasible" in printed
+    assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
+    assert ShiftGrowth.from_json(f"{names[1]}/shift_growth.json").gammas.tolist() == [0.5, 1.0]
+    cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
+    assert "run-1 against run-0: open" in capsys.readouterr().out
+
+
+def test_completions_of_a_language_model(tmp_path):
+    tokenizer = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "</s>": 1, **{w: i + 2 for i, w in enumerate(WORDS)}}, "[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = llama().eval()
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"instruction": f"the {word}", "input": "", "output": f"a {word} film"} for word in WORDS]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--train_file", str(tmp_path / "rows.json"), "--test_file", str(tmp_path / "rows.json")]
+    flags += ["--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
+    cli.main(["evaluate", str(tmp_path / "model"), *flags])
+    curve = NoiseCurve.from_json(str(tmp_path / "results" / "model" / "noise_curve.json"))
+
+    right = count = 0
+    for row in rows:
+        prompt = evaluate.load_alpaca.__globals__["format_prompt"](row["instruction"])
+        ids = tokenizer(prompt)["input_ids"] + tokenizer(f"{row['output']}</s>")["input_ids"]
+        ids, start = ids[:64], len(tokenizer(prompt)["input_ids"])
+        with torch.no_grad():
+            predicted = model(torch.tensor([ids])).logits[0].argmax(-1)[start - 1 : -1]
+        right += int((predicted == torch.tensor(ids[start:])).sum())
+        count += len(ids) - start
+    assert curve.metric == "accuracy"
+    assert curve.blocks[:, 0, 0, 1].sum() == count
+    assert curve.values[0, 0] == pytest.approx(right / count)
+    with pytest.raises(ValueError, match="no typing errors for completions"):
+        cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
+
+
+def test_labels_of_a_completion_leave_the_prompt_out():
+    class Words:
+        eos_token = " !"
+
+        def __call__(self, text):
+            return {"input_ids": [len(word) for word in text.split()]}
+
+    row = {"prompt": "one three ", "completion": "eleven words"}
+    found = evaluate.completion_labels(row, Words())
+    assert found["input_ids"] == [3, 5, 6, 5, 1]
+    assert found["labels"] == [IGNORE_INDEX, IGNORE_INDEX, 6, 5, 1]
+    cut = evaluate.completion_labels(row, Words(), limit=3)
+    assert (cut["labels"], cut["attention_mask"]) == ([IGNORE_INDEX, IGNORE_INDEX, 6], [1, 1, 1])
+
+
+def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
+    with pytest.raises(ValueError, match="No models"):
+        cli.main(["evaluate", "--config", str(workplace / "recipe.yaml")])
+    model = bert()
+    model.config.architectures = None
+    model.bert.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ValueError, match="is a BertModel; `hf-descent evaluate` serves"):
+        cli.main(["evaluate", str(tmp_path / "encoder")])

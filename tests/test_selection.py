@@ -1,0 +1,39 @@
+"""Which checkpoint is kept: the rule's definition on small cases, and in a real run."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny import bert, classification_data, config
+
+from hf_descent import DescentTrainer
+from hf_descent.selection import best_candidate
+
+
+def test_the_worse_rank_decides():
+    # Ranks by loss 1 2 3 4, by violation 4 3 1 1: the worse ones are 4 3 3 4, and loss breaks the tie.
+    assert best_candidate([0.1, 0.2, 0.3, 0.4], [0.5, 0.1, 0.0, -1.0]) == 1
+    # Satisfied candidates share a rank, so that the loss alone decides among them.
+    assert best_candidate([0.3, 0.1, 0.2], [-0.5, 0.0, -9.0]) == 1
+    assert best_candidate([0.3], [1.0]) == 0
+    with pytest.raises(ValueError, match="give"):
+        best_candidate([0.1, 0.2], [0.1])
+
+
+def test_a_run_keeps_the_best_candidate(tmp_path):
+    data = classification_data(32)
+    args = config(
+        tmp_path, max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="best_candidate", greater_is_better=False,
+        dual_learning_rate=1.0, learning_rate=0.05,
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(num_layers=2), args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+    evaluations = [entry for entry in state["log_history"] if "eval_loss" in entry]
+    losses, violations = ([entry[name] for entry in evaluations] for name in ("eval_loss", "eval_max_violation"))
+    best = best_candidate(losses, violations) + 1
+    assert trainer.state.best_global_step == best
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best - 1], rel=1e-5)
+    assert np.unique(losses).size > 1

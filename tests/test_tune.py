@@ -1,0 +1,114 @@
+"""Search spaces, and `hf-descent tune` on a tiny recipe."""
+
+import json
+from types import SimpleNamespace
+
+import optuna
+import pytest
+from test_recipes import save_tiny_model, write_rows
+from tiny import bert, classification_data, config
+
+from hf_descent import DescentTrainer, cli, hp_space, noise_curve, tune
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tune")
+    save_tiny_model(folder / "base", "distilbert")
+    write_rows(folder)
+    (folder / "test.csv").write_text("text,label\nunreadable,9\n")  # a class that training does not have
+    return [
+        "tune", "classify", "--config", "recipes/smoke/imdb-descent.yaml",
+        "--model_name_or_path", str(folder / "base"),
+        "--train_file", str(folder / "train.csv"), "--test_file", str(folder / "test.csv"), "--max_steps", "4",
+        "--report_to", "none", "--disable_tqdm", "true",
+    ]  # fmt: skip
+
+
+def test_values_lie_in_their_ranges():
+    study = optuna.create_study()
+    values = [hp_space(study.ask()) for _ in range(50)]
+    assert set(values[0]) == {
+        "learning_rate", "descent_alpha", "initial_loss_bound", "dual_learning_rate", "resilience"
+    }  # fmt: skip
+    for name, (low, high) in tune.RANGES.items():
+        found = [value[name] for value in values]
+        assert low <= min(found) < (low * high) ** 0.5 < max(found) <= high
+    assert hp_space(optuna.create_study().ask(), {"resilience": [1, 2, 4]})["resilience"] in (1, 2, 4)
+    with pytest.raises(ValueError, match="The range of `resilience` is"):
+        hp_space(study.ask(), {"resilience": [0.0, 0.2]})
+
+
+def test_trainers_search_takes_space_and_objective(tmp_path):
+    """The arguments reach the run as numbers, and the objective is the metric under noise."""
+    data, seen = classification_data(32), []
+    args = config(tmp_path, max_steps=3, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=1)
+    trainer = DescentTrainer(args=args, model_init=lambda: bert(num_layers=2), train_dataset=data, eval_dataset=data)
+    objective = tune.noisy_objective(trainer, 1.0, draws=2)
+
+    def judged(metrics):
+        seen.append(
+            (trainer.args.descent_alpha, noise_curve(trainer.model, data, [1.0], draws=2, batch_size=8).mean[0])
+        )
+        return objective(metrics)
+
+    best = trainer.hyperparameter_search(
+        hp_space,
+        judged,
+        n_trials=2,
+        direction="maximize",
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
+    assert best.objective == max(value for _, value in seen)
+    assert len({alpha for alpha, _ in seen}) == 2
+    assert all(isinstance(alpha, float) for alpha, _ in seen)
+
+
+def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
+    argv = [*command, "--output_dir", str(tmp_path)]
+    cli.main([*argv, "--n_trials", "1"])
+    cli.main([*argv, "--n_trials", "3", "--tune_gamma", "0.5"])
+    written = json.loads((tmp_path / "study.json").read_text())
+    assert sorted(trial["trial"] for trial in written["trials"]) == [0, 1, 2]
+    ranks = [(trial["feasible"] is not False, trial["value"]) for trial in written["trials"]]
+    assert ranks == sorted(ranks, reverse=True)
+    assert written["gamma"] == 0.5
+    last = json.loads((tmp_path / "trial-2" / "noise_curve.json").read_text())
+    assert last["gammas"] == [0.0, 0.5]
+    settings = json.loads((tmp_path / "trial-2" / "descent_config.json").read_text())["arguments"]
+    found = next(trial for trial in written["trials"] if trial["trial"] == 2)
+    assert {name: settings[name] for name in found["settings"]} == pytest.approx(found["settings"])
+    assert found["value"] == pytest.approx(sum(last["values"][1]) / len(last["values"][1]))
+    assert "The last is the best" in capsys.readouterr().out
+
+
+def test_a_grid_makes_every_combination_once(command, tmp_path):
+    space = '{"descent_alpha": [0.1, 0.2], "resilience": [0.05, 0.5]}'
+    cli.main([*command, "--output_dir", str(tmp_path), "--search", "grid", "--n_trials", "9", "--search_space", space])
+    trials = json.loads((tmp_path / "study.json").read_text())["trials"]
+    pairs = {(trial["settings"]["descent_alpha"], trial["settings"]["resilience"]) for trial in trials}
+    assert len(trials) == 4
+    assert pairs == {(0.1, 0.05), (0.1, 0.5), (0.2, 0.05), (0.2, 0.5)}
+
+
+def test_feasible_trials_rank_first():
+    trials = [
+        SimpleNamespace(value=value, user_attrs={"feasible": feasible})
+        for value, feasible in ((0.9, False), (0.7, True), (0.8, True), (None, None), (0.75, None))
+    ]
+    assert [trial.value for trial in tune.rank(trials)] == [0.8, 0.75, 0.7, 0.9]
+
+
+def test_spaces_suit_the_objective():
+    assert set(tune.search_space(tune.TuneArguments(), "erm")) == {"learning_rate"}
+    assert tune.search_space(tune.TuneArguments(search="grid"), "descent") == tune.GRID
+    given = tune.TuneArguments(search_space='{"learning_rate": [1, 2]}')
+    assert tune.search_space(given, "descent") == {"learning_rate": [1.0, 2.0]}
+    for text in ("fast", "[1]", '{"learning_rate": 3}'):
+        with pytest.raises(ValueError, match="give a JSON mapping"):
+            tune.search_space(tune.TuneArguments(search_space=text), "descent")
+    with pytest.raises(ValueError, match="`search` is 'tpe'"):
+        tune.TuneArguments(search="tpe")
+    with pytest.raises(ValueError, match="Say what to tune"):
+        cli.main(["tune", "--model_name_or_path", "x", "--output_dir", "y"])

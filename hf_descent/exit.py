@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> None:
 
 def _classifier(model, tokenizer, args) -> dict[str, Result]:
     data_args = DataArguments(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DataArguments)})
-    dataset = tokenize(load_text_classification(data_args), tokenizer, args.max_seq_length)
+    dataset = load_text_classification(data_args)
+    del dataset["train"]  # it only says which rows were held out
+    dataset = tokenize(dataset, tokenizer, args.max_seq_length)
     test = dataset.get("test", dataset["validation"])
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
     fast = ConfidenceExit(model, measure=args.measure).calibrate(dataset["validation"], args.max_loss, **settings)

@@ -136,8 +136,8 @@ def build_shanghaitech(root):
     ("layout", "build"), [("avenue", build_avenue), ("ucsd", build_ucsd), ("shanghaitech", build_shanghaitech)]
 )
 def test_published_layouts(tmp_path, layout, build):
-    build(tmp_path / layout)
-    args = arguments(data_layout=layout, data_dir=str(tmp_path / layout), split_by="video")
+    build(tmp_path / "my [videos]")
+    args = arguments(data_layout=layout, data_dir=str(tmp_path / "my [videos]"), split_by="video")
     clips = load_clips(args)
     assert {name: len(split) for name, split in clips.items()} == {"train": 4, "validation": 2, "test": 2}
     videos = {name: set(split["video"]) for name, split in clips.items()}

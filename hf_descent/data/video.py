@@ -158,7 +158,8 @@ def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos that make each split; ValueError where there is nothing, or nothing long enough."""
     if args.data_layout is not None:
-        patterns = {split: [str(Path(args.data_dir) / glob_)] for split, glob_ in LAYOUTS[args.data_layout].items()}
+        folder = Path(glob.escape(args.data_dir))
+        patterns = {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
     else:
         patterns = {"train": args.train_files, "test": args.test_files or []}
     whole = {

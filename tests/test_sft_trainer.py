@@ -393,6 +393,7 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
+        ({"noise_gamma": 1.0, **SETTINGS["prompt tuning"]}, "perturb the trained prompts of PROMPT_TUNING"),
         (
             {"data": lambda *_: Dataset.from_list([{"question": "a", "answer": "b"}])},
             "columns \\['answer', 'question'\\]",

@@ -17,8 +17,8 @@ def classical_rmse(
 ) -> dict[str, list[float]]:
     """RMSE of the noisy input and of two denoisers without a model, which are told the noise's deviation.
 
-    `wavelet`: soft thresholds (BayesShrink, db2) on the wavelets of a clip as a volume of frames; `nl_means`: non-local
-    means of each frame, with the settings of scikit-image's example. Both are scikit-image's.
+    Both are scikit-image's. `wavelet`: soft thresholds (BayesShrink, db2) on the wavelets of a clip as a volume of
+    frames; `nl_means`: non-local means of each frame, with the settings of the library's example.
 
     Args:
         clips (`np.ndarray` of shape `[clips, frames, height, width]`): clean pixels.

@@ -161,7 +161,12 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     args.remove_unused_columns = False  # there are none, and a stream's cannot be told
 
     trainer = DescentTrainer(
-        model, args, train_dataset=rows["train"], eval_dataset=rows["validation"], data_collator=task.collate
+        model,
+        args,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        data_collator=task.collate,
+        processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
     )
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     trainer.save_model()

@@ -47,6 +47,7 @@ COMMANDS = [
     for readme in sorted(RECIPES.rglob("README.md"))
     for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
     for line in block.splitlines()
+    if not line.startswith("python -m recipes.reproduce ")  # tests/test_reproduce.py has these
 ]
 
 

@@ -1,0 +1,111 @@
+"""`python -m recipes.reproduce TABLE`: run, go on with and collect what one table or figure of the paper shows."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from .collect import collect
+from .runner import Job, Options, jobs
+from .scales import ARMS, MODELS, SCALES, TEXT, VIDEO
+from .tables import TABLES, Panel
+
+
+def parser() -> argparse.ArgumentParser:
+    tables = "\n".join(f"  {name:9} {table.title}" for name, table in TABLES.items())
+    found = argparse.ArgumentParser(
+        prog="python -m recipes.reproduce",
+        description=__doc__.split(": ", 1)[1],
+        epilog=f"tables:\n{tables}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("table", choices=TABLES, metavar="table", help="one of the tables below")
+    found.add_argument("--scale", choices=SCALES, default="cpu", help="size of models and data (cpu)")
+    found.add_argument("--output_dir", default="runs/reproduce", help="folder for runs and results (runs/reproduce)")
+    found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (0 1 2)")
+    found.add_argument("--n_trials", type=int, default=5, help="runs of each arm's search; 0: recipes' settings (5)")
+    found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="ways of training (all)")
+    found.add_argument("--panels", default="", help="only the panels whose name has this in it")
+    found.add_argument(
+        "--model",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "PATH"),
+        help=f"a model in place of the recipe's; NAME: {', '.join(MODELS)}",
+    )
+    found.add_argument(
+        "--data",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="WORD",
+        help="a data set's name and its files: training, test and perhaps validation; of videos, patterns with commas "
+        f"between them, or the folder of a published layout alone; NAME: {', '.join((*TEXT, 'alpaca', *VIDEO))}, or "
+        "alpaca_eval with a file of instructions",
+    )
+    found.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="set in every run")
+    found.add_argument("--dry_run", action="store_true", help="list the commands and what is finished; run nothing")
+    found.add_argument("--collect_only", action="store_true", help="collect the panels that are finished; run nothing")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Raises ValueError where nothing is left of the table, or a folder holds a run with other settings."""
+    args = parser().parse_args(argv)
+    table = TABLES[args.table]
+    options = Options(
+        SCALES[args.scale],
+        Path(args.output_dir) / args.scale,
+        dict(args.model),
+        {name: paths for name, *paths in args.data},
+        tuple(args.seeds),
+        args.n_trials,
+        {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in args.set)},
+    )
+    arms = [arm for arm in ARMS if arm in args.arms]
+    panels, left_out = possible(table.panels(options.scale, arms), options, args.panels)
+
+    def of(chosen: Sequence[Panel]):
+        return jobs(chosen, options, table.shows == "answers", table.shows == "settings")
+
+    if args.dry_run:
+        for job in of(panels):
+            print("done " if job.finished() else "to do", job)
+        for name, why in left_out.items():
+            print(f"left out: {name} ({why})")
+        return
+    if args.collect_only:
+        unfinished = {panel.name: "not finished" for panel in panels if not all(job.finished() for job in of([panel]))}
+        panels, left_out = [panel for panel in panels if panel.name not in unfinished], left_out | unfinished
+    if not panels:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise ValueError(f"Nothing is left of {args.table} ({why or f'no panel has {args.panels!r} in its name'}).")
+    if not args.collect_only:
+        run(of(panels))
+    print(f"Written to {collect(args.table, table, panels, options, left_out)}")
+
+
+def possible(panels, options: Options, wanted: str) -> tuple[list[Panel], dict[str, str]]:
+    """The panels that can be run with what is given, and of the others what they lack."""
+    found, left_out = [], {}
+    for panel in panels:
+        if wanted in panel.name:
+            lacking = {options.missing(way) for ways in panel.groups.values() for way in ways} - {None}
+            if lacking:
+                left_out[panel.name] = f"needs {' and '.join(sorted(lacking))}"
+            else:
+                found.append(panel)
+    return found, left_out
+
+
+def run(commands: Sequence[Job]) -> None:
+    for job in commands:
+        if not job.finished():
+            print(f"\n{job}", flush=True)
+            job.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The results of finished runs: JSON, Markdown and figures of one table."""
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_descent import cli
+from hf_descent.evaluation.comparison import Run
+
+from .facts import facts, fingerprints
+from .runner import Options
+from .tables import Panel, Table, Way
+
+
+# Command -> the paper's summary of a noise curve, with its name there.
+SUMMARIES = {
+    "classify": ("auc", "AUC"),
+    "denoise": ("mean_over_levels", "mean RMSE"),
+    "sft": ("auc", "AUC"),
+}
+
+
+def collect(name: str, table: Table, panels: Sequence[Panel], options: Options, left_out: Mapping[str, str]) -> Path:
+    """Writes `results.json`, `results.md` and each panel's comparison and figures; returns their folder.
+
+    Args:
+        panels: those whose runs are finished.
+        left_out (mapping): of the other panels, what they lack.
+    """
+    folder = options.folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {
+        "table": name,
+        "title": table.title,
+        "seeds": list(options.seeds),
+        "n_trials": options.n_trials,
+        "models": dict(options.models),
+        "data": fingerprints(options.data),
+        "settings": dict(options.settings),
+        **facts(),
+        "left_out": dict(left_out),
+        "panels": [],
+    }
+    for panel in panels:
+        if table.shows == "settings":
+            groups = {group: {"search": study(ways[0], options)} for group, ways in panel.groups.items()}
+            result["panels"].append({"name": panel.name, "groups": groups})
+        else:
+            result["panels"].append(compared(panel, options, folder))
+    if table.shows == "answers":
+        result["answers"] = {panel.name: answers(panel, options) for panel in panels}
+    (folder / "results.json").write_text(json.dumps(result, indent=1, default=str))
+    (folder / "results.md").write_text(render(result))
+    return folder
+
+
+def study(found: Way, options: Options) -> dict[str, Any]:
+    """The search's best trial, at which level it was judged, and of how many trials."""
+    path = options.study_folder(found) / "study.json"
+    if not path.is_file():
+        return {}
+    values = json.loads(path.read_text())
+    return {"gamma": values["gamma"], "trials": len(values["trials"]), **values["trials"][0]}
+
+
+def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
+    """The panel's comparison, and what is known of each group; figures go into a folder of its own."""
+    ways = {group: best(found, options) for group, found in panel.groups.items()}
+    folders = {group: [options.run_folder(found, seed) for seed in options.seeds] for group, found in ways.items()}
+    words = [f"{group}={run}" for group, runs in folders.items() for run in runs]
+    cli.main(["compare", *words, "--output_dir", str(folder / panel.name)])
+    comparison = json.loads((folder / panel.name / "comparison.json").read_text())
+
+    summary, title = SUMMARIES[next(iter(ways.values())).spec.command]
+    groups = {}
+    for group, found in ways.items():
+        runs = [Run.load(str(run)) for run in folders[group]]
+        groups[group] = {
+            "way": asdict(found),
+            "search": study(found, options),
+            "gammas": runs[0].curve.gammas.tolist(),
+            "metric": [run.curve.mean.tolist() for run in runs],
+            summary: [getattr(run.curve, summary) for run in runs],
+            "average": [run.curve.auc_over_range for run in runs],
+            "feasible": [feasible(run, found.gamma) for run in runs],
+            "layer_losses": [run.profile.losses.tolist() for run in runs],
+            "descending_share": [run.profile.descending_share for run in runs],
+            "median_ratio": [float(np.median(run.profile.ratios)) for run in runs],
+            "step_seconds": [run.summary.get("step_seconds") for run in runs],
+            "published": published(found) if options.scale.needs_paths is False else None,
+        }
+    return {
+        "name": panel.name,
+        "summary": summary,
+        "summary_title": title,
+        "metric": runs[0].curve.metric,
+        "groups": groups,
+        "verdicts": [each["text"] for each in comparison["differences"]],
+        "figures": sorted(path.name for path in (folder / panel.name).glob("*.png")),
+    }
+
+
+def best(ways: Sequence[Way], options: Options) -> Way:
+    """The way whose runs are best on validation rows; only denoisers are chosen so, by their mean RMSE there."""
+    if len(ways) == 1:
+        return ways[0]
+
+    def validation(found: Way) -> float:
+        results = [options.run_folder(found, seed) / "all_results.json" for seed in options.seeds]
+        return float(np.mean([json.loads(path.read_text())["validation_mean_rmse"] for path in results]))
+
+    return min(ways, key=validation)
+
+
+def feasible(run: Run, gamma: float) -> bool | None:
+    """Whether the constraints hold on the held-out rows at the level of training, where they were imposed."""
+    found = [profile for profile in [run.profile, *run.noisy_profiles] if profile.gamma == gamma]
+    return found[0].feasible if found else None
+
+
+def published(found: Way) -> float | None:
+    """The paper's figure (tables 3 and 4), for plain and for constrained training."""
+    column = {"erm+noise": "unconstrained", "descent": "constrained"}.get(found.arm)
+    column = "unconstrained" if found.arm == "erm" and found.gamma == 0 else column
+    key = [found.data, found.model, "" if found.layers is None else str(found.layers), f"{found.gamma:g}"]
+    with (Path(__file__).parent / "published.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if column and not found.overrides and list(row.values())[:4] == key:
+                return float(row[column])
+    return None
+
+
+def answers(panel: Panel, options: Options) -> list[dict[str, Any]]:
+    """Each instruction with the answers of every group at every noise level."""
+    found: dict[str, dict[str, Any]] = {}
+    for group, ways in panel.groups.items():
+        for path in sorted(options.run_folder(ways[0], options.seeds[0]).glob("answers-*.json")):
+            for number, row in enumerate(json.loads(path.read_text()) if ".job" not in path.name else []):
+                entry = found.setdefault(str(number), {"instruction": row["instruction"], "answers": {}})
+                entry["answers"][f"{group}, noise level {path.stem.removeprefix('answers-')}"] = row["output"]
+    return list(found.values())
+
+
+# ---- Markdown ----
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """The results as Markdown; figures are links relative to the folder of the results."""
+    data = [f"{name}: {', '.join(files)}" for name, files in result["data"].items()] or ["from the Hub"]
+    lines = [
+        f"# {result['title']}",
+        "",
+        f"`{result['table']}`, {result['date']}, commit {result['commit']}, {result['machine']}; seeds "
+        f"{_listed(result['seeds'])}; searches of {result['n_trials']} runs per arm on validation rows.",
+        "",
+        f"Data: {'; '.join(data)}.",
+    ]
+    if result["settings"]:
+        lines += ["", f"Set in every run: {_settings(result['settings'])}."]
+    for panel in result["panels"]:
+        lines += ["", f"## {panel['name']}", "", *(_comparison(panel) if "verdicts" in panel else _searches(panel))]
+    for panel, entries in result.get("answers", {}).items():
+        lines += ["", f"## Answers, {panel}"]
+        for entry in entries:
+            lines += ["", f"**{_one_line(entry['instruction'])}**", "", "| | answer |", "|---|---|"]
+            lines += [f"| {group} | {_one_line(text)} |" for group, text in entry["answers"].items()]
+    if result["left_out"]:
+        lines += ["", "## Left out", "", *(f"- {name}: {why}" for name, why in result["left_out"].items())]
+    return "\n".join(lines) + "\n"
+
+
+def _comparison(panel: Mapping[str, Any]) -> list[str]:
+    groups, summary = panel["groups"], panel["summary"]
+    gammas = next(iter(groups.values()))["gammas"]
+    few = sorted({0, len(gammas) // 2, len(gammas) - 1})
+    title = f"{panel['summary_title']} over [{gammas[0]:g}, {gammas[-1]:g}]"
+    levels = [f"{panel['metric']} at {gammas[index]:g}" for index in few]
+    header = ["", title, "average over the range", *levels, "feasible", "steps that descend", "step time"]
+    header += ["published"] * any(group["published"] is not None for group in groups.values())
+    rows = []
+    first = _mean(next(iter(groups.values()))["step_seconds"])
+    for name, group in groups.items():
+        metric = np.array(group["metric"])  # [seeds, levels]
+        row = [name, _spread(group[summary]), _spread(group["average"]), *(_spread(metric[:, index]) for index in few)]
+        known = [value for value in group["feasible"] if value is not None]
+        seconds = _mean(group["step_seconds"])
+        row += [f"{sum(known)} of {len(known)}" if known else "", f"{np.mean(group['descending_share']):.1%}"]
+        row.append(f"x{seconds / first:.2f}" if first and seconds else "")
+        if len(header) > len(row):
+            row.append("" if group["published"] is None else f"{group['published']:g}")
+        rows.append(row)
+    lines = [
+        _row(header),
+        "|---" * len(header) + "|",
+        *map(_row, rows),
+        "",
+        *(f"- {text}" for text in panel["verdicts"]),
+    ]
+    lines += ["", *_searches(panel)]
+    return [*lines, "", *(f"![{_words(name)}]({panel['name']}/{name})" for name in panel["figures"])]
+
+
+def _searches(panel: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for name, group in panel["groups"].items():
+        if found := group["search"]:
+            values = [f"{found[key]:.4g}" for key in ("gamma", "value", "clean")]
+            verdict = {None: "", True: "yes", False: "no"}[found["feasible"]]
+            rows.append(_row([name, _settings(found["settings"]), *values, verdict, str(found["trials"])]))
+    header = ["", "settings of the best trial", "judged at", "metric there", "without noise", "feasible", "trials"]
+    return [_row(header), "|---" * len(header) + "|", *rows] if rows else ["No search: the recipes' settings."]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds."""
+    spread = f" +- {np.std(values, ddof=1):.2g}" if len(values) > 1 else ""
+    return f"{np.mean(values):.4g}{spread}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if None in values else float(np.mean(values))
+
+
+def _settings(values: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _words(name: str) -> str:
+    return Path(name).stem.replace("_", " ")
+
+
+def _one_line(text: str) -> str:
+    """Text in one cell of a Markdown table."""
+    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")

@@ -1,0 +1,230 @@
+"""From ways of training to `hf-descent` commands: what is finished is not run again, what was interrupted goes on."""
+
+import dataclasses
+import importlib
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_descent import cli
+
+from .facts import facts
+from .scales import ARMS, VIDEO, Scale
+from .tables import Panel, Way, searched
+
+
+RECIPES = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        scale ([`Scale`]): the size.
+        folder (`Path`): for runs and results.
+        models, data (mapping): name -> path, or paths (training, test and perhaps validation), in place of the Hub.
+        seeds (`tuple[int, ...]`): of the training; the search has its recipe's.
+        n_trials (`int`): runs of each search; 0 takes the recipes' settings.
+        settings (mapping): set in every run, over everything else but what an ablation fixes.
+    """
+
+    scale: Scale
+    folder: Path
+    models: Mapping[str, str] = field(default_factory=dict)
+    data: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    n_trials: int = 5
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def run_folder(self, found: Way, seed: int) -> Path:
+        return self.folder / found.name / f"seed-{seed}"
+
+    def study_folder(self, found: Way) -> Path:
+        return self.folder / searched(self.scale, found).name / "study"
+
+    def missing(self, found: Way) -> str | None:
+        """What the command line would have to give for this way of training, where it does not."""
+        if found.data in VIDEO or self.scale.needs_paths:
+            if found.data not in self.data:
+                return f"--data {found.data}"
+            if found.model not in self.models and found.model not in ("ut", "dust"):
+                return f"--model {found.model}"
+        return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command.
+
+    Attributes:
+        words (`list[str]`): after `hf-descent`.
+        folder (`Path`): where its record `<kind>.job.json` lies.
+        kind (`str`): "tune", "train", "evaluate" or the name of the answers.
+    """
+
+    words: list[str]
+    folder: Path
+    kind: str
+
+    @property
+    def record(self) -> Path:
+        return self.folder / f"{self.kind}.job.json"
+
+    def __str__(self) -> str:
+        return shlex.join(["hf-descent", *self.words])
+
+    def finished(self) -> bool:
+        """Whether it ran to its end; ValueError where the folder was begun by another command. An evaluation is just
+        made again."""
+        if not self.record.is_file():
+            return False
+        record = json.loads(self.record.read_text())
+        if record["words"] != self.words:
+            if self.kind == "evaluate":
+                return False
+            raise ValueError(
+                f"{self.folder} was made by `{shlex.join(record['words'])}`, and this would be "
+                f"`{shlex.join(self.words)}`: remove that folder, or name another `--output_dir`."
+            )
+        return record["finished"]
+
+    def run(self) -> None:
+        """Runs the command from where it was; its record says when it was begun and, in the end, what it took."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {"words": self.words, "finished": False, **facts()}
+        _write(self.record, record)
+        start = time.perf_counter()
+        cli.main([*self.words, *self.resumption()])
+        # Only now: until the record says so, a run that is killed goes on from its checkpoint.
+        _write(self.record, record | {"finished": True, "seconds": round(time.perf_counter() - start, 1)})
+        if self.kind in ("tune", "train"):
+            for path in [*self.folder.rglob("checkpoint-*"), *self.folder.glob("trial-*/*.safetensors")]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def resumption(self) -> list[str]:
+        """Flags by which a training run goes on from its last whole checkpoint."""
+        if self.kind != "train":
+            return []
+        # The state is written last.
+        whole = [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
+        if whole:
+            newest = max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+            return ["--resume_from_checkpoint", str(newest)]
+        return ["--overwrite_output_dir", "true"]
+
+
+def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, search_only: bool = False) -> Iterator[Job]:
+    """All commands of the panels in order, each once. A training command is made only when it is asked for, since it
+    takes its settings from the search before it."""
+    ways = list(dict.fromkeys(found for panel in panels for group in panel.groups.values() for found in group))
+    if options.n_trials:
+        for found in dict.fromkeys(searched(options.scale, found) for found in ways):
+            yield tune_job(found, options)
+    if search_only:
+        return
+    for seed in options.seeds:  # outside, so that what is there after an interruption can be compared
+        for found in ways:
+            yield train_job(found, seed, options)
+            yield evaluate_job(found, seed, options)
+    if answers:
+        for found in ways:
+            for gamma in (0.0, options.scale.gammas["sft"][-1]):
+                yield answer_job(found, gamma, options)
+
+
+def recipe(found: Way) -> str:
+    path = RECIPES / found.spec.recipes[found.data] / f"{ARMS[found.arm][0]}.yaml"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def flags(found: Way, options: Options) -> dict[str, Any]:
+    """What is set beside the recipe, in any run of this way of training; later ones win."""
+    given: dict[str, Any] = dict(options.scale.settings[found.spec.command])
+    given |= {"noise_gamma": found.gamma, "objective": ARMS[found.arm][1], **found.spec.settings}
+    if found.layers is not None:
+        given[found.spec.depth] = found.layers
+    if found.model in options.models:
+        given["model_name_or_path"] = options.models[found.model]
+    paths = list(options.data.get(found.data, ()))
+    if found.data not in VIDEO:
+        given |= dict(zip(("train_file", "test_file", "validation_file"), paths))
+    elif len(paths) == 1:
+        given |= {"data_layout": found.data, "data_dir": paths[0]}
+    else:
+        given |= dict(zip(("train_files", "test_files"), (path.split(",") for path in paths)))
+    return given | dict(options.settings)
+
+
+def tune_job(found: Way, options: Options) -> Job:
+    folder = options.study_folder(found)
+    given = flags(found, options) | {"n_trials": options.n_trials, "output_dir": folder}
+    space = {"learning_rate": found.spec.learning_rates, **options.scale.search[found.spec.command][found.arm]}
+    given["search_space"] = json.dumps(space)
+    return Job(["tune", found.spec.command, "--config", recipe(found), *words(given)], folder, "tune")
+
+
+def train_job(found: Way, seed: int, options: Options) -> Job:
+    folder = options.run_folder(found, seed)
+    given = flags(found, options) | chosen(found, options) | dict(found.overrides)
+    if found.spec.command != "denoise":  # which reports its RMSE on validation rows at these levels
+        given["eval_gammas"] = "[]"  # `evaluate` follows
+    given |= {"seed": seed, "output_dir": folder}
+    return Job([found.spec.command, "--config", recipe(found), *words(given)], folder, "train")
+
+
+def evaluate_job(found: Way, seed: int, options: Options) -> Job:
+    """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
+    scale, command, folder = options.scale, found.spec.command, options.run_folder(found, seed)
+    data_arguments = importlib.import_module(f"hf_descent.{command}").argument_types[1]
+    names = {each.name for each in dataclasses.fields(data_arguments)}
+    given = {name: value for name, value in flags(found, options).items() if name in names}
+    given |= {
+        "eval_gammas": scale.eval_gammas[command],
+        "profile_gammas": sorted({0.0, found.gamma, scale.gammas[command][-1], scale.eval_gammas[command][-1]}),
+        "draws": scale.draws,
+    }
+    if "per_device_eval_batch_size" in options.settings:
+        given["per_device_eval_batch_size"] = options.settings["per_device_eval_batch_size"]
+    return Job(["evaluate", str(folder), "--config", recipe(found), *words(given)], folder, "evaluate")
+
+
+def answer_job(found: Way, gamma: float, options: Options) -> Job:
+    """The answers of the first seed's model."""
+    folder = options.run_folder(found, options.seeds[0])
+    given = {"gamma": gamma, "output": folder / f"answers-{gamma:g}.json", "prompt_format": "alpaca"}
+    if "alpaca_eval" in options.data:
+        given["instructions"] = options.data["alpaca_eval"][0]
+    if options.scale.answers is not None:
+        given |= {"max_samples": options.scale.answers, "max_new_tokens": 128}
+    return Job(["generate", str(folder), *words(given)], folder, f"answers-{gamma:g}")
+
+
+def chosen(found: Way, options: Options) -> dict[str, Any]:
+    """The settings of the best trial on validation rows; words that say so where the search is still to be made."""
+    if not options.n_trials:
+        return {}
+    path = options.study_folder(found) / "study.json"
+    if path.is_file():
+        return json.loads(path.read_text())["trials"][0]["settings"]
+    space = options.scale.search[found.spec.command][found.arm]
+    return dict.fromkeys(["learning_rate", *space], f"BEST_OF:{path}")
+
+
+def words(given: Mapping[str, Any]) -> list[str]:
+    """Flags of a command line."""
+    found = []
+    for name, value in given.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]
+    return found
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.with_suffix(".tmp").write_text(json.dumps(values, indent=1))
+    path.with_suffix(".tmp").replace(path)

@@ -1,0 +1,237 @@
+"""`python -m recipes.reproduce`: its tables name commands that exist; a tiny one is run, resumed and collected."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from test_recipes import save_tiny_model, write_rows
+from transformers.trainer import Trainer
+
+from hf_descent import cli
+from recipes.reproduce import __main__ as reproduce
+from recipes.reproduce.collect import best, published, render
+from recipes.reproduce.runner import Options, train_job, tune_job
+from recipes.reproduce.scales import ARMS, MODELS, SCALES
+from recipes.reproduce.tables import TABLES, Way, searched
+
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "recipes" / "reproduce" / "README.md").read_text()
+DOCUMENTED = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("python -m recipes.reproduce ")
+]
+
+
+@pytest.fixture(autouse=True)
+def repository_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+# ---- what is declared ----
+
+
+def panels_of(scale, table):
+    return list(TABLES[table].panels(SCALES[scale], list(ARMS)))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_table_and_figure_of_the_paper_has_panels(scale):
+    assert {*(f"table{n}" for n in range(1, 6)), *(f"figure{n}" for n in range(1, 17)), "sft"} == set(TABLES)
+    for table in TABLES:
+        panels = panels_of(scale, table)
+        assert len({panel.name for panel in panels}) == len(panels) > 0
+        for panel in panels:
+            first, *others = panel.groups
+            assert others and all(panel.groups.values())
+            (before,) = {way.model for way in panel.groups[first]}
+            for way in (way for ways in panel.groups.values() for way in ways):
+                assert way.model == before  # models differ between panels, ways of training within one
+                assert (way.gamma == 0 or way.arm != "erm") and (way.gamma > 0 or way.arm != "erm+noise")
+
+
+def test_the_grids_of_tables_3_and_4_are_the_papers():
+    ways = {
+        way for table in ("table3", "table4") for panel in panels_of("gpu", table) for (way,) in panel.groups.values()
+    }
+    figures = {(way, published(way)) for way in ways if published(way) is not None}
+    rows = (ROOT / "recipes/reproduce/published.csv").read_text().splitlines()[1:]
+    assert len(figures) == 2 * len(rows) == 2 * (15 * 7 + 36 * 2)
+    assert (Way("dust", "avenue", "erm+noise", 0.15, 5), 28.269) in figures
+    assert (Way("dust", "avenue", "descent", 0.15, 5), 14.724) in figures
+    assert (Way("roberta", "imdb", "erm", 0.0), 1.651) in figures
+    assert published(Way("roberta", "imdb", "hinge", 1.0)) is None
+
+
+def test_arms_of_one_setting_share_all_but_their_objective():
+    panel = next(panel for panel in panels_of("cpu", "table4") if panel.name == "mnli-distilbert-gamma0.4")
+    assert list(panel.groups) == list(ARMS)
+    options = Options(SCALES["cpu"], Path("out"), n_trials=0)
+    arguments = {}
+    for arm, (way,) in panel.groups.items():
+        _, parsed = cli.parse_arguments([*train_job(way, 7, options).words, "--model_name_or_path", "m"])
+        arguments[arm] = {name: value for part in parsed for name, value in vars(part).items()}
+        assert (arguments[arm]["seed"], arguments[arm]["noise_gamma"]) == (7, 0.0 if arm == "erm" else 0.4)
+    values = {name: [str(each[name]) for each in arguments.values()] for name in arguments["erm"]}
+    differing = {name for name, found in values.items() if len(set(found)) > 1}
+    problem = {"resilience_form", "slack_restart", "dual_warmup_steps", "dual_optim", "logging_dir"}
+    assert differing - problem == {"noise_gamma", "objective", "output_dir"}
+
+
+def test_every_arm_has_the_same_number_of_trials_and_none_reads_test_rows():
+    options = Options(SCALES["cpu"], Path("out"), data={"imdb": ["train.csv", "test.csv"]}, n_trials=5)
+    for arm in ARMS:
+        way = Way("distilbert", "imdb", arm, 0.0 if arm == "erm" else 0.4)
+        assert searched(options.scale, way).gamma == (0.0 if arm == "erm" else 1.0)
+        _, parsed = cli.parse_arguments([*tune_job(searched(options.scale, way), options).words])
+        assert parsed[1].n_trials == 5
+        space = json.loads(parsed[1].search_space)
+        assert ("resilience" in space) == ("dual_learning_rate" in space) == (arm == "descent")
+        assert all(hasattr(parsed[-1], name) for name in space)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("model", ["distilbert", "roberta", "ut-text", "ut", "dust", "vit"])
+def test_training_commands_parse(scale, model):
+    data = {"clips": ["a.avi,b.avi", "c.avi"], "ucsd": ["folder"]}
+    options = Options(SCALES[scale], Path("out"), {"vit": "v"}, data, n_trials=0, settings={"logging_steps": 7})
+    where = next(name for name in (*SCALES[scale].text, *SCALES[scale].video) if name in MODELS[model].recipes)
+    layers = None if MODELS[model].depth is None else 4
+    words = train_job(Way(model, where, "descent", 0.1, layers, (("descent_alpha", 0.3),)), 0, options).words
+    (model_args, data_args, args) = cli.parse_arguments(words)[1]
+    assert (args.descent_alpha, args.noise_gamma, args.logging_steps) == (0.3, 0.1, 7)
+    if layers is not None:
+        assert getattr(model_args, MODELS[model].depth) == 4
+    if where == "clips":
+        assert (data_args.train_files, data_args.test_files) == (["a.avi", "b.avi"], ["c.avi"])
+    if where == "ucsd":
+        assert (data_args.data_layout, data_args.data_dir) == ("ucsd", "folder")
+
+
+@pytest.mark.parametrize("line", DOCUMENTED)
+def test_documented_commands_parse(line):
+    reproduce.parser().parse_args(shlex.split(line, comments=True)[3:])
+
+
+def test_what_is_not_given_is_left_out():
+    with pytest.raises(ValueError, match=r"Nothing is left of figure1 \(imdb-distilbert-gamma1: needs --data imdb\)"):
+        reproduce.main(["figure1", "--scale", "cpu", "--collect_only"])
+
+
+def test_the_best_of_several_depths_is_chosen_on_validation_rows(tmp_path):
+    options = Options(SCALES["cpu"], tmp_path, seeds=(0, 1))
+    ways = [Way("ut", "clips", "descent", 0.15, layers) for layers in (3, 5)]
+    for way, errors in zip(ways, ((9.0, 7.0), (8.0, 7.5))):
+        for seed, error in enumerate(errors):
+            folder = options.run_folder(way, seed)
+            folder.mkdir(parents=True)
+            results = {"validation_mean_rmse": error, "test_mean_rmse": 20 - error}
+            (folder / "all_results.json").write_text(json.dumps(results))
+    assert best(ways, options) == ways[1]
+
+
+# ---- a tiny table from end to end ----
+
+SETTINGS = "max_steps=8 save_steps=4 per_device_train_batch_size=8 per_device_eval_batch_size=8 max_seq_length=16 "
+SETTINGS += "use_cpu=true report_to=none disable_tqdm=true logging_steps=2"
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reproduce")
+    save_tiny_model(folder / "model", "distilbert")
+    write_rows(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield folder
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The words of every command that is started."""
+    words, command = [], cli.main
+
+    def main(argv):
+        words.append(list(argv))
+        command(argv)
+
+    monkeypatch.setattr(cli, "main", main)
+    return words
+
+
+def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, monkeypatch, capsys):
+    rows = str(workplace / "train.csv")
+    argv = ["figure1", "--scale", "cpu", "--output_dir", str(workplace / "out"), "--data", "imdb", rows, rows]
+    argv += ["--model", "distilbert", str(workplace / "model"), "--arms", "erm+noise", "descent", "--seeds", "0", "1"]
+    argv += ["--n_trials", "2", "--set", *SETTINGS.split()]
+    options = Options(SCALES["cpu"], workplace / "out" / "cpu", seeds=(0, 1))
+    descent = Way("distilbert", "imdb", "descent", 1.0)
+
+    save = Trainer._save_checkpoint
+
+    def save_and_stop(self, *args, **kwargs):
+        save(self, *args, **kwargs)
+        if self.args.output_dir == str(options.run_folder(descent, 0)):
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
+        with pytest.raises(Interrupted):
+            reproduce.main(argv)
+    assert [words[0] for words in started] == ["tune", "tune", "classify", "evaluate", "classify"]
+    studies = [json.loads(path.read_text()) for path in (workplace / "out").rglob("study.json")]
+    assert [len(study["trials"]) for study in studies] == [2, 2]
+
+    started.clear()
+    reproduce.main(argv)
+    assert [words[0] for words in started] == ["classify", "evaluate"] + ["classify", "evaluate"] * 2 + ["compare"]
+    resumed = options.run_folder(descent, 0) / "checkpoint-4"
+    assert started[0][-2:] == ["--resume_from_checkpoint", str(resumed)]
+    assert not list((workplace / "out").rglob("checkpoint-*"))
+    history = json.loads((options.run_folder(descent, 0) / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "loss" in entry] == [2, 4, 6, 8]
+    best_settings = json.loads((options.study_folder(descent) / "study.json").read_text())["trials"][0]["settings"]
+    arguments = json.loads((options.run_folder(descent, 1) / "descent_config.json").read_text())["arguments"]
+    assert arguments["dual_learning_rate"] == best_settings["dual_learning_rate"]
+    assert arguments["seed"] == 1
+
+    started.clear()
+    capsys.readouterr()
+    reproduce.main([*argv, "--dry_run"])
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == 10 and all(line.startswith("done  hf-descent ") for line in listed)
+    reproduce.main(argv)
+    assert [words[0] for words in started] == ["compare"]  # nothing is run again
+
+    folder = workplace / "out" / "cpu" / "figure1"
+    result = json.loads((folder / "results.json").read_text())
+    (panel,) = result["panels"]
+    for arm, way in (("erm+noise", Way("distilbert", "imdb", "erm+noise", 1.0)), ("descent", descent)):
+        for seed, area in enumerate(panel["groups"][arm]["auc"]):
+            curve = json.loads((options.run_folder(way, seed) / "noise_curve.json").read_text())
+            assert curve["gammas"] == list(SCALES["cpu"].eval_gammas["classify"])
+            accuracy = np.mean(curve["values"], axis=1)
+            steps = np.diff(curve["gammas"])
+            assert area == pytest.approx(float(np.sum(steps * (accuracy[1:] + accuracy[:-1]) / 2)))
+    assert panel["groups"]["descent"]["feasible"] != [None, None] == panel["groups"]["erm+noise"]["feasible"]
+    assert result["seeds"] == [0, 1] and re.fullmatch(r"train.csv \(\w{12}\)", result["data"]["imdb"][0])
+    assert {"commit", "machine", "versions"} <= result.keys()
+    text = (folder / "results.md").read_text()
+    assert text == render(result)
+    assert "AUC over [0, 3]" in text and f"commit {result['commit']}" in text and panel["verdicts"][0] in text
+    for name in re.findall(r"\]\((.*?\.png)\)", text):
+        assert (folder / name).is_file()
+    assert "metric_against_noise.png" in panel["figures"] and "layer_losses.png" in panel["figures"]
+
+    with pytest.raises(ValueError, match=r"seed-0 was made by .*remove that folder, or name another"):
+        reproduce.main([*argv, "max_steps=6", "--n_trials", "0", "--collect_only"])

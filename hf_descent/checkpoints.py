@@ -22,8 +22,12 @@ from .selection import best_candidate
 
 logger = logging.get_logger(__name__)
 
-# What Trainer writes with `torch.save`; a folder may hold others' files of the same endings.
-TORCH_FILES = ("adapter_model", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler", "training_args")
+DEEPSPEED_FOLDER = "global_step"
+# What Trainer and DeepSpeed write with `torch.save`; a folder may hold others' files of the same endings.
+TORCH_FILES = (
+    "adapter_model", "bf16_zero", "mp_rank", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler",
+    "training_args", "zero_pp_rank",
+)  # fmt: skip
 
 
 class CheckpointMixin:
@@ -61,6 +65,11 @@ class CheckpointMixin:
         best = best_candidate(losses, violations)
         self.state.best_global_step, self.state.best_metric = list(seen)[best], losses[best]
         return self.state.best_global_step == self.state.global_step
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # The trainer state comes next, by one process, and stands for a complete save by all.
+        self.accelerator.wait_for_everyone()
 
     def _check_agreement(self) -> None:
         """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one."""
@@ -132,9 +141,12 @@ def faults(checkpoint: str) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"{state} is missing or damaged ({error})"
     names = set(os.listdir(checkpoint))
-    if SCHEDULER_NAME in names and not any(name.startswith(OPTIMIZER_NAME.split(".")[0]) for name in names):
+    optimizers = (OPTIMIZER_NAME.split(".")[0], DEEPSPEED_FOLDER)
+    if SCHEDULER_NAME in names and not any(name.startswith(optimizers) for name in names):
         yield f"{os.path.join(checkpoint, OPTIMIZER_NAME)} is missing"
     yield from _missing_weights(checkpoint, names)
+    for name in names:
+        yield from _missing_shards(os.path.join(checkpoint, name))
     for name in sorted(names):
         path = os.path.join(checkpoint, name)
         if os.path.isfile(path) and _is_damaged(path):
@@ -157,6 +169,20 @@ def _missing_weights(checkpoint: str, names: set[str]) -> Iterator[str]:
     folders = any(os.path.isdir(os.path.join(checkpoint, name)) for name in names)
     if not folders and not any(name.startswith(weights) and not name.endswith(".tmp") for name in names):
         yield f"{checkpoint} holds no model weights"
+
+
+def _missing_shards(path: str) -> Iterator[str]:
+    """What lacks in a folder of shards, whose processes write together; FSDP's has an index, which is written last."""
+    if not os.path.isdir(path):
+        return
+    shards = os.listdir(path)
+    if any(shard.endswith(".distcp") for shard in shards) and ".metadata" not in shards:
+        yield f"{os.path.join(path, '.metadata')} is missing"
+    for shard in shards:
+        if os.path.getsize(os.path.join(path, shard)) == 0:
+            yield f"{os.path.join(path, shard)} is empty"
+        elif _is_damaged(os.path.join(path, shard)):
+            yield f"{os.path.join(path, shard)} is damaged"
 
 
 def _is_damaged(path: str) -> bool:

@@ -281,6 +281,11 @@ class DescentState:
         if metrics["train_feasible"]:
             logger.info(f"The descent constraints are met at the end of training: {text}.")
         elif self.args.objective == "descent":
+            # In units of the loss.
+            relaxed = self.multipliers.relaxation.max().item()
+            relaxed *= self.problem.initial_loss_bound if self.args.normalize_violations else 1.0
+            if relaxed:
+                text += f"; resilience has relaxed them by up to {relaxed:.4g}"
             logger.warning(
                 f"The descent constraints are NOT met at the end of training: {text}. Infeasible models can be far "
                 "worse than plain ones: train longer, lower `descent_strength` (or `descent_alpha`), raise "
@@ -388,7 +393,8 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            return tensors, json.loads(file.metadata()["state"])
+            meta = json.loads(file.metadata()["state"])
+            return tensors, {name: meta[name] for name in ("active_from", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 

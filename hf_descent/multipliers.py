@@ -73,8 +73,7 @@ class Multipliers:
 
         self.steps += 1
         self.slack_steps += 1
-        relaxation = self.slacks if self.uses_slacks else self.resilience * self.values
-        ascent = self._direction(violations - relaxation, self.mean, self.square, self.steps)  # [layers]
+        ascent = self._direction(violations - self.relaxation, self.mean, self.square, self.steps)  # [layers]
         if self.uses_slacks:
             # Simultaneous update: the slacks see the multipliers from before this step.
             excess = self.slacks / self.resilience - self.values
@@ -84,6 +83,11 @@ class Multipliers:
 
         for name, old in before.items():
             setattr(self, name, torch.where(finite, getattr(self, name), old))
+
+    @property
+    def relaxation(self) -> torch.Tensor:
+        """The violations that resilience puts up with at present, `[L]`."""
+        return self.slacks if self.uses_slacks else self.resilience * self.values
 
     def restart_slacks(self) -> None:
         """Clamp the slacks to zero (paper, Appendix B.2), with their optimizer state, which would undo the clamp."""

@@ -98,16 +98,13 @@ class PreparationMixin:
             shift = finds_shift(logits, labels, loss)
             self._loss_shifts_labels = self._loss_shifts_labels if shift is None else shift
         predictor = self._constant_predictor(model, inputs, labels, logits)
-        state = DescentState(
-            self.args, num_layers, self.state.max_steps, self.state.global_step, predictor, self._reduce, device
-        )
-        if self._resumed_from is not None:
-            if os.path.isfile(os.path.join(self._resumed_from, STATE_NAME)):
-                state.load(self._resumed_from, is_main=self.args.process_index == 0)
-            else:
-                logger.warning(
-                    f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up."
-                )
+        saved = self._resumed_from is not None and os.path.isfile(os.path.join(self._resumed_from, STATE_NAME))
+        start_step = 0 if saved else self.state.global_step
+        state = DescentState(self.args, num_layers, self.state.max_steps, start_step, predictor, self._reduce, device)
+        if saved:
+            state.load(self._resumed_from, is_main=self.args.process_index == 0)
+        elif self._resumed_from is not None:
+            logger.warning(f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up.")
         self._layer_sums = torch.zeros(num_layers, device=device)
         self._eval_sums = torch.zeros(num_layers + 1, device=device)
         self._state = state

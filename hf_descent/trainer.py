@@ -94,7 +94,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
         self._refuse_unsupported()
         callbacks = {type(callback): callback for callback in self.callback_handler.callbacks}
         if StepCallback not in callbacks:
-            self.add_callback(StepCallback(self))
+            # First of all: others may save a checkpoint at the end of a step.
+            self.callback_handler.callbacks.insert(0, StepCallback(self))
         # By exact type: a progress bar of the user's own stays.
         if ProgressCallback in callbacks:
             self.remove_callback(callbacks[ProgressCallback])
@@ -130,6 +131,10 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
         if self._reads_layers and self._readout is None and batches and self._count_items(batches[0]) is not None:
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
+        if self.state.global_step >= self.state.max_steps:
+            # Resumed at its end, where Trainer itself would take one step more.
+            self.control.should_training_stop = True
+            return [], None
         if not self._stock_scaling_is_right:
             counts = [count.to(device) for batch in batches if (count := self._count_items(batch)) is not None]
             self._items = self._reduce(sum(counts)) if counts else None

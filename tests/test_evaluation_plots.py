@@ -47,10 +47,11 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
 
 
 def test_ratios_are_shares_of_steps(groups):
-    axes = plots.plot_ratios(groups).axes[0]
+    figure = plots.plot_ratios(groups)
+    axes = figure.axes[0]
     values = axes.patches[0].get_data().values
     assert values.sum() == pytest.approx(1.0)
-    assert "median 0.67, 100% descend" in axes.get_legend().texts[0].get_text()
+    assert "median 0.67, 100% descend" in figure.legends[0].texts[0].get_text()
 
 
 def test_duals_are_drawn_over_steps(groups):

@@ -40,7 +40,7 @@ def save_figures(comparison: Comparison, folder: str) -> list[str]:
         figures["layer_losses"] = plot_layers(groups)
         figures["ratios"] = plot_ratios(groups)
     for name, runs in groups.items():
-        if any("multiplier_1" in entry for entry in runs[0].history):
+        if any(value for entry in runs[0].history for key, value in entry.items() if key.startswith("multiplier_")):
             figures[f"duals_{_file_name(name)}"] = plot_duals(runs[0], name)
     for setting in ABLATED:
         runs = _alike_but_for((run for group in groups.values() for run in group), setting)
@@ -112,7 +112,7 @@ def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
         axes.stairs(counts / len(ratios), bins, label=label, color=style["color"], linestyle=style["linestyle"])
     axes.axvline(1, color="0.8", zorder=0)
     axes.set(xlabel="loss of a sample after a layer / before it", ylabel="share of steps", xlim=(0, 2))
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside upper center")
     return figure
 
 
@@ -176,7 +176,7 @@ def _setting(run: Run, name: str) -> float:
 
 def _line(axes: Axes, x, mean, low, high, label: str, style: Mapping[str, str]):
     axes.plot(x, mean, label=label, markersize=4, **style)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
 
 
 def _file_name(name: str) -> str:

@@ -196,3 +196,14 @@ def test_killed_during_saves_and_resumed_until_done_equals_straight(tmp_path):
     final = torch.load(tmp_path / "killed" / "final.pt", weights_only=True)
     for name, tensor in straight.model.state_dict().items():
         assert torch.equal(tensor, final[name]), name
+
+
+def test_a_run_resumed_at_its_end_takes_no_step(tmp_path, caplog):
+    finished = make(arguments(tmp_path, lr_scheduler_type="constant"))
+    finished.train()
+    resumed = make(arguments(tmp_path, lr_scheduler_type="constant"))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 12 and "never act" not in caplog.text
+    assert torch.equal(finished.multipliers.values, resumed.multipliers.values)
+    for (name, a), b in zip(finished.model.state_dict().items(), resumed.model.state_dict().values()):
+        assert torch.equal(a, b), name

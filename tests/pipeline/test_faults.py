@@ -1,0 +1,185 @@
+"""What happens to long runs: kills, preemption, full disks, spoilt files, numbers that are none."""
+
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import InOrder, bert, classification_data, config
+from transformers import TrainerCallback
+
+from hf_descent import DescentTrainer
+from hf_descent.checkpoints import newest_complete_checkpoint
+from hf_descent.descent_state import STATE_NAME
+from hf_descent.models.ut import UTConfig, UTForSequenceClassification
+
+
+DATA = classification_data(40)
+
+
+def make(folder, callbacks=(), model=None, **changes):
+    args = config(
+        folder, **{"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "noise_gamma": 0.4, **changes}
+    )
+    return DescentTrainer(model or bert(), args, train_dataset=DATA, callbacks=list(callbacks))
+
+
+def assert_equal_runs(one, other):
+    assert torch.equal(one.multipliers.values, other.multipliers.values)
+    for (name, a), b in zip(one.model.state_dict().items(), other.model.state_dict().values()):
+        assert torch.equal(a, b), name
+
+
+# ---- kills, preemption, disks ----
+
+
+@pytest.mark.slow
+def test_killed_wherever_it_hurts_and_resumed_equals_straight():
+    command = [sys.executable, str(Path(__file__).parent / "kills.py"), "--kills", "7", "--seed", "3"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert re.search(r"^7 kills, all resumed; [1-9]", run.stdout, re.MULTILINE)
+
+
+class Preempted(TrainerCallback):
+    """Is sent SIGTERM at step 5, and gives transformers the three seconds until it saves."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+
+def test_preempted_by_sigterm_with_a_checkpoint_in_time_equals_straight(tmp_path):
+    changes = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True, "resilience_form": "slack"}
+    straight = make(tmp_path / "straight", **changes)
+    straight.train()
+    pid = os.fork()
+    if pid == 0:
+        preempted = make(tmp_path / "preempted", [Preempted()], **changes)
+        preempted.train()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    step = int(newest_complete_checkpoint(str(tmp_path / "preempted")).rsplit("-")[-1])
+    assert 5 < step < 40
+    resumed = make(tmp_path / "preempted", **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(straight, resumed)
+
+
+def test_a_disk_that_runs_full_leaves_the_last_checkpoint(tmp_path):
+    straight = make(tmp_path / "straight")
+    straight.train()
+
+    class FullDisk(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))  # no file beyond 4 kB
+
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            make(tmp_path / "full", [FullDisk()]).train()
+        except Exception as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(7)
+    os.close(write)
+    assert os.waitpid(pid, 0)[1] >> 8 == 7
+    assert "too large" in os.read(read, 4000).decode().lower()
+    assert newest_complete_checkpoint(str(tmp_path / "full")).endswith("checkpoint-5")
+    resumed = make(tmp_path / "full")
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(straight, resumed)
+
+
+def test_an_output_path_below_a_file_is_named_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file/out"):
+        make(tmp_path / "file" / "out")
+
+
+# ---- spoilt checkpoints ----
+
+
+def rewrite(path, tensors=None, state=None):
+    """The state file with other tensors, or other settings."""
+    with safe_open(path, framework="pt") as file:
+        meta = json.loads(file.metadata()["state"])
+    save_file({**load_file(path), **(tensors or {})}, path, metadata={"state": json.dumps(state or meta)})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
+        (lambda path: path.write_bytes(b"\x00" * 100), "damaged"),
+        (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, float("nan"), 0.0])}), "non-finite"),
+        (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, -1.0, 0.0])}), "negative"),
+        (lambda path: rewrite(path, {"multipliers.values": torch.zeros(4)}), r"\(4,\) for 'values' where \(3,\)"),
+        (lambda path: rewrite(path, state={"active_from": 0}), "cannot be read"),
+        (lambda path: save_file(load_file(path), path), "cannot be read"),
+    ],
+)
+def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(tmp_path, damage, message):
+    make(tmp_path, max_steps=2).train()
+    path = tmp_path / "checkpoint-2" / STATE_NAME
+    damage(path)
+    with pytest.raises(ValueError, match=message) as error:
+        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert STATE_NAME in str(error.value) and "esume from" in str(error.value)
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_one_layer_in_one_micro_batch_that_is_not_finite_moves_no_multiplier(tmp_path, caplog, value):
+    def loss_fn(outputs, labels, num_items_in_batch=None):
+        loss_fn.calls += outputs["logits"].requires_grad  # not those by which the loss is looked into
+        return F.cross_entropy(outputs["logits"], labels) + (value if loss_fn.calls == loss_fn.bad else 0.0)
+
+    steps = []
+    for bad in (None, 5 * 3 + 2):  # layer 2 of the sixth micro-batch, which is in the third step
+        loss_fn.calls, loss_fn.bad = 0, bad
+        args = config(
+            tmp_path, max_steps=5, learning_rate=0.0, dual_optim="sgd", gradient_accumulation_steps=2,
+            per_device_train_batch_size=4,
+        )  # fmt: skip
+        trainer = InOrder(bert(), args, train_dataset=DATA, layer_loss_fn=loss_fn)
+        trainer.train()
+        steps.append(trainer.multipliers.steps.item())
+    assert steps == [5, 4]
+    assert caplog.text.count("The loss of layer 2 was not finite") == 1
+
+
+def test_what_resilience_has_relaxed_is_said(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    settings = {"descent_alpha": 0.9, "dual_optim": "sgd", "dual_learning_rate": 2.0, "resilience": 0.3}
+    trainer = make(tmp_path, learning_rate=0.0, max_steps=60, save_strategy="no", noise_gamma=0.0, **settings)
+    trainer.train()
+    # At rest the relaxation is the violation itself.
+    relaxed = float(re.search(r"relaxed them by up to ([\d.]+\d)", caplog.text)[1])
+    assert relaxed == pytest.approx(trainer.state.log_history[-1]["train_max_violation"], rel=0.05)
+
+
+def test_an_exploding_unrolled_network_is_reported_and_leaves_finite_multipliers(tmp_path, caplog):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 40}
+    model = UTForSequenceClassification(UTConfig(**sizes, num_labels=3))
+    trainer = make(tmp_path, model=model, learning_rate=1e12, optim="sgd", max_grad_norm=0.0, noise_gamma=0.0)
+    trainer.train()
+    assert "was not finite" in caplog.text
+    assert torch.isfinite(trainer.multipliers.values).all()

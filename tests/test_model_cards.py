@@ -1,0 +1,34 @@
+"""The cards in model_cards/: each is what its json renders to, and says nothing of where it was made."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hub_server import check_card
+from huggingface_hub import ModelCard
+
+from hf_descent.model_card import render
+
+
+CARDS = sorted((Path(__file__).parent.parent / "model_cards").glob("*/model_card.json"))
+
+
+def test_there_are_cards():
+    assert CARDS
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.parent.name)
+def test_a_card_is_what_its_values_render_to(path):
+    text = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert text == str(render(json.loads(path.read_text(encoding="utf-8"))))
+    assert check_card(text) == []
+    card = ModelCard.load(path.parent / "README.md")
+    assert card.data.eval_results and card.data.base_model and card.data.datasets and card.data.license
+    for figure in json.loads(path.read_text(encoding="utf-8"))["figures"]:
+        assert (path.parent / figure).is_file() and f"]({figure})" in text
+
+
+@pytest.mark.parametrize("path", CARDS, ids=lambda path: path.parent.name)
+def test_a_card_names_no_folder_of_the_machine(path):
+    text = path.read_text(encoding="utf-8") + (path.parent / "README.md").read_text(encoding="utf-8")
+    assert not any(word in text for word in ("/home/", "/root/", "/tmp/", "/opt/", "/work/", "/Users/"))

@@ -70,7 +70,7 @@ def test_ablations_take_numbers_lists_and_auto():
     axes = plots.plot_ablation(runs, "descent_alpha").axes[0]
     assert axes.get_legend().get_texts()[1].get_text() == "noise level 1"
     means, *_ = axes.containers[0].lines
-    np.testing.assert_allclose(means.get_xdata(), [0.05, 0.1, 0.2, 0.3])
+    np.testing.assert_allclose(np.asarray(means.get_xdata(), dtype=float), [0.05, 0.1, 0.2, 0.3])
     np.testing.assert_allclose(means.get_ydata(), [0.575, 0.6, 0.75, 0.75])
 
 

@@ -94,7 +94,8 @@ def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
 
 
 def test_fifty_steps_follow_a_naive_loop(tmp_path):
-    fused = trainer(tmp_path, lr_scheduler_type="constant", max_grad_norm=0.0, optim="sgd", learning_rate=0.1)
+    plain = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+    fused = trainer(tmp_path, resilience=0.05, **plain)
     model = copy.deepcopy(fused.model)
     batches = []
     step = fused.training_step

@@ -110,8 +110,8 @@ class NoiseCurve(Result):
 
     @property
     def retention(self) -> float | None:
-        """`auc_over_range` divided by the clean metric; `None` without level 0."""
-        return self.auc_over_range / float(self.mean[0]) if self.gammas[0] == 0.0 else None
+        """`auc_over_range` divided by the clean metric; `None` without level 0, or where the metric is 0 there."""
+        return self.auc_over_range / float(self.mean[0]) if self.gammas[0] == 0.0 and self.mean[0] else None
 
     @property
     def auc_id(self) -> float | None:

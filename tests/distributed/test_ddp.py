@@ -21,6 +21,6 @@ def test_the_number_of_processes_does_not_matter(tmp_path, task, settings):
     for name, batch, accumulation in (("2x4", 4, 1), ("2x2x2", 2, 2)):
         double = launch(tmp_path / name, task, batch, accumulation, 2, **settings)
         assert (single[0]["processes"], double[0]["processes"]) == (1, 2)
-        assert double[0]["type"] == "MULTI_GPU"
+        assert double[0]["type"] == "MULTI_CPU"
         assert_same(single, double)
     assert max(single[0]["multipliers"][0]) > 0.01 or "objective" in settings

@@ -5,7 +5,8 @@
 
 Every cell is a run of `hf-descent denoise` on the recipe, with the arguments after `--`; a run whose results exist is
 not run again. Prints mean and standard deviation over seeds: mean RMSE over the test levels (0-255), RMSE at the
-training level, loss of the last layer and largest violation, for each split; a cell with fewer seeds says so.
+training level, loss of the last layer and largest violation, for each split, and in how many of the runs every layer
+is feasible (violation at most 0.01 f_0); a cell with fewer seeds says so.
 """
 
 import argparse
@@ -25,7 +26,7 @@ ARMS = {
     "deep_supervision": ["noise.yaml", "--objective", "deep_supervision", "--penalty_coefficient", "1"],
     "descent": ["descent.yaml"],
 }
-ALPHA, INITIAL_LOSS_BOUND = 0.05, 1.0
+ALPHA, INITIAL_LOSS_BOUND, TOLERANCE = 0.05, 1.0, 0.01
 
 
 def measure(recipe: str, arm: str, depth: int, seed: int, output_dir: Path, flags: list[str]) -> dict:
@@ -72,11 +73,12 @@ def main():
                             violation(results, split, depth),
                         )
                     )
-        print(f"| {args.recipe} after seed {seed} | mean RMSE | RMSE at 0.15 | f_L | largest violation |")
+        print(f"| {args.recipe} after seed {seed} | mean RMSE | RMSE at 0.15 | f_L | largest violation | feasible |")
         for (split, depth, arm), values in sorted(cells.items()):
             columns = zip(np.mean(values, axis=0), np.std(values, axis=0, ddof=1 if len(values) > 1 else 0))
             text = " | ".join(f"{mean:.3f} +- {deviation:.3f}" for mean, deviation in columns)
-            print(f"| {split}, L = {depth}, {arm} ({len(values)}) | {text} |", flush=True)
+            feasible = sum(value[-1] <= TOLERANCE for value in values)
+            print(f"| {split}, L = {depth}, {arm} ({len(values)}) | {text} | {feasible} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,24 @@
-"""What the trainer hangs into Trainer's callbacks: the moment of the dual step, and a readable progress bar."""
+"""What the trainer hangs into Trainer's callbacks, the dual step and a readable progress bar; and its messages."""
 
+import logging
 import re
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 
 
 PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_\d+$")
+
+
+def show_messages(args: TrainingArguments) -> None:
+    """Show what this package logs from `args.log_level` on; by default ("passive") what was chosen or found, too."""
+    logger = logging.getLogger(__package__)
+    if args.log_level != "passive":
+        logger.setLevel(args.get_process_log_level())
+    elif logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
 
 
 class StepCallback(TrainerCallback):

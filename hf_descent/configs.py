@@ -78,7 +78,7 @@ class DescentArguments:
         epoch. The "auto" settings need a warm-up.
     resilience (`float`, *optional*, defaults to `0.01`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
-        multiplier. 0 keeps them hard.
+        multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.
     resilience_form (`str`, *optional*, defaults to `"weight_decay"`):
         How the relaxation is reached: "weight_decay" of the multipliers (the paper's language runs) or explicit
         "slack" variables (its video runs). Both settle at the same point.
@@ -222,7 +222,7 @@ class DescentArguments:
             raise ValueError(
                 "`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list."
             )
-        if self.is_auto and self.dual_warmup_steps == 0 and self.objective not in ("erm", "fixed"):
+        if self.is_auto and self.dual_warmup_steps == 0 and self.objective not in ("erm", "fixed", "deep_supervision"):
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
                 "`dual_warmup_steps` is 0; give it steps or a fraction (0.25), or give both numbers."

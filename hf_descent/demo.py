@@ -198,6 +198,7 @@ def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights)
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        log_level="warning",
         use_cpu=True,
         seed=seed,
     )

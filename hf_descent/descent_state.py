@@ -11,6 +11,7 @@ import transformers
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.utils import cached_file
 
 import hf_descent
 
@@ -39,7 +40,8 @@ class DescentState:
         num_layers (`int`): number of layers L.
         max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
         start_step (`int`): the step at which the duals start; warm-up is counted from here.
-        constant_predictor (`ConstantPredictor`): takes the label statistics of warm-up.
+        constant_predictor (`ConstantPredictor`, *optional*): takes the label statistics of warm-up; `None` where no
+            f_0 can be measured for the loss.
         reduce (`Callable`): sums a tensor over processes.
         device (`torch.device`): where the losses arrive.
     """
@@ -50,7 +52,7 @@ class DescentState:
         num_layers: int,
         max_steps: int,
         start_step: int,
-        constant_predictor: ConstantPredictor,
+        constant_predictor: ConstantPredictor | None,
         reduce: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device | str = "cpu",
     ):
@@ -81,6 +83,7 @@ class DescentState:
             device=device,
         )
         self.problem: DescentProblem | None = None
+        self._warmed_up = args.objective in ("erm", "fixed")  # neither measures anything
         self._index: torch.Tensor | None = None
         if args.objective == "fixed":
             self._load_fixed_multipliers()
@@ -102,9 +105,10 @@ class DescentState:
             return objective == "erm"
         return self.problem is None or step < self.active_from
 
-    def needs_labels(self, step: int) -> bool:
-        """Whether the label statistics of this step enter f_0."""
-        return self.problem is None and self.args.initial_loss_bound == "auto" and step < self.active_from
+    @property
+    def needs_labels(self) -> bool:
+        """Whether the label statistics of this step are taken: for f_0, or to judge one that was given."""
+        return self.constant_predictor is not None and not self._warmed_up
 
     @property
     def trained_layers(self) -> list[int]:
@@ -166,19 +170,35 @@ class DescentState:
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
             self.multipliers.step(violations)
-        if self.problem is None and step + 1 >= self.active_from:
-            self._freeze_schedule()
+        if step + 1 >= self.active_from and not self._warmed_up:
+            self._end_warmup()
 
     @property
     def mean_losses(self) -> torch.Tensor:
         """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
         return self.averages / self.average_weight
 
-    def _freeze_schedule(self) -> None:
-        bound, alpha = self.args.initial_loss_bound, self.args.descent_alpha
-        if bound == "auto":
-            self.constant_predictor.reduce(self.reduce)
-            bound = self.constant_predictor.loss()
+    def _end_warmup(self) -> None:
+        """Freeze a schedule that was to be measured; say where a given f_0 is above chance."""
+        predictor, bound = self.constant_predictor, self.args.initial_loss_bound
+        try:
+            chance = None if predictor is None else predictor.loss(self.reduce)
+            if self.problem is None and (bound != "auto" or chance is not None):
+                self._freeze_schedule(chance if bound == "auto" else bound)
+        except ValueError:
+            # Deep supervision has a problem for its reports alone.
+            if self.problem is None and self.args.objective != "deep_supervision":
+                raise
+        else:
+            if bound != "auto" and chance is not None and bound > 1.001 * chance:
+                logger.info(
+                    f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
+                    "prediction: a layer that is worse than chance can meet the first constraint."
+                )
+        self._warmed_up = True
+
+    def _freeze_schedule(self, bound: float) -> None:
+        alpha = self.args.descent_alpha
         if alpha == "auto":
             layers = self.args.constrained_layers or range(self.num_layers)
             alpha = geometric_alpha(bound, self.mean_losses[-1].item(), len(layers), self.args.descent_strength)
@@ -192,6 +212,15 @@ class DescentState:
         layers = constrained_layers or self.args.constrained_layers
         self.problem = DescentProblem(alpha, initial_loss_bound, self.num_layers, layers).to(self.device)
         self._index = None
+
+    def take_saved_problem(self, name: str) -> None:
+        """For a model that is only evaluated: the problem that it was trained on, where `name`'s files tell."""
+        if self.problem is not None or not name:
+            return
+        missing_is_fine = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
+        path = cached_file(name, SUMMARY_NAME, **missing_is_fine)
+        if path is not None and "alpha" in (summary := read_summary(os.path.dirname(path))):
+            self._set_problem(summary["alpha"], summary["initial_loss_bound"], summary["constrained_layers"])
 
     def _load_fixed_multipliers(self) -> None:
         values, alpha, bound, layers = self.args.fixed_multipliers, self.args.descent_alpha, 1.0, None
@@ -257,7 +286,7 @@ class DescentState:
             metrics[f"{prefix}_feasible"] = float(feasible)
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
             metrics[f"{prefix}_feasible_score"] = score
-        elif self.args.objective != "erm":  # in the warm-up of "auto"
+        elif self.constant_predictor is not None:  # in the warm-up of "auto"
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE}
         return metrics
 
@@ -327,7 +356,7 @@ class DescentState:
         """Write the state into a checkpoint folder, whole or not at all. All processes call, one writes."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
         tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
-        if self.problem is None and self.constant_predictor.moments is not None:
+        if not self._warmed_up and self.constant_predictor is not None and self.constant_predictor.moments is not None:
             tensors["label_moments"] = self.reduce(self.constant_predictor.moments).cpu()
         meta = {
             "active_from": self.active_from,
@@ -371,7 +400,8 @@ class DescentState:
         if meta["problem"] is not None:
             problem = meta["problem"]
             self._set_problem(problem["alpha"], problem["initial_loss_bound"], problem["constrained_layers"])
-        if "label_moments" in tensors and is_main:
+        self._warmed_up |= meta["problem"] is not None and "label_moments" not in tensors
+        if self.constant_predictor is not None and "label_moments" in tensors and is_main:
             self.constant_predictor.moments = tensors["label_moments"].to(self.device)
 
     def _schedule(self) -> dict:
@@ -383,6 +413,7 @@ class DescentState:
             "descent_strength",
             "constrained_layers",
             "dual_warmup_steps",
+            "fixed_multipliers",
         )
         return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in names}
 

@@ -16,8 +16,8 @@ IGNORE_INDEX = -100
 def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> torch.Tensor | None:
     """Number of items that a batch's mean loss averages over, a scalar tensor; `None` where no tensor of labels is.
 
-    Items are the labels that are not ignored (-100); the samples, where labels are floating (regression,
-    reconstruction). A causal language model predicts no first token (`shifts_labels`).
+    Items are the labels that are not ignored (-100), as Trainer counts them; every number where labels are floating.
+    A causal language model predicts no first token (`shifts_labels`).
     """
     labels = inputs.get("shift_labels")
     if labels is None:
@@ -26,14 +26,15 @@ def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_la
             return None
         if shifts_labels:
             labels = labels[..., 1:]
-    if labels.is_floating_point() or labels.dim() == 0:
-        return torch.full((), labels.shape[0] if labels.dim() else 1, device=labels.device)
+    if labels.is_floating_point():
+        return torch.full((), labels.numel(), device=labels.device)
     return labels.ne(IGNORE_INDEX).sum()
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
     """The first of a batch's labels; a loss function of one's own may take `labels` that the model does not."""
-    return next((inputs[name] for name in (*label_names, "labels") if inputs.get(name) is not None), None)
+    names = (*label_names, "labels", "shift_labels")
+    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
 def finds_shift(logits: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) -> bool | None:

@@ -7,8 +7,10 @@ import contextlib
 import json
 import math
 import os
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device
@@ -17,13 +19,19 @@ from transformers.utils import CONFIG_NAME, ModelOutput
 from .descent_state import STATE_NAME, DescentState
 from .losses import IGNORE_INDEX, finds_shift, labels_of
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
-from .readout import Readout, output_logits, probing
+from .readout import Readout, has_router_loss, output_logits, probing
 from .schedule import ConstantPredictor
 
 
 logger = get_logger(__name__)
 
 SIGMA_BATCHES = 64  # batches from which the deviation of the clean signal is estimated
+
+
+def _unmeasurable(what: str) -> ValueError:
+    return ValueError(
+        f"`initial_loss_bound='auto'` cannot be measured for {what}; set it to the loss of a constant prediction."
+    )
 
 
 class PreparationMixin:
@@ -97,7 +105,12 @@ class PreparationMixin:
         if self._fused is None and loss is not None and labels is not None:
             shift = finds_shift(logits, labels, loss)
             self._loss_shifts_labels = self._loss_shifts_labels if shift is None else shift
-        predictor = self._constant_predictor(model, inputs, labels, logits)
+            if loss.dtype in (torch.bfloat16, torch.float16):
+                logger.warning(
+                    f"The model's loss is computed in {loss.dtype}, whose {3 if loss.dtype == torch.bfloat16 else 4} "
+                    "digits blur violations; load the model in float32 and set `bf16=True` (mixed precision)."
+                )
+        predictor = self._constant_predictor(model, inputs, outputs)
         saved = self._resumed_from is not None and os.path.isfile(os.path.join(self._resumed_from, STATE_NAME))
         start_step = 0 if saved else self.state.global_step
         state = DescentState(self.args, num_layers, self.state.max_steps, start_step, predictor, self._reduce, device)
@@ -105,33 +118,78 @@ class PreparationMixin:
             state.load(self._resumed_from, is_main=self.args.process_index == 0)
         elif self._resumed_from is not None:
             logger.warning(f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up.")
+        elif not self.is_in_train:
+            state.take_saved_problem(getattr(getattr(model, "config", None), "_name_or_path", ""))
         self._layer_sums = torch.zeros(num_layers, device=device)
         self._eval_sums = torch.zeros(num_layers + 1, device=device)
         self._state = state
 
-    def _constant_predictor(self, model, inputs, labels, logits) -> ConstantPredictor:
-        """What measures f_0 = "auto" for the loss at hand."""
+    def _constant_predictor(self, model, inputs, outputs) -> ConstantPredictor | None:
+        """What measures the loss of the best constant prediction; `None` where that is neither needed nor possible.
+
+        ValueError where f_0 = "auto" depends on a loss that cannot be measured.
+        """
+        if self.args.objective in ("erm", "fixed") or not self.is_in_train:
+            return None
+        try:
+            return self._known_predictor(model, inputs, outputs)
+        except ValueError:
+            if self.args.initial_loss_bound == "auto" and self.args.objective != "deep_supervision":
+                raise
+            return None
+
+    def _known_predictor(self, model, inputs, outputs) -> ConstantPredictor:
+        logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
         config = getattr(model, "config", None)
         multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
         positions = "start_positions" in inputs  # the classes of extractive question answering
         given = [name for name in self.label_names if inputs.get(name) is not None]
-        auto = self.args.initial_loss_bound == "auto" and self.args.objective not in ("erm", "fixed")
-        if auto and len(given) > 1 and not positions:
-            raise ValueError(
-                f"`initial_loss_bound='auto'` cannot be measured for a loss of several labels ({', '.join(given)}); "
-                "set it to the loss of a constant prediction."
-            )
-        numbers = labels is not None and labels.is_floating_point() and labels.numel() == logits.numel()
-        return ConstantPredictor(
+        if len(given) > 1 and not positions:
+            raise _unmeasurable(f"a loss of several labels ({', '.join(given)})")
+        if labels.is_floating_point() and labels.numel() != logits.numel():
+            raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+        numbers = labels.is_floating_point() and not multi_label
+        predictor = ConstantPredictor(
             max(logits.shape[1], getattr(config, "max_position_embeddings", 0)) if positions else logits.shape[-1],
             self.args.label_smoothing_factor,
             multi_label,
-            self._loss_scale(model, inputs, labels, logits) if auto and numbers and not multi_label else 1.0,
-            self._score_constant if self.compute_loss_func is not None else None,
+            self._loss_scale(model, inputs, labels, logits) if numbers else 1.0,
+            partial(self._score_constant, logits.dim()) if self.compute_loss_func is not None else None,
             positions,
         )
+        if self.compute_loss_func is not None and not numbers:
+            sizes = (2, logits.shape[-1])
+            try:
+                predictor.loss_fn(logits.new_zeros(sizes).float(), labels.new_zeros(sizes[: 1 + multi_label]))
+            except Exception as error:
+                raise _unmeasurable(f"a loss function that fails on constant logits ({error})") from error
+        elif not (numbers or positions or has_router_loss(outputs)):
+            self._check_loss(model, outputs, logits, labels, multi_label)
+        return predictor
 
-    def _score_constant(self, logits, labels) -> torch.Tensor:
+    def _check_loss(self, model, outputs, logits, labels, multi_label) -> None:
+        """ValueError where the model's loss on a batch is not the (binary) cross-entropy that is taken for it."""
+        loss = self._task_loss(model, outputs, labels)
+        logits = logits.float()
+        if multi_label:
+            expected = F.binary_cross_entropy_with_logits(logits, labels.float())
+        else:
+            if logits.dim() == 3 and labels.dim() == 2:
+                logits = logits[:, -labels.shape[1] :]  # a trained prompt has no labels
+                if self._loss_shifts_labels:
+                    logits, labels = logits[:, :-1], labels[:, 1:]
+            if logits.shape[:-1] != labels.shape:
+                raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+            expected = F.cross_entropy(
+                logits.flatten(0, -2), labels.flatten(), label_smoothing=self.args.label_smoothing_factor
+            )
+        if abs(loss - expected) > 0.02 * expected:
+            raise _unmeasurable(f"a loss that is {loss:.4g} where the cross-entropy is {expected:.4g}")
+
+    def _score_constant(self, dim: int, logits, labels) -> torch.Tensor:
+        """The loss function of one's own on rows of logits, in a batch of as many dimensions as the model's logits."""
+        for _ in range(dim - logits.dim()):
+            logits, labels = logits[None], labels[None]
         return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=labels.numel())
 
     @torch.no_grad()
@@ -140,20 +198,19 @@ class PreparationMixin:
         residual = labels - labels.mean(0, keepdim=True)
         if not residual.any():  # a batch of one
             residual = torch.ones_like(labels)
-        # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
-        shifted = logits.reshape(labels.shape).to(labels) + residual
-        if self.compute_loss_func is not None:
-            loss = self._score_constant(logits, shifted)
-        else:
-            with probing(model):
-                loss = model(**{**inputs, "labels": shifted})["loss"]
-        scale = (loss / residual.square().mean()).item()
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(
-                "`initial_loss_bound='auto'` could not be measured with this loss; set it to the loss of a constant "
-                "prediction."
-            )
-        return scale
+        scales = []
+        for factor in (1.0, 2.0):
+            # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
+            shifted = logits.reshape(labels.shape).to(labels) + factor * residual
+            if self.compute_loss_func is not None:
+                loss = self.compute_loss_func(ModelOutput(logits=logits), shifted, num_items_in_batch=labels.numel())
+            else:
+                with probing(model):
+                    loss = model(**{**inputs, "labels": shifted})["loss"]
+            scales.append((loss / (factor * residual).square().mean()).item())
+        if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
+            raise _unmeasurable("a loss of numbers that is not proportional to the squared error")
+        return scales[0]
 
     def _training_noise(self, model):
         gamma = self.args.noise_gamma

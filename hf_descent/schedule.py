@@ -44,8 +44,8 @@ class ConstantPredictor:
         label_smoothing (`float`): smoothing of the targets, as `label_smoothing_factor`.
         multi_label (`bool`): whether floating labels are independent classes rather than numbers.
         scale (`float`): the task loss in units of the loss named above (a sum instead of a mean, say).
-        loss_fn (`Callable`, *optional*): `loss_fn(logits, labels)`, a loss of one's own for integer labels; its least
-            value over constant logits is found numerically.
+        loss_fn (`Callable`, *optional*): `loss_fn(logits, labels)`, a loss of one's own for classes; its least value
+            over constant logits is found numerically.
         positions (`bool`): whether the classes are positions in a sequence, of which only those seen count.
     """
 
@@ -79,13 +79,13 @@ class ConstantPredictor:
             moments.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.to(precision))  # [classes]
         self.moments = moments if self.moments is None else self.moments + moments
 
-    def reduce(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the statistics by their sum over processes."""
+    def loss(self, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> float:
+        """The loss of the best constant predictor on the labels seen, in units of the task loss.
+
+        `reduce` sums a tensor over processes. ValueError where there were no labels, or all were alike.
+        """
         if self.moments is not None:
             self.moments = reduce(self.moments)
-
-    def loss(self) -> float:
-        """The loss of the best constant predictor on the labels seen, in units of the task loss."""
         loss = 0.0 if self.moments is None else self._loss()
         if not (math.isfinite(loss) and loss > 0):
             raise ValueError(
@@ -99,6 +99,8 @@ class ConstantPredictor:
         if self.moments.dim() == 2:
             count, total, square = self.moments  # [dims] each
             mean = total / count
+            if self.multi_label and self.loss_fn is not None:
+                return self._least_constant_loss(mean)
             if self.multi_label:
                 return self.scale * _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
             return self.scale * (square / count - mean.square()).mean().item()
@@ -116,7 +118,10 @@ class ConstantPredictor:
     def _least_constant_loss(self, probabilities: torch.Tensor) -> float:
         """The least value of `loss_fn` over constant logits, on labels drawn evenly from `probabilities` [classes]."""
         quantiles = (torch.arange(SYNTHETIC_LABELS, device=probabilities.device) + 0.5) / SYNTHETIC_LABELS
-        labels = torch.searchsorted(probabilities.cumsum(0).float(), quantiles).clamp(max=self.num_classes - 1)
+        if self.multi_label:
+            labels = (quantiles[:, None] < probabilities).float()  # [labels, classes]
+        else:
+            labels = torch.searchsorted(probabilities.cumsum(0).float(), quantiles).clamp(max=self.num_classes - 1)
         logits = probabilities.clamp(min=1e-6).log().float().requires_grad_()  # [classes]
         optimizer = torch.optim.LBFGS([logits], max_iter=50, line_search_fn="strong_wolfe")
 

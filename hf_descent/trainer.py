@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
 
-from .callbacks import DescentProgressCallback, StepCallback
+from .callbacks import DescentProgressCallback, StepCallback, show_messages
 from .checkpoints import CheckpointMixin
 from .configs import DescentConfig
 from .descent_state import DescentState
@@ -84,6 +84,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
         self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
         self._eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
         self._step_starts: deque[float] = deque(maxlen=1000)
+        show_messages(args)
         super().__init__(model, args, *positional, **keywords)
         self._follow_layers()
 
@@ -198,7 +199,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
         share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
         weighted = state.weighted_layers(step) if training else []
 
-        if training and state.needs_labels(step):
+        if training and state.needs_labels:
             state.constant_predictor.update(labels_of(inputs, self.label_names))
         if self._fused is not None:
             return self._fused_loss(model, inputs, share, weighted)

@@ -11,3 +11,11 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disab
 @pytest.fixture(autouse=True)
 def _few_threads():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def evaluate_modules(tmp_path_factory):
+    """A folder for the code of metrics; one for all tests, since python keeps the package that it first imports."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield

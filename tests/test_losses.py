@@ -41,7 +41,7 @@ def test_layer_losses_need_labels():
         ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, False, 3),
         ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, True, 2),
         ({"labels": torch.tensor([[5, 1]]), "shift_labels": torch.tensor([[1, -100]])}, True, 1),
-        ({"labels": torch.rand(4, 2)}, False, 4),
+        ({"labels": torch.rand(4, 2)}, False, 8),
         ({"start_positions": torch.tensor([1, 2])}, False, 2),
         ({"labels": torch.full((2, 3), -100)}, False, 0),
         ({"labels": None}, False, None),

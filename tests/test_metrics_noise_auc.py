@@ -34,7 +34,6 @@ def test_it_is_the_area_of_the_noise_curve():
     assert metric.compute()["noise_auc"] == pytest.approx(curve.auc)
 
 
-def test_evaluate_loads_it_from_its_folder_without_a_download(tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path))
+def test_evaluate_loads_it_from_its_folder_without_a_download(evaluate_modules):
     metric = evaluate.load(str(Path(noise_auc.__file__).parent), keep_in_memory=True)
     assert metric.compute(predictions=[1, 0], references=[1, 1], gammas=[0.0, 1.0])["noise_auc"] == 0.5

@@ -25,7 +25,6 @@ def test_rmse_by_batches_counts_every_value_once():
     assert metric.compute() == {"rmse": pytest.approx(np.sqrt(13 / 6))}
 
 
-def test_evaluate_loads_it_from_its_folder_without_a_download(tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path))
+def test_evaluate_loads_it_from_its_folder_without_a_download(evaluate_modules):
     metric = evaluate.load(str(Path(rmse.__file__).parent), keep_in_memory=True)
     assert metric.compute(predictions=[1.0, 2.0], references=[1.0, 4.0]) == {"rmse": pytest.approx(np.sqrt(2))}

@@ -42,7 +42,6 @@ def test_refusals_name_the_remedy():
         metric.compute(predictions=[[1, 2]], references=[[-100, -100]])
 
 
-def test_evaluate_loads_it_from_its_folder_without_a_download(tmp_path, monkeypatch):
-    monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path))
+def test_evaluate_loads_it_from_its_folder_without_a_download(evaluate_modules):
     metric = evaluate.load(str(Path(token_accuracy.__file__).parent), keep_in_memory=True)
     assert metric.compute(predictions=[[1, 2]], references=[[1, 3]]) == {"token_accuracy": 0.5}

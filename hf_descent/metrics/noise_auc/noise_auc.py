@@ -28,7 +28,7 @@ class NoiseAuc(evaluate.Metric):
         return evaluate.MetricInfo(
             description="Area under accuracy against the noise level.",
             citation="",
-            inputs_description="predictions, references: class indices; gammas: their noise levels; shape [items] each.",
+            inputs_description="predictions, references: class indices; gammas: noise levels; shape [items] each.",
             features=datasets.Features({**features, "gammas": datasets.Value("float64")}),
         )
 

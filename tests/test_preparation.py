@@ -1,0 +1,152 @@
+"""What training finds out on its first batch, above all whether f_0 = "auto" can be measured for the loss at hand."""
+
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import bert, classification_data, config, language_data, llama
+from transformers import BertForSequenceClassification, default_data_collator
+
+from hf_descent import DescentTrainer
+
+
+AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4}
+
+
+def make(folder, model, data, loss=None, readout=None, **settings):
+    args = config(folder, **{"max_steps": 8, "save_strategy": "no", **AUTO, **settings})
+    return DescentTrainer(model, args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss, readout=readout)
+
+
+class Weighted(BertForSequenceClassification):
+    """Scores by a loss of its own."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
+        if labels is not None:
+            outputs["loss"] = 50 * F.cross_entropy(outputs.logits, labels)
+        return outputs
+
+
+def regression_rows(count=40):
+    return [{**row, "labels": float(row["labels"])} for row in classification_data(count)]
+
+
+def multi_label_rows(count=40):
+    return [{**row, "labels": torch.eye(3)[row["labels"]]} for row in classification_data(count)]
+
+
+def of_eight_rows(outputs, labels, num_items_in_batch=None):
+    return (F.cross_entropy(outputs["logits"], labels, reduction="none") * torch.ones(8)).mean()
+
+
+def absolute(outputs, labels, num_items_in_batch=None):
+    return (outputs["logits"].squeeze(-1) - labels).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "loss"),
+    [
+        (lambda: Weighted(bert().config), classification_data, None),
+        (bert, classification_data, of_eight_rows),
+        (lambda: bert(num_labels=1), regression_rows, absolute),
+    ],
+    ids=["another loss in the model", "a loss of whole batches", "no squared error"],
+)
+def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
+    trainer = make(tmp_path, model(), data(40), loss)
+    with pytest.raises(ValueError, match="initial_loss_bound='auto'.*set it to the loss of a constant prediction"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for settings in ({"initial_loss_bound": 60.0}, {"objective": "deep_supervision"}):
+        trainer = make(tmp_path, model(), data(40), loss, **settings)
+        trainer.train()
+        assert trainer.state.global_step == 8
+
+
+def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
+    def shifted(outputs, labels, num_items_in_batch=None):
+        logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return F.cross_entropy(logits, labels, reduction="sum") / (num_items_in_batch or labels.ne(-100).sum())
+
+    data = language_data(200)
+    bounds = []
+    for loss in (shifted, None):
+        trainer = make(tmp_path, llama(), data, loss, per_device_train_batch_size=16)
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
+
+
+def test_f_0_of_a_weighted_multi_label_loss_is_its_least_value(tmp_path):
+    weight = torch.tensor(20.0)
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.binary_cross_entropy_with_logits(outputs["logits"], labels, pos_weight=weight)
+
+    data = multi_label_rows()
+    trainer = make(tmp_path, bert(problem_type="multi_label_classification"), data, loss, num_train_epochs=1,
+                   max_steps=-1, per_device_train_batch_size=10, dual_warmup_steps=3)  # fmt: skip
+    trainer.train()
+    labels = torch.stack([row["labels"] for row in data])
+    grid = torch.linspace(-5, 5, 1001)
+    least = [min(F.binary_cross_entropy_with_logits(torch.full_like(y, z), y, pos_weight=weight) for z in grid)
+             for y in labels.T]  # fmt: skip
+    assert trainer.problem.initial_loss_bound == pytest.approx(torch.stack(least).mean().item(), rel=0.05)
+
+
+def test_a_mean_over_numbers_is_scaled_by_trainer_s_count_of_them(tmp_path):
+    """A loss that divides by the items is the mean over all numbers of the batch, however it is accumulated."""
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        if len(labels) == 4 and torch.is_grad_enabled():  # a training step, no trial of the loss
+            seen.append(float(num_items_in_batch))
+        return (outputs["logits"] - labels).square().sum() / num_items_in_batch
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "initial_loss_bound": 1.0}
+    make(tmp_path, bert(problem_type="multi_label_classification"), multi_label_rows(), loss, **settings).train()
+    assert seen and set(seen) == {2 * 4 * 3}
+
+
+def test_plain_training_with_a_readout_measures_nothing(tmp_path):
+    def readout(model, hidden, inputs):
+        return model.classifier(hidden[:, 0])
+
+    data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no f_0: all are alike
+    trainer = make(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert "eval_layer_loss_1" in metrics and "eval_feasible" not in metrics
+
+
+def test_a_given_f_0_above_chance_is_said(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    for bound, said in ((2.0, True), (0.9, False)):  # three classes: ln 3 at most
+        caplog.clear()
+        make(tmp_path, bert(), classification_data(64), initial_loss_bound=bound, descent_alpha=0.1).train()
+        assert ("lies above" in caplog.text) == said
+    assert math.log(3) > 0.9
+
+
+def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
+    data = classification_data(40)
+    trainer = make(tmp_path, bert(), data, descent_alpha=0.3, initial_loss_bound=1.0)
+    trainer.train()
+    expected = trainer.evaluate()
+    trainer.save_model(tmp_path / "saved")
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
+    metrics = make(tmp_path, saved, data).evaluate()
+    for name in ("eval_max_violation", "eval_feasible", "eval_feasible_score"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert "eval_feasible" not in make(tmp_path, bert(), data).evaluate()  # nothing is known of this one
+
+
+def test_the_loss_of_a_half_precision_model_is_called_blurred(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    batch = default_data_collator(classification_data(4))
+    make(tmp_path, bert().bfloat16(), classification_data(40), initial_loss_bound=1.0).train()
+    assert caplog.text.count("torch.bfloat16") == 1 and "mixed precision" in caplog.text
+    assert bert().bfloat16()(**batch).loss.dtype == torch.bfloat16

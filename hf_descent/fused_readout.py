@@ -65,14 +65,16 @@ class FusedReadout:
         name, config = type(model).__name__, getattr(model, "config", None)
         if inputs.get("labels") is None or inputs["labels"].is_floating_point():
             raise ValueError("`inputs` hold no class labels to score tokens with.")
-        if getattr(config, "is_encoder_decoder", False):
+        if _needs_decoder_inputs(config, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
             raise ValueError(f"{name} makes the decoder's input from its labels, which cannot be withheld from it.")
         stack = Readout.probe(model, inputs)._stack
         if stack.clones:
             raise ValueError(f"{name} modifies hidden states in place.")
         with probing(model):
-            # In train mode, so that dropout in the tail shows as a difference.
+            # In train mode, so that dropout by a function in the tail shows as a difference; by a module it is a part.
             model.train()
+            for module in model.modules():
+                module.training &= not isinstance(module, nn.Dropout)
             norm, head, head_loss, precision = _find_tail(model, stack, inputs)
         self = cls(model, stack, norm, head, head_loss)
         for part in (norm, head):
@@ -126,7 +128,7 @@ class FusedReadout:
 
         def start(module, args, kwargs):
             hidden_states.clear()
-            return args, {key: value for key, value in kwargs.items() if key not in _WITHHELD}
+            return args, _without_labels(self.model, kwargs)
 
         def finish(module, args, kwargs, outputs):
             if len(hidden_states) != self.num_layers:
@@ -182,7 +184,7 @@ class FusedReadout:
             own = self.model(**inputs)
         try:
             with self.attach(score):
-                self.model(**{key: value for key, value in inputs.items() if key not in _WITHHELD})
+                self.model(**inputs)
         except Exception as error:
             raise ValueError(f"{name} fails when its head is given no position: {error!r}.") from error
 
@@ -201,6 +203,19 @@ class FusedReadout:
         _require_close(
             own["loss"].float(), expected, precision, f"{name}: its loss is not the cross-entropy of tokens"
         )
+
+
+def _needs_decoder_inputs(config, inputs) -> bool:
+    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return getattr(config, "is_encoder_decoder", False) and not given
+
+
+def _without_labels(model, inputs) -> dict[str, Any]:
+    """The inputs for a forward that makes no loss; with what an encoder-decoder would have made from its labels."""
+    kept = {name: value for name, value in inputs.items() if name not in _WITHHELD}
+    if inputs.get("labels") is not None and _needs_decoder_inputs(getattr(model, "config", None), inputs):
+        kept["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
+    return kept
 
 
 def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, float]:
@@ -229,7 +244,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
         return output
 
     with intercepted(outside, log):
-        logits = output_logits(model(**{key: value for key, value in inputs.items() if key not in _WITHHELD}))
+        logits = output_logits(model(**_without_labels(model, inputs)))
 
     shape = (*last.shape[:-1], logits.shape[-1])
     heads = [call for call in tail if type(call[0]) is nn.Linear and call[2][0].shape == logits.shape == shape]

@@ -24,6 +24,16 @@ SIZES = {
     "eos_token_id": 2,
 }
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0}
+BART = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "dropout": 0.0,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
 MODELS = {
     "LlamaForCausalLM": {},
     "Gemma2ForCausalLM": {"final_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
@@ -35,6 +45,18 @@ MODELS = {
     "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "ModernBertDecoderForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "BartForConditionalGeneration": BART,
+    "MT5ForConditionalGeneration": {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_decoder_layers": LAYERS,
+        "dropout_rate": 0.0,
+        "tie_word_embeddings": False,
+        "decoder_start_token_id": 0,
+    },
     "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 WEIGHTS = torch.tensor([0.7, -0.4, 1.3])
@@ -86,7 +108,7 @@ def test_losses_and_gradients_are_those_of_the_replay(name):
     expected = gradients(model)
 
     readout = FusedReadout.probe(model, inputs)
-    assert readout.shifts_labels == (name != "BertForMaskedLM")
+    assert readout.shifts_labels == (name.endswith("CausalLM") or name == "GPT2LMHeadModel")
     assert readout.num_layers == LAYERS
     outputs, sums, found = train_step(readout, model, inputs)
     torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
@@ -193,9 +215,20 @@ def lora_on_head():
     return get_peft_model(build(), LoraConfig(target_modules=["lm_head"]))
 
 
+class Dropping(nn.Module):
+    """Drops without a module for it."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return nn.functional.dropout(self.norm(x), 0.5, self.training)
+
+
 def dropout_before_head():
     model = build()
-    model.model.norm = nn.Sequential(model.model.norm, nn.Dropout(0.5))
+    model.model.norm = Dropping(model.model.norm)
     return model
 
 
@@ -216,7 +249,10 @@ def hooked_head():
     [
         (lambda: build("RobertaForMaskedLM", max_position_embeddings=40), "chain of modules"),
         (lambda: build("LlamaForSequenceClassification"), "makes logits"),
-        (lambda: build("T5ForConditionalGeneration", d_model=16, num_layers=2), "decoder's input"),
+        (
+            lambda: build("BlenderbotForConditionalGeneration", **MODELS["BartForConditionalGeneration"]),
+            "decoder's input",
+        ),
         (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
         (lora_on_head, "acts beside"),
         (dropout_before_head, "single positions"),
@@ -232,6 +268,28 @@ def test_other_tails_are_refused(make, match):
         inputs["labels"] = torch.tensor([0, 1])
     with pytest.raises(ValueError, match=match):
         FusedReadout.probe(model, inputs)
+
+
+def test_a_dropout_module_before_the_head_drops_as_in_the_replay():
+    model, inputs = build("MT5ForConditionalGeneration"), batch()
+    model.decoder.dropout.p = 0.5
+    readout = FusedReadout.probe(model, inputs)
+    assert model.decoder.dropout.training
+
+    def read(read, *_):
+        return draws.append(read(readout.tokens(inputs)))
+
+    draws = []
+    with torch.no_grad(), readout.attach(read):
+        for _ in range(400):
+            model(**inputs)
+    fused = torch.stack([sums.sums / sums.num_tokens for sums in draws])  # [draws, layers]
+    with torch.no_grad():
+        replayed = torch.stack([layer_losses(model, inputs) for _ in range(400)])  # [draws, layers]
+    error = (fused.var(0) / 400 + replayed.var(0) / 400).sqrt()
+    assert (fused.std(0) > 0).all()
+    assert ((fused.mean(0) - replayed.mean(0)).abs() < 4 * error).all()
+    torch.testing.assert_close(fused.std(0), replayed.std(0), rtol=0.2, atol=0.0)
 
 
 def test_labels_are_needed():

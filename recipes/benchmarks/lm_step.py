@@ -3,8 +3,10 @@
     python recipes/benchmarks/lm_step.py                                # 8 layers, hidden 256, vocabulary 32k, CPU
     python recipes/benchmarks/lm_step.py --hidden 4096 --intermediate 14336 --layers 32 --heads 32 --kv_heads 8 \
         --vocab 128256 --batch 1 --length 2048 --bf16 --lora --arms erm exact subsampled          # Llama-3.1-8B, GPU
+    python recipes/benchmarks/lm_step.py --model path/to/model --text_file texts.parquet --text_column text \
+        --arms erm naive exact threshold          # a trained model on real text, where the gradient threshold pays
 
-Every arm trains the same random model in a process of its own, so that its peak memory is its own; the arms take turns
+Every arm trains the same model, of random weights where none is given, in a process of its own, so that its peak memory is its own; the arms take turns
 round by round, so that a noisy machine slows all of them. A figure is the median over all timed steps, from the
 trainer's `on_step_begin` to its `on_step_end`: forward, backward, optimizer and dual step. Processor time of the same
 steps stands below wall time: a busy machine disturbs it less (with `--threads 1` least). The floor is the count of
@@ -82,15 +84,18 @@ class StatisticsTrainer(DescentTrainer):
 
 
 def build_model(options):
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if options.bf16 else torch.float32
+    if options.model:
+        return transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
     config = transformers.LlamaConfig(
         vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.intermediate,
         num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.kv_heads,
         max_position_embeddings=options.length,
     )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = transformers.LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16 if options.bf16 else torch.float32)
+    with device:
+        model = transformers.LlamaForCausalLM(config).to(dtype)
     if options.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -106,7 +111,7 @@ def build_trainer(name, options, callbacks):
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "gradient_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
-    ids = torch.randint(options.vocab, (options.batch * options.steps, options.length)).tolist()
+    ids = token_ids(options)
     data = Dataset.from_dict({"input_ids": ids, "labels": ids})
     common = {"model": build_model(options), "train_dataset": data, "callbacks": callbacks}
     if name == "sft":
@@ -121,6 +126,23 @@ def build_trainer(name, options, callbacks):
     threshold = {"readout_gradient_threshold": 1e-3 if name == "threshold" else None}
     trainer_class = StatisticsTrainer if name.endswith("+") else DescentTrainer
     return trainer_class(args=DescentConfig(**settings, **DESCENT, **fraction, **threshold), **common)
+
+
+def token_ids(options):
+    """Rows of tokens, random or of the text given; enough for all steps."""
+    rows = options.batch * options.steps
+    if not options.text_file:
+        return torch.randint(options.vocab, (rows, options.length)).tolist()
+    from datasets import load_dataset
+
+    kind = options.text_file.rsplit(".", 1)[-1].replace("jsonl", "json").replace("txt", "text")
+    texts = load_dataset(kind, data_files=options.text_file, split="train")[options.text_column]
+    encode, ids = transformers.AutoTokenizer.from_pretrained(options.model), []
+    for text in texts:
+        ids += encode(text)["input_ids"]
+        if len(ids) >= rows * options.length:
+            return torch.tensor(ids[: rows * options.length]).view(rows, -1).tolist()
+    raise SystemExit(f"{options.text_file} has {len(ids)} tokens; {rows * options.length} are needed.")
 
 
 def tokenizer(vocab):
@@ -195,6 +217,9 @@ def main():
              "length": 256, "steps": 6, "rounds": 3, "threads": 2}  # fmt: skip
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--model", help="a folder or name on the Hub; its sizes win over those above")
+    parser.add_argument("--text_file", help="parquet, json, jsonl, csv or txt, for --model")
+    parser.add_argument("--text_column", default="text")
     for name in ("bf16", "lora", "checkpointing"):
         parser.add_argument(f"--{name}", action="store_true")
     default = [name for name in ARMS if name != "threshold"]  # which pays on a trained model only
@@ -202,6 +227,11 @@ def main():
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.model:
+        config = transformers.AutoConfig.from_pretrained(options.model)
+        options.layers, options.hidden, options.vocab = (
+            config.num_hidden_layers, config.hidden_size, config.vocab_size,
+        )  # fmt: skip
     if options.child:
         (arm,) = options.arms
         print("RESULT", json.dumps(run_floor(options) if arm == "floor" else run_arm(arm, options)))

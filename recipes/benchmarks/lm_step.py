@@ -6,11 +6,12 @@
     python recipes/benchmarks/lm_step.py --model path/to/model --text_file texts.parquet --text_column text \
         --arms erm naive exact threshold          # a trained model on real text, where the gradient threshold pays
 
-Every arm trains the same model, of random weights where none is given, in a process of its own, so that its peak memory is its own; the arms take turns
-round by round, so that a noisy machine slows all of them. A figure is the median over all timed steps, from the
-trainer's `on_step_begin` to its `on_step_end`: forward, backward, optimizer and dual step. Processor time of the same
-steps stands below wall time: a busy machine disturbs it less (with `--threads 1` least). The floor is the count of
-operations in matrix products divided by the rate of the largest one, measured in the same rounds.
+Every arm trains the same model, of random weights where none is given, in a process of its own, so that its peak
+memory is its own; the arms take turns round by round, so that a noisy machine slows all of them. A figure is the
+median over all timed steps, from the trainer's `on_step_begin` to its `on_step_end`: forward, backward, optimizer and
+dual step. Processor time of the same steps stands below wall time: a busy machine disturbs it less (with `--threads
+1` least). The floor is the count of operations in matrix products divided by the rate of the largest one, measured in
+the same rounds.
 """
 
 import argparse
@@ -88,14 +89,15 @@ def build_model(options):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     if options.model:
-        return transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
-    config = transformers.LlamaConfig(
-        vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.kv_heads,
-        max_position_embeddings=options.length,
-    )  # fmt: skip
-    with device:
-        model = transformers.LlamaForCausalLM(config).to(dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.intermediate,
+            num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.kv_heads,
+            max_position_embeddings=options.length,
+        )  # fmt: skip
+        with device:
+            model = transformers.LlamaForCausalLM(config).to(dtype)
     if options.lora:
         from peft import LoraConfig, get_peft_model
 

@@ -112,10 +112,7 @@ class FusedReadout:
             nonlocal depth
             if module is self._head:
                 # Mixed precision ends with the model's forward, before the layers are read.
-                device_type = args[0].device.type
-                self._autocast = torch.autocast(
-                    device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-                )
+                self._autocast = _present_autocast(args[0].device.type)
                 return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
             depth += 1  # `__call__` on its way to `forward`, or a layer inside a layer
             try:
@@ -205,6 +202,11 @@ class FusedReadout:
         )
 
 
+def _present_autocast(device_type: str) -> torch.autocast:
+    """Mixed precision as it is now, to be entered again once the model's forward has left it."""
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+
 def _needs_decoder_inputs(config, inputs) -> bool:
     given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
     return getattr(config, "is_encoder_decoder", False) and not given
@@ -224,10 +226,10 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
     inside = {id(module) for layer in stack.layers for module in layer.modules()} - {id(x) for x in stack.layers}
     outside = [module for module in model.modules() if module is not model and id(module) not in inside]
     layer_ids, running, tail = {id(layer) for layer in stack.layers}, set(), []
-    last = None
+    last = autocast = None
 
     def log(module, call, *args, **kwargs):
-        nonlocal last
+        nonlocal last, autocast
         if id(module) in running:
             return call(*args, **kwargs)
         running.add(id(module))
@@ -238,6 +240,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             running.discard(id(module))
         if id(module) in layer_ids:
             last = stack.hidden_state(output)  # [batch, seq, hidden]
+            autocast = _present_autocast(last.device.type)
             tail.clear()
         elif began_with is last:
             tail.append((module, tensors((args, kwargs)), tensors(output)))
@@ -268,9 +271,9 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
 
     precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
-    _require_close(
-        head(norm(rows)).view_as(scores), scores, precision, f"{name}: norm and head differ on single positions"
-    )
+    with autocast:
+        own_scores = head(norm(rows)).view_as(scores)
+    _require_close(own_scores, scores, precision, f"{name}: norm and head differ on single positions")
     return norm, head, _logit_transform(model, scores[:, :8], logits[:, :8], precision), precision
 
 

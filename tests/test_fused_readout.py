@@ -270,6 +270,16 @@ def test_other_tails_are_refused(make, match):
         FusedReadout.probe(model, inputs)
 
 
+def test_mixed_precision_over_a_half_precision_model():
+    model, inputs = build().half(), batch()
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
+    losses = layer_losses(model, inputs)
+    _, sums, found = train_step(FusedReadout.probe(model, inputs), model, inputs)
+    torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach(), rtol=0.02, atol=0.0)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float16}
+
+
 def test_a_dropout_module_before_the_head_drops_as_in_the_replay():
     model, inputs = build("MT5ForConditionalGeneration"), batch()
     model.decoder.dropout.p = 0.5

@@ -1,8 +1,8 @@
-"""Time of a constrained step with the replay readout against the ERM step of the stock Trainer, on one classifier.
+"""Time of a training step of each objective, layers read by replay, against the stock Trainer's, on one classifier.
 
-    python recipes/benchmarks/classifier_step.py [--layers 12 --hidden 384 --batch 16 --length 128 --rounds 5]
+    python recipes/benchmarks/classifier_step.py [--arms erm descent] [--layers 12 --hidden 384 --batch 16 --length 128]
 
-Both trainers take turns in one process, a few steps each, so that a noisy machine slows both; the figure is the ratio
+All arms take turns in one process, a few steps each, so that a noisy machine slows all of them; the figure is the ratio
 of the median step times. Random weights: the cost does not depend on them.
 """
 
@@ -15,6 +15,20 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from hf_descent import DescentConfig, DescentTrainer
+
+
+NOISE = {"noise_gamma": 1.0, "noise_sigma": 0.02}
+ARMS = {
+    "erm": {"objective": "erm"},
+    "descent": {"objective": "descent"},
+    "erm+noise": {"objective": "erm", **NOISE},
+    "neftune": {"objective": "erm", "neftune_noise_alpha": 5.0},
+    "deep_supervision+noise": {"objective": "deep_supervision", **NOISE},
+    "hinge+noise": {"objective": "hinge", **NOISE},
+    "quadratic+noise": {"objective": "quadratic", **NOISE},
+    "fixed+noise": {"objective": "fixed", **NOISE},
+    "descent+noise": {"objective": "descent", **NOISE},
+}
 
 
 class Clock(TrainerCallback):
@@ -32,17 +46,12 @@ class Clock(TrainerCallback):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (
-        ("layers", 12),
-        ("hidden", 384),
-        ("batch", 16),
-        ("length", 128),
-        ("steps", 4),
-        ("rounds", 5),
-    ):
+    sizes = {"layers": 12, "hidden": 384, "batch": 16, "length": 128, "steps": 4, "rounds": 5, "threads": 2}
+    for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
 
     data = [
         {
@@ -55,38 +64,33 @@ def main():
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no", "use_cpu": True,
+        "log_level": "error",
     }  # fmt: skip
+    problem = {
+        "descent_alpha": 0.05, "initial_loss_bound": 0.7, "dual_warmup_steps": 0, "negative_weights": "keep",
+        "fixed_multipliers": [1.0] * options.layers,
+    }  # fmt: skip
+    arms = {"stock Trainer": (Trainer, TrainingArguments(**settings))}
+    for name in options.arms:
+        arms[name] = DescentTrainer, DescentConfig(**settings, **problem, **ARMS[name])
     model_config = BertConfig(
         vocab_size=1000, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
         num_hidden_layers=options.layers, num_attention_heads=options.hidden // 32,
     )  # fmt: skip
-    constrained = {
-        "descent_alpha": 0.05,
-        "initial_loss_bound": 0.7,
-        "dual_warmup_steps": 0,
-        "negative_weights": "keep",
-    }
-    trainers, clocks = {}, {}
-    for name, trainer_class, args in (
-        ("stock ERM", Trainer, TrainingArguments(**settings)),
-        ("constrained", DescentTrainer, DescentConfig(**settings, **constrained)),
-    ):
-        clocks[name] = Clock()
+    trainers, clocks = {}, {name: Clock() for name in arms}
+    for name, (trainer_class, args) in arms.items():
         model = BertForSequenceClassification(model_config)
         trainers[name] = trainer_class(model, args, train_dataset=data, callbacks=[clocks[name]])
-    for trainer in trainers.values():
-        trainer.train()
-    for clock in clocks.values():
-        clock.seconds.clear()
+        trainers[name].train()
+        clocks[name].seconds.clear()
     for _ in range(options.rounds):
         for name, trainer in trainers.items():
             trainer.train()
             del clocks[name].seconds[-options.steps]  # the first step of a run, which also looks for the readout
-    medians = {name: statistics.median(clock.seconds) for name, clock in clocks.items()}
-    for name, seconds in medians.items():
-        low, _, high = statistics.quantiles(clocks[name].seconds, n=4)
-        print(f"{name:12} {seconds:.3f} s a step (quartiles {low:.3f} to {high:.3f})")
-    print(f"ratio        {medians['constrained'] / medians['stock ERM']:.3f}")
+    stock = statistics.median(clocks["stock Trainer"].seconds)
+    for name, clock in clocks.items():
+        low, middle, high = statistics.quantiles(clock.seconds, n=4)
+        print(f"{name:24} {middle:.3f} s a step (quartiles {low:.3f} to {high:.3f}), ratio {middle / stock:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Time of a training step of each objective, layers read by replay, against the stock Trainer's, on one classifier.
 
-    python recipes/benchmarks/classifier_step.py [--arms erm descent] [--layers 12 --hidden 384 --batch 16 --length 128]
+    python recipes/benchmarks/classifier_step.py [--arms descent] [--layers 12 --hidden 384 --batch 16 --length 128]
 
-All arms take turns in one process, a few steps each, so that a noisy machine slows all of them; the figure is the ratio
-of the median step times. Random weights: the cost does not depend on them.
+All arms take turns in one process, a few steps each, so that a noisy machine slows all of them; the figure is the
+ratio of the median step times. Random weights: the cost does not depend on them.
 """
 
 import argparse

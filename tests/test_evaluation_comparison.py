@@ -92,7 +92,7 @@ def test_verdicts_in_words():
     assert difference(errors, "erm", "descent").verdict == "worse"
 
 
-def test_runs_are_grouped_by_all_but_their_seed():
+def test_runs_are_grouped_by_all_but_their_seed_and_the_levels_of_their_tests():
     blocks = np.full((2, 4), 0.5)
     runs = [
         make_run(blocks[0], seed=seed, objective=objective, noise_gamma=gamma, descent_alpha=alpha, folder=str(index))
@@ -107,6 +107,7 @@ def test_runs_are_grouped_by_all_but_their_seed():
             ]
         )
     ]
+    runs[2].summary["arguments"]["eval_gammas"] = [0.0]
     groups = group_runs(runs)
     assert {name: [run.folder for run in group] for name, group in groups.items()} == {
         "erm": ["0", "2"],

@@ -82,8 +82,9 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was trained with, but for the seed."""
-        return {name: value for name, value in self.summary.get("arguments", {}).items() if name != "seed"}
+        """What it was trained with, but for the seed and the levels at which it was tested after training."""
+        arguments = self.summary.get("arguments", {})
+        return {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
 
     @property
     def arm(self) -> str:

@@ -5,6 +5,7 @@ import re
 
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import has_length
 
 
 PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_\d+$")
@@ -33,6 +34,11 @@ class StepCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         # Not on_epoch_end, which comes after the checkpoint of the epoch's last step.
         if state.epoch == int(state.epoch):
+            self.trainer._after_epoch()
+
+    def on_epoch_end(self, args, state, control, train_dataloader=None, **kwargs):
+        # Of data without a length Trainer does not know the last step, and counts the whole run as one epoch.
+        if not (has_length(train_dataloader) or control.should_training_stop):
             self.trainer._after_epoch()
 
 

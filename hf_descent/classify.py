@@ -145,7 +145,9 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
     metric = Accuracy(keep_in_memory=True)  # no cache file, so no lock between processes
-    return metric.compute(predictions=prediction.predictions.argmax(-1), references=prediction.label_ids)
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits  # BART's come with the states of its encoder
+    return metric.compute(predictions=logits.argmax(-1), references=prediction.label_ids)
 
 
 def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:

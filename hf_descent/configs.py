@@ -101,8 +101,9 @@ class DescentArguments:
         Multipliers of the objective "fixed": one per layer, or the folder of a constrained run, whose final
         multipliers and step sizes are used.
     stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
-        Stop training when a layer loss is not finite. Otherwise the multipliers skip such a step, and the layer is
-        reported once.
+        Stop training after a step with a layer loss that is not finite. Otherwise the multipliers skip such a step,
+        and the layer is reported once. Either way the optimizer has taken the step, as Trainer does: where the
+        gradient was not finite either, so are the weights no longer. Resume from the checkpoint before.
 
     > Parameters that control the readout of large vocabularies
 
@@ -112,7 +113,8 @@ class DescentArguments:
         not given: 1/8 for a vocabulary of 8192 or more, else all.
     readout_gradient_threshold (`float`, *optional*):
         Share of the gradient of the logits, in (0, 1), that may be left out of the products with the head: the least
-        likely classes go first. Exact where not given.
+        likely classes go first. Exact where not given. The log has the share left out as `readout_gradient_skipped`:
+        0 where the predictions are too flat for it to pay, and the products are the exact ones.
 
     > Parameters that control the noise
 

@@ -227,7 +227,9 @@ class DescentState:
         if isinstance(values, str):
             summary = read_summary(values)
             if "alpha" not in summary:
-                raise ValueError(f"The run in {values} was saved during its warm-up, before it had multipliers.")
+                raise ValueError(
+                    f"The run in {values} has no multipliers: it is not constrained, or was saved in its warm-up."
+                )
             values, alpha, bound = summary["multipliers"], summary["alpha"], summary["initial_loss_bound"]
             layers = summary["constrained_layers"]
         elif self.args.is_auto:

@@ -24,8 +24,9 @@ class FusedStepMixin:
     _fused: FusedReadout | None = None
     _token_fraction = 1.0
     _token_statistics = False  # whether a subclass logs entropy and accuracy, which `_fused_losses` then holds
-    _keeps_logits = True  # whether evaluation wants the model's own logits
+    _keeps_logits = True  # whether the caller wants the model's own logits
     _last_draw = (-1, 0)  # step, and draws made in it
+    _skipped, _reads = 0.0, 0  # shares of gradient that the threshold left out since the last log, and their number
 
     def _find_fused_readout(self, model, inputs) -> None:
         args = self.args
@@ -75,7 +76,7 @@ class FusedStepMixin:
             if not training:
                 self._fused_losses = read(tokens, token_statistics=self._token_statistics)
                 return self._fused_losses.final_sum / max(len(tokens.rows), 1)
-            for layer in weighted:
+            for layer in state.trained_layers:
                 if not hidden_states[layer - 1].requires_grad:
                     raise ValueError(
                         f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave "
@@ -98,16 +99,24 @@ class FusedStepMixin:
                 return losses.objective + self._fused.router_loss_weight * outputs["aux_loss"] * share
             return losses.objective
 
-        with self._fused.attach(on_forward, keep_logits=not training and self._keeps_logits):
+        with self._fused.attach(on_forward, keep_logits=self._keeps_logits):
             outputs = model(**inputs)
         losses = self._fused_losses
         if training:
             self._layer_sums = self._layer_sums + losses.sums / items / self.args.world_size
             self._reported_loss = losses.final_sum / items
+            self._skipped, self._reads = self._skipped + losses.skipped, self._reads + 1
             self.loss_is_scaled_for_ga = True
         else:
             self._eval_sums += torch.cat([losses.sums, losses.sums.new_tensor([losses.num_tokens])])
         return outputs["loss"], outputs
+
+    def _threshold_logs(self) -> dict[str, float]:
+        """The share of gradient that `readout_gradient_threshold` left out since the last call; 0: all was dense."""
+        skipped, reads, self._skipped, self._reads = self._skipped, self._reads, 0.0, 0
+        if self.args.readout_gradient_threshold is None or not reads:
+            return {}
+        return {"readout_gradient_skipped": float(skipped / reads)}
 
     def _token_generator(self) -> torch.Generator:
         """Keyed by where training stands, so that a resumed run draws the tokens of the run it continues."""

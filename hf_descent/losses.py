@@ -1,6 +1,7 @@
 """From a model's outputs to its layer losses: how many items a batch holds, and what each layer loses on them."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +63,33 @@ def loss_from_logits(
             "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
         )
     pooled = getattr(model, "loss_type", None) == "ForSequenceClassification"
-    return loss_function(
-        labels=labels,
-        config=model.config,
-        vocab_size=logits.shape[-1],
-        **{"pooled_logits" if pooled else "logits": logits},
-        **({} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}),
-    )
+    arguments = {"labels": labels, "config": model.config, "vocab_size": logits.shape[-1]}
+    arguments["pooled_logits" if pooled else "logits"] = logits
+    if num_items_in_batch is not None:
+        arguments["num_items_in_batch"] = num_items_in_batch
+    try:
+        inspect.signature(loss_function).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"`readout` gives logits, but the loss of {type(model).__name__} takes other arguments ({error}); pass "
+            "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
+        ) from error
+    return loss_function(**arguments)
+
+
+def loss_of_ones_own(
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, outputs: Any, labels: Any, items: torch.Tensor | None
+) -> torch.Tensor:
+    """`loss_fn` on one layer's outputs; ValueError where it asks for what these do not hold."""
+    try:
+        return loss_fn(outputs, labels, num_items_in_batch=items)
+    except (AttributeError, KeyError, TypeError) as error:
+        held = ", ".join(outputs) if isinstance(outputs, Mapping) else "a tuple"
+        raise ValueError(
+            f"The loss function fails on what {type(model).__name__} returns at one layer ({held}) with {error!r}. It "
+            "has no hidden states, attentions or cache there: score the logits alone, and leave `return_dict=True` in "
+            "the model's config."
+        ) from error
 
 
 def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

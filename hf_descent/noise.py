@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .readout import is_replaying
+from .tape import is_replaying
 
 
 logger = logging.get_logger(__name__)

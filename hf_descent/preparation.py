@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device
+from transformers.trainer_utils import has_length
 from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .descent_state import STATE_NAME, DescentState
@@ -96,6 +97,8 @@ class PreparationMixin:
         model, inputs = self.accelerator.unwrap_model(model), self._probe_batch(inputs)
         if self._readout is None:
             self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
+            if self._readout_fn is not None and self.is_in_train:
+                self._readout.check_parameters(inputs)
             self._find_fused_readout(model, inputs)
         num_layers, device = self._readout.num_layers, self.args.device
         with probing(model):
@@ -230,10 +233,16 @@ class PreparationMixin:
         config = getattr(model, "config", None)
         sigma = self.args.noise_sigma or self._saved_sigma() or getattr(config, "noise_sigma", None)
         if sigma is None:
+            data = self.train_dataset
+            if data is None or (not has_length(data) and iter(data) is iter(data)):
+                raise ValueError(
+                    "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be "
+                    "read a second time. Set `noise_sigma` (`estimate_sigma` measures it on batches of yours)."
+                )
             # In dataset order and with its own seed, so that a resumed run finds the same value.
             with probing(model):
                 transformers.set_seed(self.args.seed)
-                batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(self.train_dataset))
+                batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(data))
                 moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES).to(self.args.device))
             sigma = deviation_from_moments(moments)
             logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")

@@ -138,17 +138,17 @@ def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | Non
     """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
     if layers is None:
         return None if num_layers is None else list(range(1, num_layers + 1))
-    layers = list(layers) if isinstance(layers, list | tuple | range) else []
     if (
-        not layers
+        not isinstance(layers, list | tuple | range)
+        or not layers
         or any(not isinstance(layer, int) for layer in layers)
         or any(b <= a for a, b in zip([0, *layers], layers, strict=False))
     ):
         raise ValueError(
-            f"`constrained_layers` is {layers}; give a list of at least one layer, 1-based and increasing."
+            f"`constrained_layers` is {layers!r}; give a list of at least one layer: integers, 1-based and increasing."
         )
     if num_layers is not None and layers[-1] > num_layers:
         raise ValueError(
             f"`constrained_layers` names layer {layers[-1]} but the model has {num_layers} layers; layers are 1-based."
         )
-    return layers
+    return list(layers)

@@ -6,29 +6,21 @@ runs again: every call that had finished before the last layer is answered from 
 layer l's whole output, and only what follows is computed.
 """
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
+from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput, logging
 
 from . import random_state
-from .layer_stack import find_layer_stack, intercepted, map_tensors, tensors
+from .layer_stack import find_layer_stack, map_tensors, tensors
+from .tape import Tape, check_layerdrop, clone, taped
 
 
 logger = logging.get_logger(__name__)
 
-# Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
-_EXTRA_OUTPUTS = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
-
 _stacks = WeakKeyDictionary()  # model -> (fingerprint, LayerStack)
-_replaying = False
-
-
-def is_replaying() -> bool:
-    """True while a replay runs: what perturbs a forward (input noise) must not fire a second time then."""
-    return _replaying
 
 
 def output_logits(outputs) -> torch.Tensor:
@@ -48,7 +40,10 @@ def output_logits(outputs) -> torch.Tensor:
     for tensor in tensors(outputs):
         if tensor.is_floating_point() and tensor.dim() > 0:
             return tensor
-    raise ValueError(f"`outputs` ({type(outputs).__name__}) hold no logits: no floating tensor with a dimension.")
+    raise ValueError(
+        f"`outputs` ({type(outputs).__name__}) hold no logits, nor another floating tensor with a dimension; have the "
+        "model return its prediction as `logits`."
+    )
 
 
 def layer_logits(model, inputs) -> list[torch.Tensor]:
@@ -106,7 +101,7 @@ class Readout:
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
             logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
-        _check_layerdrop(model, stack)
+        check_layerdrop(model, stack)
         self = cls(model, stack, readout)
         if readout is not None:
             with probing(model), self.attach(_check_finite):
@@ -132,7 +127,7 @@ class Readout:
         for layer in (*layers, *no_grad_layers):
             if not 1 <= layer <= self.num_layers:
                 raise ValueError(f"Layer {layer} is out of range: this model has 1..{self.num_layers}.")
-        tape = _Tape(self.model, self._stack, layers_only=self.readout is not None)
+        tape = Tape(self.model, self._stack, layers_only=self.readout is not None)
 
         def read_out(args, kwargs, outputs):
             for layer in layers:
@@ -147,8 +142,27 @@ class Readout:
                         layer_outputs = self._user_outputs(hidden, kwargs)
                 on_layer(layer, layer_outputs, hidden)
 
-        with _taped(tape, read_out):
+        with taped(tape, read_out):
             yield self
+
+    def check_parameters(self, inputs):
+        """ValueError where `readout` trains parameters that are not the model's; `inputs` as for [`Readout.probe`]."""
+        own = set(self.model.parameters())
+        if any(isinstance(parameter, DTensor) for parameter in own):
+            return  # FSDP computes with others, which it gathers from these
+
+        def check(layer, outputs, hidden):
+            with torch.enable_grad():
+                foreign = set(_leaves(self.readout(self.model, hidden.detach(), inputs))) - own
+            if foreign:
+                raise ValueError(
+                    f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have, so they "
+                    "would be neither trained nor saved. Make them a part of the model before the trainer gets it, "
+                    "or freeze them (`requires_grad_(False)`)."
+                )
+
+        with probing(self.model), self.attach(check, layers=[self.num_layers]):
+            self.model(**inputs)
 
     def _user_outputs(self, hidden, inputs):
         logits = self.readout(self.model, hidden, inputs)
@@ -158,134 +172,14 @@ class Readout:
         return ModelOutput(logits=logits)
 
 
-class _Tape:
-    """The calls of one forward around its stack, and the answers they become in the replays.
-
-    `phase` is None (wrappers off), "record", "replay", or "idle" (wrappers on, passing through).
-    """
-
-    def __init__(self, model, stack, layers_only=False):
-        self.model, self.stack, self.phase = model, stack, None
-        self.devices = random_state.accelerators(model)
-        self.modules = stack.layers if layers_only else stack.neighbours
-        self.layer_ids = {id(layer) for layer in stack.layers}
-        # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
-        self.give = self.give_within_stack = _clone if stack.clones else _same
-
-    def record(self):
-        self._wrappers = ExitStack()
-        self._wrappers.enter_context(intercepted(self.modules, self._call))
-        self.answers = {id(module): [] for module in self.modules}
-        self.layer_outputs = []
-        self.has_grad = torch.is_grad_enabled()
-        self.off_in_replay = _off_in_replay(self.model, self.stack)
-        self._begin("record")
-
-    def end_record(self):
-        self.phase = "idle"
-        if self.layer_calls != self.stack.num_layers:
-            raise ValueError(
-                f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
-                f"{self.stack.num_layers}: layers must not be dropped at random (set layerdrop to 0), added or cut."
-            )
-
-    def replay(self, args, kwargs, layer):
-        """The outputs of the model with `layer` in the place of the last one."""
-        global _replaying
-        self.answer = self.layer_outputs[layer - 1]
-        self.pending = {module: iter(outputs) for module, outputs in self.answers.items()}
-        kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
-        self._begin("replay")
-        with random_state.preserved(self.devices), _switched_off(self.off_in_replay):
-            _replaying = True
-            try:
-                return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
-            finally:
-                _replaying = False
-                self.phase = "idle"
-
-    def stop(self):
-        if self.phase is not None:
-            self._wrappers.close()
-            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.random_states = None
-
-    def _begin(self, phase):
-        self.phase, self.layer_calls, self.nested, self.in_tail = phase, 0, False, False
-
-    def _call(self, module, call, *args, **kwargs):
-        if self.phase == "idle" or self.nested:
-            return call(*args, **kwargs)
-        is_layer = id(module) in self.layer_ids
-        self.layer_calls += is_layer
-        is_last = is_layer and self.layer_calls == self.stack.num_layers
-        if self.phase == "replay" and not self.in_tail:
-            if is_last:
-                self.in_tail = True
-                random_state.set_torch_states(self.random_states, self.devices)
-                return self.give(self.answer)
-            for output in self.pending[id(module)]:
-                return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
-        if is_layer and self.has_grad and not torch.is_grad_enabled():
-            raise ValueError(
-                f"The layers of `{self.stack.name}` run without gradient in a function of their own (Reformer's "
-                "reversible layers, or reentrant gradient checkpointing), where no loss can be taken. Set "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}, or use another architecture."
-            )
-        # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
-        self.nested = True
-        try:
-            output = call(*args, **kwargs)
-        finally:
-            self.nested = False
-        if self.phase == "record" and not self.in_tail:
-            self.answers[id(module)].append(output)
-            if is_layer:
-                self.layer_outputs.append(output)
-            if is_last:
-                self.in_tail = True
-                self.random_states = random_state.torch_states(self.devices)
-        return output
-
-
-@contextmanager
-def _taped(tape, on_record):
-    """Record each call of the tape's model; inside that call, `on_record(args, kwargs, outputs)` may replay it."""
-
-    def start(module, args, kwargs):
-        if tape.phase != "idle":  # else `on_record` calls the model
-            tape.stop()  # the last call may have raised before `finish`
-            _check_layerdrop(tape.model, tape.stack)
-            tape.record()
-
-    def finish(module, args, kwargs, outputs):
-        if tape.phase == "record":
-            try:
-                tape.end_record()
-                on_record(args, kwargs, outputs)
-            finally:
-                tape.stop()
-
-    # First of the root's hooks: record and replays lie inside of what others do around a call (gathering shards).
-    handles = (
-        tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
-        tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        tape.stop()
-
-
 def _check_replay(model, stack, inputs):
     """Replay every layer once, and see to it that layer L gives the model's own logits, from the last layer alone."""
     name = f"{type(model).__name__}, read out at layer {{}} of `{stack.name}`,"
-    tape, given = _Tape(model, stack), []
+    tape, given = Tape(model, stack), []
 
     def give(output):
         # Clones, so that a write in place shows in their version and cannot spoil the record.
-        output = _clone(output)
+        output = clone(output)
         given.extend((tensor, tensor._version) for tensor in tensors(output))
         return output
 
@@ -295,7 +189,10 @@ def _check_replay(model, stack, inputs):
             raise ValueError(f"{name.format(stack.num_layers)} {what} (largest error {error:.3g}). Pass `readout=`.")
 
     def check(args, kwargs, own):
-        own_logits = output_logits(own)
+        try:
+            own_logits = output_logits(own)
+        except ValueError as error:
+            raise ValueError(f"{type(model).__name__}: {error}") from None
         for layer in range(1, stack.num_layers + 1):
             try:
                 logits = output_logits(tape.replay(args, kwargs, layer))
@@ -311,7 +208,7 @@ def _check_replay(model, stack, inputs):
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
 
     tape.give = tape.give_within_stack = give
-    with _taped(tape, check):
+    with taped(tape, check):
         model(**inputs)
     stack.clones = any(tensor._version != version for tensor, version in given) or any(
         getattr(module, "inplace", False) for module in stack.neighbours
@@ -323,15 +220,15 @@ def _check_finite(layer, outputs, hidden):
         raise ValueError(f"`readout` returned logits that are not finite at layer {layer}: see to its weights.")
 
 
-def _check_layerdrop(model, stack):
-    modules = (model, *stack.ancestors) if model.training else ()
-    sources = [*modules, *(module.config for module in modules if hasattr(module, "config"))]
-    rates = [rate for rate in (getattr(source, "layerdrop", 0.0) for source in sources) if isinstance(rate, float)]
-    if any(rates):
-        raise ValueError(
-            f"{type(model).__name__} drops whole layers in training (layerdrop={max(rates)}): none has a loss of "
-            "its own. Set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the config, then build the model."
-        )
+def _leaves(tensor):
+    """The tensors that a backward pass through `tensor` gives a gradient."""
+    nodes, seen = [tensor.grad_fn], {None}
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
 
 
 def has_router_loss(outputs):
@@ -359,34 +256,6 @@ def probing(model):
         finally:
             for module, training in modes:
                 module.training = training
-
-
-def _off_in_replay(model, stack):
-    """(object, name of its flag) pairs: outputs that need the layers, and statistics that a replay must not update."""
-    configs = {id(m.config): m.config for m in (model, *stack.ancestors) if hasattr(m, "config")}.values()
-    norms = [m for child in stack.neighbours for m in child.modules() if isinstance(m, _NormBase)]
-    flags = [(config, name) for config in configs for name in _EXTRA_OUTPUTS]
-    return flags + [(norm, "track_running_stats") for norm in norms if norm.training]
-
-
-@contextmanager
-def _switched_off(flags):
-    changed = [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
-    try:
-        for owner, name in changed:
-            setattr(owner, name, False)
-        yield
-    finally:
-        for owner, name in changed:
-            setattr(owner, name, True)
-
-
-def _same(output):
-    return output
-
-
-def _clone(output):
-    return map_tensors(torch.clone, output)
 
 
 def _poisoned(output):

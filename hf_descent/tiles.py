@@ -236,7 +236,8 @@ class TiledReader:
         rest = cumulative[first_kept - 1]
         self.skipped += rest
         classes = order[first_kept:].sort().values
-        return classes, mass.index_fill_(0, classes, 0.0).div_(rest)
+        # It is zero where the probabilities of all others underflow.
+        return classes, mass.index_fill_(0, classes, 0.0).div_(rest.clamp(min=torch.finfo(rest.dtype).tiny))
 
     def _sparse_products(self, logits_grad, classes, shares, scaled, x_grad):
         """The products over `classes`; the rest of each row is spread over the other classes as over all rows.

@@ -28,11 +28,11 @@ from .descent_state import DescentState
 from .evaluation import noise_curve
 from .fused_step import FusedStepMixin
 from .hub import ModelCardMixin
-from .losses import count_items, labels_of, loss_from_logits
+from .losses import count_items, labels_of, loss_from_logits, loss_of_ones_own
 from .multipliers import Multipliers
 from .noise import EmbeddingNoise
 from .preparation import PreparationMixin
-from .readout import Readout, has_router_loss
+from .readout import Readout, has_router_loss, output_logits
 
 
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
@@ -143,6 +143,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._reported_loss = self.loss_is_scaled_for_ga = None
+        if model.training:
+            self._keeps_logits = return_outputs
         labelled = self._count_items(inputs) is not None
         constrained = self._reads_layers and (model.training or labelled)
         if constrained and not labelled:
@@ -246,13 +248,13 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
     def _task_loss(self, model, outputs, labels, items=None) -> torch.Tensor:
         """The loss that Trainer would take from these outputs."""
         if self.compute_loss_func is not None:
-            return self.compute_loss_func(outputs, labels, num_items_in_batch=items)
+            return loss_of_ones_own(self.compute_loss_func, model, outputs, labels, items)
         if self.label_smoother is not None and labels is not None:
             return self.label_smoother(
                 outputs, labels, shift_labels=self._loss_shifts_labels, num_items_in_batch=items
             )
         if self._readout_fn is not None:
-            return loss_from_logits(model, outputs["logits"], labels, items)
+            return loss_from_logits(model, output_logits(outputs), labels, items)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         if loss is None:
             raise ValueError(
@@ -356,7 +358,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
     def _rows_counted_once(self, inputs) -> int | None:
         """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""
         rows, loader = find_batch_size(inputs), self.accelerator.gradient_state
-        if not (loader.end_of_dataloader and loader.remainder > 0):
+        if not (self.args.world_size > 1 and loader.end_of_dataloader and loader.remainder > 0):
             return None
         return min(max(loader.remainder - self.args.process_index * rows, 0), rows)
 
@@ -400,7 +402,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, CheckpointMixin, ModelCardM
 
     def log(self, logs, start_time=None):
         if self._state is not None and "loss" in logs:
-            logs.update(self._state.logs(self.state.global_step))
+            logs.update(self._state.logs(self.state.global_step) | self._threshold_logs())
         elif self._state is not None and "train_runtime" in logs:
             logs.update(self._state.verdict())
         super().log(logs, start_time)

@@ -107,7 +107,7 @@ def test_numeric_classes_are_ordered_as_numbers(tmp_path):
 def test_unlabelled_rows_are_dropped_and_counted(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(text.logger, "info", said.append)
-    path = write(tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": -1} for _ in range(3))])
+    path = write(tmp_path / "train.json", [*ROWS, *({"text": "unknown", "label": None} for _ in range(3))])
     splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
     assert rows_of(splits["train"]) == sorted((row["text"], str(row["label"])) for row in ROWS)
     assert sum("Dropped 3 of the 43" in line for line in said) == 2
@@ -170,8 +170,10 @@ def test_bad_arguments_are_named(train_file, arguments, message):
     ("labels", "message"),
     [
         ([0.5, 1.5, 0.1], "must be classes"),
-        ([-1, -1, -1], "no labelled row"),
-        ([-1, 1, 1], "all of one class"),
+        ([None, None, None], "no labelled row"),
+        ([1, 1, 1], "all of one class"),
+        ([-1, 0, 1], r"column `label` of the train split \(.*train.parquet\) is -1 in 1 rows"),
+        (["-1", "0", "1"], "-1 in 1 rows"),
     ],
 )
 def test_bad_labels_are_named(tmp_path, labels, message):

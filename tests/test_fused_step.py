@@ -196,6 +196,41 @@ def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
     assert ((found.mean(0) - expected).abs() < 4 * found.std(0) / 30**0.5).all()
 
 
+def test_the_log_has_the_share_of_the_gradient_left_out(tmp_path, monkeypatch):
+    shares = []
+    read = FusedReadout._read
+
+    def watch(*args, **kwargs):
+        losses = read(*args, **kwargs)
+        if args[3:] and args[3] is not None:
+            shares.append(losses.skipped.item())
+        return losses
+
+    monkeypatch.setattr(FusedReadout, "_read", watch)
+    made = trainer(tmp_path, readout_gradient_threshold=0.5, max_steps=6, logging_steps=3)
+    made.train()
+    logged = [log["readout_gradient_skipped"] for log in made.state.log_history if "loss" in log]
+    assert logged == pytest.approx([sum(shares[:3]) / 3, sum(shares[3:]) / 3]) and max(logged) > 0
+    plain = trainer(tmp_path, max_steps=1, logging_steps=1)
+    plain.train()
+    assert "readout_gradient_skipped" not in plain.state.log_history[0]
+
+
+def test_a_compute_loss_that_asks_for_outputs_in_training_gets_logits(tmp_path):
+    seen = []
+
+    class Watched(DescentTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            with torch.no_grad():
+                seen.append((outputs.logits, model(input_ids=inputs["input_ids"]).logits))
+            return (loss, outputs) if return_outputs else loss
+
+    args = trainer(tmp_path, max_steps=1).args
+    Watched(llama(LAYERS), args, train_dataset=rows(8)).train()
+    torch.testing.assert_close(*seen[0])
+
+
 # ---- evaluation ----
 
 
@@ -235,3 +270,12 @@ def test_options_that_cannot_be_met(tmp_path, name):
 def test_bad_options(tmp_path, name, value):
     with pytest.raises(ValueError, match=name):
         DescentConfig(output_dir=str(tmp_path), **{name: value})
+
+
+def test_a_layer_without_gradient_is_refused_before_the_first_step(tmp_path):
+    made = trainer(tmp_path, descent_alpha="auto", initial_loss_bound="auto")
+    made.model.model.embed_tokens.requires_grad_(False)
+    made.model.model.layers[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layer 1 has no gradient"):
+        made.train()
+    assert made.state.global_step == 0

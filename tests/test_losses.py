@@ -2,9 +2,10 @@ import copy
 
 import pytest
 import torch
-from tiny import bert, classification_data, language_data, llama
+from tiny import bert, classification_data, config, language_data, llama
+from transformers import BertForQuestionAnswering
 
-from hf_descent import layer_losses
+from hf_descent import DescentTrainer, layer_losses
 from hf_descent.losses import count_items
 
 
@@ -52,3 +53,27 @@ def test_layer_losses_need_labels():
 def test_items(inputs, shifts, expected):
     count = count_items(inputs, ["labels", "start_positions"], shifts)
     assert count is None if expected is None else count.item() == expected
+
+
+def test_a_loss_of_ones_own_that_asks_for_what_a_layer_does_not_have_is_named(tmp_path):
+    def by_states(outputs, labels, num_items_in_batch=None):
+        return outputs["hidden_states"][-1].mean()
+
+    model = bert(output_hidden_states=True)
+    trainer = DescentTrainer(model, config(tmp_path), train_dataset=classification_data(8), layer_loss_fn=by_states)
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification returns at one layer .*'hidden_states'"):
+        trainer.train()
+
+
+def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
+    torch.manual_seed(0)
+    model = BertForQuestionAnswering(bert(num_labels=2).config)
+    rows = [
+        {**{name: row[name] for name in ("input_ids", "attention_mask")}, "start_positions": 1, "end_positions": 2}
+        for row in classification_data(8, pad=False)
+    ]
+    trainer = DescentTrainer(
+        model, config(tmp_path), train_dataset=rows, readout=lambda model, hidden, inputs: model.qa_outputs(hidden)
+    )
+    with pytest.raises(ValueError, match="loss of BertForQuestionAnswering takes other arguments.*layer_loss_fn"):
+        trainer.train()

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import bert, classification_data, config, language_data, llama
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertForSequenceClassification, default_data_collator
 
 from hf_descent import DescentTrainer
@@ -150,3 +151,53 @@ def test_the_loss_of_a_half_precision_model_is_called_blurred(tmp_path, caplog):
     make(tmp_path, bert().bfloat16(), classification_data(40), initial_loss_bound=1.0).train()
     assert caplog.text.count("torch.bfloat16") == 1 and "mixed precision" in caplog.text
     assert bert().bfloat16()(**batch).loss.dtype == torch.bfloat16
+
+
+def test_a_readout_with_parameters_of_its_own_can_be_evaluated_but_not_trained(tmp_path):
+    head = torch.nn.Linear(16, 3)
+    data = classification_data(8)
+    trainer = make(tmp_path, bert(), data, readout=lambda model, hidden, inputs: head(hidden.mean(1)))
+    assert "eval_layer_loss_1" in trainer.evaluate()
+    with pytest.raises(ValueError, match="`readout` has 2 parameters that BertForSequenceClassification does not"):
+        trainer.train()
+
+
+# ---- the deviation of the clean signal ----
+
+
+DATA = classification_data()
+
+
+class Stream(IterableDataset):
+    """Read once, or afresh each time."""
+
+    def __init__(self, once):
+        self.iterator = iter(DATA) if once else None
+
+    def __iter__(self):
+        return self.iterator or iter(DATA)
+
+
+class OwnLoader(DescentTrainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(DataLoader(DATA, batch_size=8, collate_fn=default_data_collator))
+
+
+def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
+    for trainer_class, data in ((DescentTrainer, Stream(once=True)), (OwnLoader, None)):
+        with pytest.raises(ValueError, match="Set `noise_sigma`"):
+            trainer_class(bert(), config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
+        given = config(tmp_path, noise_gamma=0.5, noise_sigma=0.02, max_steps=8)
+        data = data and Stream(once=True)
+        trainer = trainer_class(bert(), given, train_dataset=data)
+        trainer.train()
+        assert trainer.state.global_step == 8  # all of the data
+
+
+def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
+    found = []
+    for data in (DATA, Stream(once=False)):
+        model = bert()
+        DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
+        found.append(model.config.noise_sigma)
+    assert found[0] == found[1] > 0

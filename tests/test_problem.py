@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 
@@ -71,3 +73,9 @@ def test_feasibility_counts_constrained_layers_only():
 def test_bad_input_names_the_argument(arguments, match):
     with pytest.raises(ValueError, match=match):
         DescentProblem(*arguments)
+
+
+@pytest.mark.parametrize("layers", [3, [1, 2.0], [], [2, 1], "1"])
+def test_bad_constrained_layers_are_shown_as_they_were_given(layers):
+    with pytest.raises(ValueError, match=re.escape(f"`constrained_layers` is {layers!r}; ") + ".*integers"):
+        DescentProblem(0.1, 1.0, 3, layers)

@@ -7,119 +7,13 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
-from tiny import tokenizer
+from tiny_sft import LORA, SETTINGS, TOKENIZER, history, llama, make, pairs, plain
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, TrainingArguments
+from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer, fused_step
 from hf_descent.fused_readout import FusedReadout
-
-
-LAYERS = 3
-TOKENIZER = tokenizer()
-TIMES = ("runtime", "per_second")
-
-
-def shape(**config):
-    return {
-        "vocab_size": len(TOKENIZER),
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        **config,
-    }
-
-
-def llama(**config):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**shape(**config)))
-
-
-def mixtral():
-    torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**shape(num_local_experts=4, router_aux_loss_coef=0.1)))
-
-
-def texts(count, start=0):
-    return [f"{'ab' * (index % 4)}c{index**2}" for index in range(start, start + count)]
-
-
-def pairs(count=32, start=0):
-    """Prompts and completions of different lengths."""
-    return Dataset.from_list([{"prompt": f"Say {text}:", "completion": f" {text}!"} for text in texts(count, start)])
-
-
-def plain(count=32, start=0):
-    return Dataset.from_list([{"text": text} for text in texts(count, start)])
-
-
-def chats(count=32, start=0):
-    return Dataset.from_list(
-        [
-            {"messages": [{"role": "user", "content": f"Say {text}"}, {"role": "assistant", "content": text}]}
-            for text in texts(count, start)
-        ]
-    )
-
-
-def make(cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given):
-    given = {
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "activation_checkpointing": False,
-        **given,
-    }
-    config = SFTDescentConfig if cls is SFTDescentTrainer else SFTConfig
-    return cls(
-        model(),
-        config(str(folder), **given),
-        train_dataset=data(),
-        eval_dataset=data(9, 40) if eval_data is None else eval_data,
-        processing_class=copy.deepcopy(TOKENIZER),
-        peft_config=copy.deepcopy(peft_config),
-        **(keywords or {}),
-    )
-
-
-def history(trainer):
-    """What was logged, without times."""
-    logs = trainer.state.log_history
-    return [{name: log[name] for name in log if not any(time in name for time in TIMES)} for log in logs]
-
-
-LORA = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
-SETTINGS = {
-    "pairs": {},
-    "text": {"data": plain},
-    "chat": {"data": chats},
-    "assistant only": {"data": chats, "assistant_only_loss": True},
-    "whole sequence": {"completion_only_loss": False},
-    "packed": {"packing": True, "max_length": 48},
-    "packed across": {"packing": True, "packing_strategy": "wrapped", "max_length": 48},
-    "padding free": {"padding_free": True, "max_length": None},
-    "lora": {"peft_config": LORA},
-    "lora dropout": {"peft_config": LoraConfig(r=2, lora_dropout=0.3, task_type="CAUSAL_LM")},
-    "checkpointing": {"activation_checkpointing": True},
-    "lora checkpointing": {"peft_config": LORA, "activation_checkpointing": True},
-    "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "tied": {"model": lambda: llama(tie_word_embeddings=True)},
-    "experts": {"model": mixtral},
-    "bf16": {"bf16": True},
-    "prompt tuning": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
-    "prefix tuning": {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
-}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

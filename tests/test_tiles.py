@@ -133,6 +133,20 @@ def test_threshold_falls_back_on_dense_products(threshold, scale):
     assert_same_gradients(found, exact)
 
 
+def test_threshold_takes_classes_of_no_probability():
+    hidden = torch.rand(1, 20, HIDDEN).add_(1).requires_grad_()
+    head = nn.Linear(HIDDEN, 100, bias=False)
+    with torch.no_grad():
+        head.weight[:80] -= 1e3  # underflows
+    tokens = labelled_tokens(torch.randint(80, 100, (1, 20)))
+    found = []
+    for threshold in (None, 1e-4):
+        loss = HeadLoss(gradient_threshold=threshold)
+        fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), head_loss=loss).objective.backward()
+        found.append(gradients([hidden], head))
+    assert_same_gradients(*found)
+
+
 def test_threshold_and_smoothing_exclude_each_other():
     with pytest.raises(ValueError, match="label_smoothing"):
         HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -210,6 +210,18 @@ def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
         expected = naive_layer_losses(model, whole).tolist()
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
     assert "eval_feasible" in metrics
+
+
+def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
+    def windows(rows):
+        batch = default_data_collator(rows)
+        return {name: torch.cat([tensor, tensor.flip(0), tensor]) for name, tensor in batch.items()}
+
+    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST[:10], data_collator=windows)
+    loss = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        expected = bert().eval()(**windows(DATA_TEST[:10])).loss.item()
+    assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_progress_bar_leaves_single_layers_out(tmp_path, capsys):

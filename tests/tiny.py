@@ -55,6 +55,16 @@ def llama(num_layers=3, seed=0, **config):
     )
 
 
+def spread(model):
+    """Weights of order one, so that layers differ and samples are of different difficulty."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=4.0 * parameter[0].numel() ** -0.5)
+    return model.eval()
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}</s>{% endgeneration %}"
@@ -100,6 +110,10 @@ def classification_data(count=64, num_labels=3, length=10, seed=0, pad=True):
         mask = (torch.arange(length) < real).long()
         rows.append({"input_ids": ids * mask, "attention_mask": mask, "labels": label})
     return rows
+
+
+def toy_rows(count, seed=0):
+    return classification_data(count, length=8, seed=seed, pad=False)
 
 
 def language_data(count=32, length=12, seed=0, ragged=True):

@@ -13,7 +13,7 @@ from .splits import SplitArguments, hold_out, load_splits
 
 logger = logging.get_logger(__name__)
 
-UNLABELLED = (None, -1, "", "-1")  # the Hub marks a row without a label by -1, a csv file by an empty field
+UNLABELLED = (None, -1, "")  # -1 among the named classes of a `ClassLabel`; an empty field of a csv file
 
 
 @dataclass
@@ -47,13 +47,13 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
         (only for pairs) and `labels` (a `ClassLabel`).
 
     Raises:
-        ValueError: no data is named; a file or column is missing; a text is missing; the labels are not classes, or a
-            class of another split does not occur in training.
+        ValueError: no data is named; a file or column is missing; a text is missing; the labels are not classes, or
+            hold a -1 that may be one; a class of another split does not occur in training.
     """
     splits = load_splits(args)
     columns = {"text": args.text_column, "text_pair": args.text_pair_column, "labels": args.label_column}
     columns = {name: column for name, column in columns.items() if column is not None}
-    splits = {name: _labelled_rows(_select_columns(rows, columns, name), name) for name, rows in splits.items()}
+    splits = {name: _labelled_rows(_select_columns(rows, columns, name), name, args) for name, rows in splits.items()}
     classes = _class_names(splits["train"])
     splits = {name: _encode_labels(rows, classes, name) for name, rows in splits.items()}
 
@@ -93,10 +93,17 @@ def _select_columns(rows: Dataset, columns: dict[str, str], split: str) -> Datas
     return rows.rename_columns({column: name for name, column in columns.items() if column != name})
 
 
-def _labelled_rows(rows: Dataset, split: str) -> Dataset:
+def _labelled_rows(rows: Dataset, split: str, args: DataArguments) -> Dataset:
     for name in (name for name in rows.column_names if name != "labels"):
         if broken := sum(not isinstance(text, str) for text in rows[name]):
             raise ValueError(f"The {split} split has {broken} rows whose {name} is not a string; repair or drop them.")
+    named = isinstance(rows.features["labels"], ClassLabel)  # -1 is not one of its classes
+    if not named and (count := sum(label in (-1, "-1") for label in rows["labels"])):
+        source = getattr(args, f"{split}_file") or args.dataset_name
+        raise ValueError(
+            f"The column `{args.label_column}` of the {split} split ({source}) is -1 in {count} rows, which may mean "
+            "'no label', as on the Hub, or be a class: drop those rows, or give the class another name."
+        )
     keep = [index for index, label in enumerate(rows["labels"]) if label not in UNLABELLED]
     if dropped := len(rows) - len(keep):
         logger.info(f"Dropped {dropped} of the {len(rows)} {split} rows: they have no label.")
@@ -114,7 +121,7 @@ def _class_names(train: Dataset) -> list[str]:
     if not all(isinstance(value, str | int) for value in values):
         raise ValueError("The labels must be classes: integers or strings, all of one type.")
     if len(values) < 2:
-        raise ValueError(f"The labelled training rows are all of one class, {values}; -1 stands for 'no label'.")
+        raise ValueError(f"The labelled training rows are all of one class, {values}.")
     return [str(value) for value in sorted(values)]
 
 

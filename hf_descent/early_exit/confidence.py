@@ -15,7 +15,8 @@ from transformers.utils import ModelOutput
 from ..evaluation.scoring import Result, evaluating, read_layers
 from ..layer_stack import intercepted
 from ..losses import labels_of
-from ..readout import Readout, _off_in_replay, _switched_off, _Tape, _taped, output_logits, probing
+from ..readout import Readout, output_logits, probing
+from ..tape import Tape, off_in_replay, switched_off, taped
 from .profile import load_batches, turns
 
 
@@ -109,7 +110,7 @@ class ConfidenceExit:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
-        with evaluating(self.model), _switched_off(_off_in_replay(self.model, reader._stack)):
+        with evaluating(self.model), switched_off(off_in_replay(self.model, reader._stack)):
             try:
                 return self._run(reader, inputs)
             except _Unseen:
@@ -119,7 +120,7 @@ class ConfidenceExit:
     def _run(self, reader, inputs):
         exits = range(1, reader.num_layers) if self.layers is None else self.layers
         tape = _ShrinkingTape(reader, inputs, self._batch_dims, frozenset(exits), self._is_sure)
-        with _taped(tape, lambda args, kwargs, outputs: None):
+        with taped(tape, lambda args, kwargs, outputs: None):
             logits = _class_logits(self.model(**inputs))
         if tape.logits is not None:
             logits = torch.where((tape.exit_layers < reader.num_layers)[:, None], tape.logits, logits)
@@ -248,7 +249,7 @@ class _Unseen(Exception):
     """A layer was given a tensor of which it is not known whether it has a batch dimension."""
 
 
-class _ShrinkingTape(_Tape):
+class _ShrinkingTape(Tape):
     """Runs each layer on the rows that have not left, inside one forward of the whole batch.
 
     What the model passes between its layers keeps the size of the batch, rows that have left being stale; only a

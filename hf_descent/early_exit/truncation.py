@@ -12,7 +12,7 @@ from transformers.utils import is_peft_available
 from .. import random_state
 from ..layer_stack import _called_children
 from ..readout import Readout, output_logits, probing
-from ..readout import _switched_off as switched_off
+from ..tape import switched_off
 
 
 # A config field that counts layers has one of these in its name.

@@ -1,0 +1,150 @@
+import math
+
+import pytest
+import torch
+import transformers
+from architectures import MODELS, batch_for, build
+from tiny import bert, classification_data, llama, spread, toy_rows
+from transformers import default_data_collator
+
+from hf_descent import layer_logits
+from hf_descent.early_exit import ConfidenceExit
+
+
+def expected_exits(uncertainty, threshold):
+    """First layer that is sure, in plain Python; `[layers, batch]` -> `[batch]`."""
+    layers = []
+    for sample in uncertainty.T.tolist():
+        sure = [layer for layer, value in enumerate(sample[:-1], start=1) if value <= threshold]
+        layers.append(sure[0] if sure else len(sample))
+    return torch.tensor(layers)
+
+
+CLASSIFIERS = [name for name in MODELS if name.endswith(("ForSequenceClassification", "ForImageClassification"))]
+
+
+@pytest.mark.parametrize("measure", ["entropy", "margin"])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name, measure):
+    model = build(name, MODELS[name][0])
+    batch = {key: torch.cat([value, value.flip(0), value[:1]]) for key, value in batch_for(model).items()}
+    if "input_ids" in batch:
+        batch["input_ids"][2:, 0] = torch.tensor([11, 12, 13])
+    with torch.no_grad():
+        layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
+    probabilities = layers.double().softmax(-1)
+    top = probabilities.sort(-1).values
+    if measure == "entropy":
+        uncertainty = -(probabilities * probabilities.log()).sum(-1) / math.log(layers.shape[-1])
+    else:
+        uncertainty = 1 - top[..., -1] + top[..., -2]  # [layers, batch]
+    values = uncertainty.flatten().sort().values
+    gaps = values.diff() > 1e-5  # equal ones are told apart by rounding
+    thresholds = ((values[1:] + values[:-1]) / 2)[gaps].tolist()[::2]
+    for threshold in (0.0, *thresholds, 1.0):
+        output = ConfidenceExit(model, threshold, measure)(**batch)
+        exits = expected_exits(uncertainty, threshold)
+        assert output.exit_layers.tolist() == exits.tolist()
+        torch.testing.assert_close(output.logits, layers[exits - 1, torch.arange(len(exits))], rtol=1e-4, atol=1e-5)
+
+
+def test_samples_that_are_sure_leave_the_batch_for_good():
+    model, batch = spread(bert(num_layers=4)), default_data_collator(toy_rows(16))
+    sizes = []
+    for layer in model.bert.encoder.layer:
+        layer.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
+    fast = ConfidenceExit(model, threshold=0.5)
+    fast(**batch)  # finds the batch dimensions
+    sizes.clear()
+    exits = fast(**batch).exit_layers
+    assert len(set(exits.tolist())) > 2
+    assert sizes == [n for layer in range(1, 5) if (n := int((exits >= layer).sum()))]
+    fast.threshold = 1.0
+    sizes.clear()
+    assert fast(**batch).exit_layers.tolist() == [1] * 16 and sizes == [16]
+
+
+def test_only_the_exits_allowed_are_used_and_the_model_is_left_as_it_was():
+    model, batch = spread(bert(num_layers=4)).train(), default_data_collator(toy_rows(16))
+    fast = ConfidenceExit(model, threshold=1.0, layers=[3])
+    assert fast(**batch).exit_layers.tolist() == [3] * 16
+    assert model.training and model(**batch).logits.requires_grad
+    assert not any("_call_impl" in vars(module) or "forward" in vars(module) for module in model.modules())
+
+
+def test_padding_that_a_later_batch_has_for_the_first_time_is_shrunk_with_it():
+    model = spread(bert(num_layers=4))
+    plain, padded = default_data_collator(toy_rows(16)), default_data_collator(classification_data(16, seed=5))
+    fast = ConfidenceExit(model, threshold=0.5)
+    for batch in (plain, padded, plain):
+        with torch.no_grad():
+            layers = torch.stack(layer_logits(model, batch))
+        output = fast(**batch)
+        assert len(set(output.exit_layers.tolist())) > 1
+        expected = layers[output.exit_layers - 1, torch.arange(16)]
+        torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("max_loss", [0.0, 0.05, 0.2, 1.0])
+def test_calibration_finds_the_cheapest_threshold_within_the_loss_allowed(max_loss):
+    model, rows = spread(bert(num_layers=4)), toy_rows(60)
+    fast = ConfidenceExit(model).calibrate(rows, max_loss, batch_size=16)
+    batch = default_data_collator(rows)
+    with torch.no_grad():
+        layers = torch.stack(layer_logits(model, batch))
+    labels, samples = batch["labels"], torch.arange(60)
+    entropy = torch.distributions.Categorical(logits=layers).entropy() / math.log(3)
+    full = (layers[-1].argmax(-1) == labels).float().mean()
+    allowed = []
+    for threshold in entropy[:-1].flatten().tolist():
+        exits = expected_exits(entropy, threshold)
+        if (layers[exits - 1, samples].argmax(-1) == labels).float().mean() >= full - max_loss - 1e-6:
+            allowed.append(exits.double().mean().item())
+    report = fast.evaluate(rows, batch_size=16, repeats=1)
+    assert report.accuracy >= full - max_loss - 1e-6 and report.full_accuracy == pytest.approx(full.item())
+    assert report.mean_layers == pytest.approx(min(allowed, default=4.0), abs=0.02)
+    assert report.exit_shares.sum() == pytest.approx(1.0) and report.speedup > 0
+
+
+def test_leaving_early_is_faster_by_the_clock():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, intermediate_size=512, num_labels=3
+    )
+    model = transformers.BertForSequenceClassification(config)
+    rows = classification_data(64, length=32, pad=False)
+    report = ConfidenceExit(model, threshold=1.0).evaluate(rows, batch_size=64)
+    assert report.mean_layers == 1.0 and report.speedup > 2.0
+
+
+def test_layers_that_mix_samples_are_refused():
+    class Mixing(torch.nn.Module):
+        def forward(self, hidden, *args, **kwargs):
+            return hidden + hidden.mean(0, keepdim=True)
+
+    model = spread(bert(num_layers=3))
+    model.bert.encoder.layer[2] = Mixing()
+    batch = default_data_collator(toy_rows(16))
+    fast = ConfidenceExit(model, threshold=0.5)
+    assert 1 < fast(**batch).exit_layers.double().mean() < 3
+    with pytest.raises(ValueError, match="its layers mix samples"):
+        fast.check(batch)
+
+
+def test_bad_arguments_to_confidence_exit_are_named():
+    with pytest.raises(ValueError, match="`measure` is 'energy'"):
+        ConfidenceExit(bert(), measure="energy")
+    with pytest.raises(ValueError, match="`threshold` is 2"):
+        ConfidenceExit(bert(), threshold=2)
+    batch = default_data_collator(toy_rows(4))
+    with pytest.raises(ValueError, match="`threshold` is not set"):
+        ConfidenceExit(bert())(**batch)
+    with pytest.raises(ValueError, match="`max_loss` is -1"):
+        ConfidenceExit(bert()).calibrate(toy_rows(4), -1)
+    with pytest.raises(ValueError, match=r"needs \[batch, classes\]"):
+        ConfidenceExit(llama(), threshold=0.5)(input_ids=batch["input_ids"])
+    with pytest.raises(ValueError, match=r"needs \[batch, classes\]"):
+        ConfidenceExit(bert(num_labels=1), threshold=0.5)(input_ids=batch["input_ids"])
+    rows = [{key: value for key, value in row.items() if key != "labels"} for row in toy_rows(4)]
+    with pytest.raises(ValueError, match="no `labels`"):
+        ConfidenceExit(bert()).calibrate(rows)

@@ -1,0 +1,42 @@
+import pytest
+import torch
+import transformers
+from tiny import bert, spread, toy_rows
+from transformers import default_data_collator
+
+from hf_descent.early_exit import ExitProfile, exit_profile, truncate
+
+
+def test_the_exit_profile_has_the_metric_of_every_truncated_model():
+    model, rows = spread(bert(num_layers=3)), toy_rows(24)
+    profile = exit_profile(model, rows, batch_size=8, timing_batches=2, repeats=2)
+    batch = default_data_collator(rows)
+    for layer in range(1, 4):
+        with torch.no_grad():
+            outputs = truncate(model, layer, batch)(**batch)
+        hits = (outputs.logits.argmax(-1) == batch["labels"]).float().mean()
+        assert profile.values[layer - 1] == pytest.approx(hits.item())
+        assert profile.losses[layer - 1] == pytest.approx(outputs.loss.item(), rel=1e-5)
+    assert (profile.seconds > 0).all() and profile.speedups[-1] == 1.0 and profile.batch_size == 8
+
+
+def test_a_shorter_model_is_faster():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, intermediate_size=256, num_labels=3
+    )
+    profile = exit_profile(
+        transformers.BertForSequenceClassification(config), toy_rows(32), batch_size=32, timing_batches=1
+    )
+    assert profile.speedups[0] > profile.speedups[3] > 1.2
+
+
+def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
+    profile = ExitProfile("accuracy", [0.5, 0.81, 0.79, 0.9], [1.0] * 4, [1.0, 2.0, 3.0, 4.0], 8)
+    assert [profile.cheapest(share) for share in (0.99, 0.9, 0.5)] == [4, 2, 1]
+    assert ExitProfile("rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8).cheapest(0.99) == 2
+    assert profile.to_dict()["exit_speedup_2"] == 2.0 and profile.to_dict()["exit_layer_99"] == 4.0
+    profile.to_json(str(tmp_path / "exit_profile.json"))
+    assert str(ExitProfile.from_json(str(tmp_path / "exit_profile.json"))) == str(profile)
+    with pytest.raises(ValueError, match="`repeats` is 0"):
+        exit_profile(bert(), toy_rows(4), repeats=0)

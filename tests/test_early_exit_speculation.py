@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+import torch
+from architectures import LAYERS, MODELS, build
+from tiny import llama, spread
+
+from hf_descent.early_exit import SpeculationProfile, check_self_speculation, speculation_profile, truncate
+
+
+def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit():
+    model = spread(llama(num_layers=3))
+    model.generation_config.eos_token_id = None
+    prompts = [torch.tensor([[3, 4, 5]]), torch.tensor([[7, 8, 9, 10]])]
+    profile = speculation_profile(model, prompts, max_new_tokens=12, max_timed=1, repeats=1)
+    assert profile.equal[np.isfinite(profile.equal)].tolist() == [1.0]
+    assert np.isfinite(profile.tokens_per_second).sum() == 1
+    for layer in (1, 2):
+        short, hits = truncate(model, layer, {"input_ids": prompts[0]}), 0
+        for prompt in prompts:
+            text = model.generate(prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
+            for end in range(prompt.shape[1], text.shape[1]):
+                with torch.no_grad():
+                    hits += int(short(text[:, :end]).logits[0, -1].argmax() == text[0, end])
+            drafted = model.generate(
+                prompt, do_sample=False, max_new_tokens=12, pad_token_id=0, assistant_early_exit=layer
+            )
+            assert torch.equal(drafted, text)
+        assert profile.acceptance[layer - 1] == pytest.approx(hits / 24)
+    assert model.config.num_hidden_layers == 3
+
+
+def test_the_best_exit_is_the_fastest_or_none():
+    nan = float("nan")
+    profile = SpeculationProfile([0.1, 0.9, 0.9], [nan, 30.0, 25.0], 20.0, [nan, 40.0, 30.0], [nan, 1.0, 1.0])
+    assert profile.best == 2 and profile.to_dict()["speculation_speedup_3"] == 1.25
+    assert "speculation_speedup_1" not in profile.to_dict()
+    slow = SpeculationProfile([0.1, 0.2], [nan, 10.0], 20.0, [nan, 30.0], [nan, 1.0])
+    assert slow.best is None and "assistant_early_exit=None" in str(slow)
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])
+def test_models_that_cannot_draft_with_their_layers_are_refused(name):
+    with pytest.raises(ValueError, match="cannot draft with its"):
+        check_self_speculation(build(name, MODELS[name][0]), torch.tensor([[5, 6, 7]]))
+
+
+def test_the_depth_is_put_back_where_drafting_is_refused():
+    model = build("GPT2LMHeadModel", MODELS["GPT2LMHeadModel"][0])
+    with pytest.raises(ValueError, match="cannot draft"):
+        check_self_speculation(model, torch.tensor([[5, 6, 7]]))
+    assert model.config.num_hidden_layers == LAYERS
+    with pytest.raises(ValueError, match="0 `prompts`"):
+        speculation_profile(llama(), [])

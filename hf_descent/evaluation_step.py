@@ -1,0 +1,106 @@
+"""Evaluation in `DescentTrainer`: the losses of every layer over the items of a data set, and robustness to noise."""
+
+from functools import partial
+
+import torch
+from accelerate.utils import find_batch_size, slice_tensors
+
+from .evaluation import noise_curve
+
+
+HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
+
+
+class EvaluationMixin:
+    """The part of [`DescentMixin`] that evaluates."""
+
+    _eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        if self._eval_sums is not None:
+            self._eval_sums.zero_()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._eval_sums is not None:
+            *sums, count = self._reduce(self._eval_sums).tolist()
+            if count:
+                losses = torch.tensor(sums) / count  # [layers]
+                # Trainer averages batches; f_L is an average over items.
+                output.metrics[f"{metric_key_prefix}_loss"] = losses[-1].item()
+                output.metrics.update(self._state.evaluation(losses, metric_key_prefix))
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if not self._reads_layers:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._keeps_logits = not prediction_loss_only
+        # Hidden states asked for in the model's config would pile up as predictions.
+        if ignore_keys is None:
+            ignore_keys = getattr(
+                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+            )
+        step = partial(super().prediction_step, model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
+        if self._readout_fn is None or self._count_items(inputs) is not None:
+            before = None if self._eval_sums is None else self._eval_sums.clone()
+            prediction = step()
+            own_rows = self._rows_counted_once(inputs)
+            if own_rows is not None and self._eval_sums is not None:
+                before = torch.zeros_like(self._eval_sums) if before is None else before
+                self._eval_sums.copy_(before)
+                # On every process, also for no rows: a forward may gather parameters.
+                with torch.no_grad(), self.compute_loss_context_manager():
+                    self._descent_loss(model, self._prepare_inputs(slice_tensors(inputs, slice(max(own_rows, 1)))))
+                if own_rows == 0:
+                    self._eval_sums.copy_(before)
+            return prediction
+        self._prepare(model, self._prepare_inputs(inputs))
+        final = []
+        with self._readout.attach(
+            lambda layer, outputs, hidden: final.append(outputs["logits"]), layers=[self._readout.num_layers]
+        ):
+            step()
+        return None, None if prediction_loss_only else final[0], None
+
+    def _rows_counted_once(self, inputs) -> int | None:
+        """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""
+        rows, loader = find_batch_size(inputs), self.accelerator.gradient_state
+        if not (self.args.world_size > 1 and loader.end_of_dataloader and loader.remainder > 0):
+            return None
+        return min(max(loader.remainder - self.args.process_index * rows, 0), rows)
+
+    def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
+        """Metric and loss of the model on noisy inputs, for each noise level.
+
+        Args:
+            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
+            gammas: noise levels; `args.eval_gammas` where not given.
+            kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs that differ by that share the
+                noise.
+
+        Returns:
+            [`NoiseCurve`], also logged under `eval_`.
+        """
+        gammas = self.args.eval_gammas if gammas is None else gammas
+        if not gammas:
+            raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
+        model = self.accelerator.unwrap_model(self.model)
+        gamma_train = self.args.noise_gamma
+        own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        settings = {
+            "data_collator": self.data_collator,
+            "batch_size": self.args.eval_batch_size,
+            "sigma": self.noise_sigma(model),
+            "gamma_train": gamma_train[-1] if isinstance(gamma_train, list) else gamma_train,
+            "label_names": self.label_names,
+            "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
+            "readout": self._readout_fn,
+            # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
+            "accelerator": None if self._shards_parameters else self.accelerator,
+            "progress": self.is_world_process_zero() and not self.args.disable_tqdm,
+        }
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None or isinstance(dataset, dict):
+            raise ValueError("`eval_dataset` is a dict or not given; pass one dataset to `evaluate_robustness`.")
+        curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
+        self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
+        self._noise_curve = curve  # for the model card
+        return curve

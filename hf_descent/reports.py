@@ -1,0 +1,107 @@
+"""What the dual side of a run says of itself: logs, metrics of an evaluation, and the verdict at the end."""
+
+import torch
+from accelerate.logging import get_logger
+
+
+logger = get_logger(__name__)
+
+UNKNOWN_SCORE = -1e9  # below that of any checkpoint with a known problem
+
+
+class ReportMixin:
+    """The part of [`DescentState`] that reports."""
+
+    def logs(self, step: int) -> dict[str, float]:
+        """Scalars of the steps since the last call, per layer; empty where there was no usable step."""
+        *sums, count = self._logged.tolist()
+        self._logged.zero_()
+        self._report_faults()
+        if count == 0:
+            return {}
+        losses = torch.tensor(sums) / count  # [layers]
+        per_layer = {"layer_loss": losses}
+        logs = {}
+        if self.problem is not None:
+            problem = self.problem
+            violations = problem.violations(losses.to(self.device))
+            per_layer |= {"violation": violations, "multiplier": self.multipliers.values}
+            if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
+                per_layer["weight"] = self.weights()
+            logs["max_violation"] = problem.max_violation(losses.to(self.device)).item()
+            logs["lagrangian"] = problem.lagrangian(losses.to(self.device), self.multipliers.values).item()
+        for name, values in per_layer.items():
+            logs |= {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
+        return logs
+
+    def evaluation(self, layer_losses: torch.Tensor, prefix: str) -> dict[str, float]:
+        """Metrics of held-out layer losses `[L]`: the losses, and feasibility once the problem is known.
+
+        `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
+        negative score, minus its largest violation in units of f_0; a feasible one a positive score that falls with
+        f_L.
+        """
+        metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
+        if self.problem is not None:
+            losses = layer_losses.to(self.device, torch.float32)
+            bound = self.problem.initial_loss_bound
+            violation, last = self.problem.max_violation(losses).item(), layer_losses[-1].item()
+            feasible = violation <= self.args.feasibility_tolerance * bound
+            metrics[f"{prefix}_max_violation"] = violation
+            metrics[f"{prefix}_feasible"] = float(feasible)
+            score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
+            metrics[f"{prefix}_feasible_score"] = score
+        elif self.constant_predictor is not None:  # in the warm-up of "auto"
+            metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE}
+        return metrics
+
+    def verdict(self) -> dict[str, float]:
+        """Feasibility of the running averages of training, said in the log; empty before the problem is known."""
+        self._report_faults()
+        if self.problem is None or not self.average_weight.item():
+            return {}
+        violations = self.problem.violations(self.mean_losses)  # [layers]
+        metrics = {
+            name: value
+            for name, value in self.evaluation(self.mean_losses, "train").items()
+            if name in ("train_max_violation", "train_feasible")
+        }
+        hardest = int(violations[self.problem._layers].argmax())
+        hardest = self.problem.constrained_layers[hardest]
+        text = (
+            f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
+            f"(f_0 = {self.problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1]:.3g})"
+        )
+        if metrics["train_feasible"]:
+            logger.info(f"The descent constraints are met at the end of training: {text}.")
+        elif self.args.objective == "descent":
+            # In units of the loss.
+            relaxed = self.multipliers.relaxation.max().item()
+            relaxed *= self.problem.initial_loss_bound if self.args.normalize_violations else 1.0
+            if relaxed:
+                text += f"; resilience has relaxed them by up to {relaxed:.4g}"
+            logger.warning(
+                f"The descent constraints are NOT met at the end of training: {text}. Infeasible models can be far "
+                "worse than plain ones: train longer, lower `descent_strength` (or `descent_alpha`), raise "
+                "`dual_learning_rate`, or choose a feasible checkpoint by `metric_for_best_model='feasible_score'`."
+            )
+        return metrics
+
+    def _report_faults(self) -> None:
+        faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
+        if faults and "nonfinite" not in self._said:
+            self._said.add("nonfinite")
+            logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
+        cap = self.args.multiplier_max
+        capped = [layer for layer, v in enumerate(self.multipliers.values.tolist(), start=1) if cap and v >= cap]
+        if capped and "cap" not in self._said:
+            self._said.add("cap")
+            logger.warning(
+                f"The multiplier of layer {capped[0]} is at `multiplier_max`={cap}: its constraint may not be met. "
+                "Raise the cap, or lower `descent_strength` (or `descent_alpha`)."
+            )
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a layer loss has not been finite so far (reads from the device)."""
+        return bool(self._nonfinite.any())

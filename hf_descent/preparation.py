@@ -166,7 +166,7 @@ class PreparationMixin:
                 predictor.loss_fn(logits.new_zeros(sizes).float(), labels.new_zeros(sizes[: 1 + multi_label]))
             except Exception as error:
                 raise _unmeasurable(f"a loss function that fails on constant logits ({error})") from error
-        elif not (numbers or positions or has_router_loss(outputs)):
+        elif self._fused is None and not (numbers or positions or has_router_loss(outputs)):
             self._check_loss(model, outputs, logits, labels, multi_label)
         return predictor
 

@@ -184,7 +184,9 @@ def _check_replay(model, stack, inputs):
         return output
 
     def compare(logits, own_logits, what):
-        if not torch.allclose(logits, own_logits, rtol=1e-4, atol=1e-5, equal_nan=True):
+        # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
+        rows = zip(logits.split(1), own_logits.split(1))
+        if not all(torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True) for row, own in rows):
             error = (logits - own_logits).abs().max().item()
             raise ValueError(f"{name.format(stack.num_layers)} {what} (largest error {error:.3g}). Pass `readout=`.")
 
@@ -194,6 +196,7 @@ def _check_replay(model, stack, inputs):
         except ValueError as error:
             raise ValueError(f"{type(model).__name__}: {error}") from None
         for layer in range(1, stack.num_layers + 1):
+            logits = None  # gone before the next ones are made
             try:
                 logits = output_logits(tape.replay(args, kwargs, layer))
             except Exception as error:
@@ -203,7 +206,7 @@ def _check_replay(model, stack, inputs):
                 raise ValueError(f"{name.format(layer)} has logits of shape {shapes}. Pass `readout=`.")
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
-        tape.give_within_stack = _poisoned
+        tape.give_within_stack, logits = _poisoned, None
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
 

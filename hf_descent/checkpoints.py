@@ -72,13 +72,16 @@ class CheckpointMixin:
         self.accelerator.wait_for_everyone()
 
     def _check_agreement(self) -> None:
-        """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one."""
+        """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
+
+        On every process, or the others would wait for the one that raises.
+        """
         own = self._state.multipliers.values  # [layers]
         first = self._reduce(own if self.args.process_index == 0 else torch.zeros_like(own))
-        if not torch.equal(own, first):
+        if self._reduce((own != first).any().float()):
             raise RuntimeError(
-                f"The multipliers of process {self.args.process_index} are {own.tolist()}, but the first process has "
-                f"{first.tolist()}. Resume from the last complete checkpoint."
+                f"The multipliers differ between processes: {own.tolist()} on process {self.args.process_index}, "
+                f"{first.tolist()} on the first one. Resume from the last complete checkpoint."
             )
 
     def _load_best_model(self):

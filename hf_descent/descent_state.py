@@ -340,6 +340,8 @@ def write_summary(folder: str, summary: dict) -> None:
     """Write `descent_config.json` beside the weights: `summary` and the versions of the libraries."""
     libraries = (hf_descent, torch, transformers)
     summary = summary | {"versions": {library.__name__: str(library.__version__) for library in libraries}}
+    # FSDP writes sharded weights later, and so makes no folder for whole ones.
+    os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
         json.dump(summary, file, indent=2)
 

@@ -170,19 +170,26 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
     """Evaluates the models one after the other; see the module.
 
     Raises:
-        ValueError: models of different tasks, or no folder to write the results of a model of the Hub into.
+        ValueError: models of different tasks, or no folder (of its own) to write the results of a model into.
     """
     kinds = {name: task_of(name) for name in names}
     if len({data_arguments for data_arguments, _ in kinds.values()}) > 1:
         raise ValueError(f"The models {names} have different tasks; evaluate them one task at a time.")
-    for name in names:
-        folder = name
-        if args.results_dir is not None:
-            folder = os.path.join(args.results_dir, os.path.basename(os.path.normpath(name)))
-        elif not os.path.isdir(name):
-            raise ValueError(f"{name} is no local folder; say where its results go by `--results_dir`.")
+    folders = [_results_folder(name, args.results_dir) for name in names]
+    if len(set(folders)) < len(folders):
+        raise ValueError(f"Models of one name would overwrite each other's results: {folders}; evaluate them apart.")
+    for name, folder in zip(names, folders):
         os.makedirs(folder, exist_ok=True)
         print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
+
+
+def _results_folder(name: str, results_dir: str | None) -> str:
+    """Where the results of the model `name` go; never outside `results_dir`, also for ".."."""
+    if results_dir is not None:
+        return os.path.join(results_dir, os.path.basename(os.path.abspath(name)))
+    if not os.path.isdir(name):
+        raise ValueError(f"{name} is no local folder; say where its results go by `--results_dir`.")
+    return name
 
 
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:

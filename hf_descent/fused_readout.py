@@ -311,9 +311,9 @@ def _gather_with(model, part):
     """Have ZeRO-3, which gathers parameters for the call of their module alone, keep those of `part` for `model`."""
     for parameter in part.parameters():
         if hasattr(parameter, "ds_id"):
-            from deepspeed.zero import register_external_parameter
+            import deepspeed
 
-            register_external_parameter(model, parameter)
+            deepspeed.zero.register_external_parameter(model, parameter)
 
 
 def _unchanged(tensor):

@@ -137,3 +137,6 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
     model.bert.save_pretrained(tmp_path / "encoder")
     with pytest.raises(ValueError, match="is a BertModel; `hf-descent evaluate` serves"):
         cli.main(["evaluate", str(tmp_path / "encoder")])
+    run = str(workplace / "run-0")
+    with pytest.raises(ValueError, match="overwrite each other"):
+        cli.main(["evaluate", run, f"{run}/", "--config", str(workplace / "recipe.yaml"), "--results_dir", "results"])

@@ -1,26 +1,105 @@
 """One process with batch 8, two with batch 4, and two with batch 2 twice accumulated take the same steps under DDP."""
 
+import numpy as np
 import pytest
-from launching import assert_same, launch
+import torch
+from launching import assert_same, job, launch, start
+from tiny import llama
+from train_steps import recorded_noise, train
+
+from hf_descent.noise import EmbeddingNoise
+
+
+LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}
+AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 12}
+SAVED = {"save_strategy": "steps", "save_steps": 10}
+CASES = {
+    "classification": ("classification", {}),
+    "language": ("language", LANGUAGE),
+    "auto": ("language", {**AUTO, **SAVED}),
+    "image": ("image", {"ddp_find_unused_parameters": False}),
+    "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
+    "image, plain training": ("image", {"objective": "erm"}),
+    "fine-tuning": ("sft", {**LANGUAGE, **SAVED}),
+    "adapters": ("sft", {**LANGUAGE, "lora": True}),
+    "checkpointed adapters": ("sft", {**LANGUAGE, "lora": True, "gradient_checkpointing": True}),
+    "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
+}
+NOISY = {**LANGUAGE, "noise_gamma": 0.5, "record_noise": True, "max_steps": 4, "seed": 7}
+POISONED = {"poison": ["state", 3], "max_steps": 6}
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    return folder, {name: train(folder / name, task, **settings) for name, (task, settings) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory, single):
+    jobs = {f"{name}, 2x4": job(task, **settings) for name, (task, settings) in CASES.items()}
+    jobs |= {f"{name}, 2x2x2": job(task, 2, 2, **settings) for name, (task, settings) in CASES.items()}
+    for name in ("auto", "fine-tuning"):
+        task, settings = CASES[name]
+        jobs[f"{name}, resumed"] = job(task, **settings, resume_from=str(single[0] / name / "checkpoint-10"))
+    jobs |= {"noise": job("language", 2, 2, **NOISY), "noise again": job("language", 2, 2, **NOISY)}
+    jobs |= {"poisoned": job("classification", **POISONED)}
+    jobs |= {"poisoned, stopped": job("classification", **POISONED, stop_on_nonfinite=True)}
+    folder = tmp_path_factory.mktemp("double")
+    return folder, launch(folder, jobs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "settings"),
-    [
-        ("classification", {}),
-        ("language", {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}),
-        ("image", {"ddp_find_unused_parameters": False}),
-        ("image", {"ddp_find_unused_parameters": True}),
-        ("image", {"objective": "erm"}),
-        ("language", {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4}),
-    ],
-)
-def test_the_number_of_processes_does_not_matter(tmp_path, task, settings):
-    single = launch(tmp_path / "1x8", task, 8, 1, 1, **settings)
-    for name, batch, accumulation in (("2x4", 4, 1), ("2x2x2", 2, 2)):
-        double = launch(tmp_path / name, task, batch, accumulation, 2, **settings)
-        assert (single[0]["processes"], double[0]["processes"]) == (1, 2)
-        assert double[0]["type"] == "MULTI_CPU"
-        assert_same(single, double)
-    assert max(single[0]["multipliers"][0]) > 0.01 or "objective" in settings
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("way", ["2x4", "2x2x2"])
+def test_the_number_of_processes_does_not_matter(single, double, name, way):
+    single, double = single[1][name], double[1][f"{name}, {way}"]
+    assert (single[0]["processes"], double[0]["processes"]) == (1, 2)
+    assert double[0]["type"] == "MULTI_CPU"
+    assert_same(single, double, coarse=100 if name == "bfloat16" else 1)
+    assert max(single[0]["multipliers"][0]) > 0.01 or "plain" in name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["auto", "fine-tuning"])
+def test_another_number_of_processes_resumes(tmp_path, single, double, name):
+    """Also within the warm-up of "auto", whose label statistics are sums over processes."""
+    (_, straight), (folder, runs), (task, settings) = single, double, CASES[name]
+    checkpoint = str(folder / f"{name}, 2x4" / "checkpoint-10")
+    for resumed in (train(tmp_path, task, **settings, resume_from=checkpoint), runs[f"{name}, resumed"]):
+        assert_same(straight[name], resumed)
+
+
+@pytest.mark.slow
+def test_noise_is_reproducible_and_independent_across_processes(double):
+    first, again = (double[1][name][0] for name in ("noise", "noise again"))
+    assert first["noise"] == again["noise"] and first["losses"] == again["losses"]
+    draws = np.array(first["noise"])  # [processes, micro-steps, batch, seq, hidden]
+    assert draws.shape[:3] == (2, 4 * 2, 2)
+    assert draws.std() == pytest.approx(0.5 * first["sigma"], rel=0.05)
+    correlations = np.corrcoef(draws.reshape(2 * 8, -1)) - np.eye(16)
+    assert np.abs(correlations).max() < 5 / np.sqrt(draws[0, 0].size)
+    # What a run with this seed draws for a process, a step and a micro-step, however it came there.
+    model = llama()
+    drawn = recorded_noise(model)
+    with EmbeddingNoise(model, 0.5, seed=7, sigma=first["sigma"]) as noise:
+        for process, step, micro_step in ((0, 0, 0), (1, 3, 1)):
+            noise.reseed(process, step, micro_step)
+            model(torch.zeros(2, 12, dtype=torch.long))
+            assert drawn[-1].numpy() == pytest.approx(draws[process, 2 * step + micro_step], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_one_process_that_is_not_finite_moves_no_multiplier_on_any(double):
+    poisoned, stopped = (double[1][name][0] for name in ("poisoned", "poisoned, stopped"))
+    assert poisoned["steps"] == [6, 6] and poisoned["dual_steps"] == 3
+    assert stopped["steps"] == [4, 4] and stopped["dual_steps"] == 3
+    for run in (poisoned, stopped):
+        assert run["multipliers"][0] == run["multipliers"][1] and np.isfinite(run["multipliers"]).all()
+
+
+@pytest.mark.slow
+def test_multipliers_that_differ_between_processes_are_not_saved(tmp_path):
+    run = start(tmp_path, {"job": job("classification", poison=["multiplier", 2], **SAVED, max_steps=10)})
+    assert run.returncode and run.stderr.count("RuntimeError: The multipliers differ between processes") == 2
+    assert not list(tmp_path.glob("**/descent_state.safetensors"))

@@ -3,47 +3,70 @@
 import importlib.util
 
 import pytest
-from launching import assert_same, launch
+from launching import assert_same, job, launch
+from train_steps import train
 
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
 BACKENDS = {
-    "fsdp2": pytest.param("fsdp2", "FSDP"),
-    "zero2": pytest.param("zero2", "DEEPSPEED", marks=needs_deepspeed),
-    "zero3": pytest.param("zero3", "DEEPSPEED", marks=needs_deepspeed),
+    "fsdp2": pytest.param("fsdp2", id="fsdp2"),
+    "zero2": pytest.param("zero2", marks=needs_deepspeed, id="zero2"),
+    "zero3": pytest.param("zero3", marks=needs_deepspeed, id="zero3"),
 }
 LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}
 CASES = {
     "full": ("language", LANGUAGE),
     "lora": ("language", {**LANGUAGE, "lora": True}),
     "checkpointed": ("language", {**LANGUAGE, "gradient_checkpointing": True}),
-    "tied": ("language", {**LANGUAGE, "tie_word_embeddings": True}),
+    "tied": ("language", {**LANGUAGE, "model": {"tie_word_embeddings": True}}),
     # Accelerate would make units of BERT's embeddings and of the table inside, which FSDP2 refuses.
     "replayed": ("classification", {"environment": {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}}),
-}
+    "fine-tuning": ("sft", LANGUAGE),
+    "checkpointed fine-tuning": ("sft", {**LANGUAGE, "gradient_checkpointing": True}),
+    "adapters": ("sft", {**LANGUAGE, "lora": True}),
+    "checkpointed adapters": ("sft", {**LANGUAGE, "lora": True, "gradient_checkpointing": True}),
+    "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
+    "checkpointed bfloat16 adapters": (
+        "sft",
+        {**LANGUAGE, "bf16": True, "lora": True, "gradient_checkpointing": True},
+    ),
+}  # fmt: skip
+SAVED = {"save_strategy": "steps", "save_steps": 10}
 
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """The run of one process for each case, made once."""
+    folder = tmp_path_factory.mktemp("single")
+    return {
+        name: train(folder / name, task, **{k: v for k, v in settings.items() if k != "environment"})
+        for name, (task, settings) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def doubles(tmp_path_factory):
+    """The runs of two processes under a backend, made once."""
     runs = {}
 
-    def run(case):
-        if case not in runs:
-            task, settings = CASES[case]
-            runs[case] = launch(tmp_path_factory.mktemp(case), task, 8, 1, 1, **settings)
-        return runs[case]
+    def get(backend):
+        if backend not in runs:
+            folder = tmp_path_factory.mktemp(backend)
+            jobs = {name: job(task, **settings) for name, (task, settings) in CASES.items()}
+            jobs["full, accumulated"] = job("language", 2, 2, **LANGUAGE)
+            jobs["full, saved"] = job("language", **LANGUAGE, **SAVED)
+            jobs["full, resumed"] = job("language", **LANGUAGE, resume_from=f"{folder}/full, saved/checkpoint-10")
+            runs[backend] = launch(folder, jobs, backend)
+        return runs[backend]
 
-    return run
+    return get
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("backend", "kind"), BACKENDS.values(), ids=BACKENDS)
-def test_sharded_processes_take_the_steps_of_one(tmp_path, single, backend, kind, case):
-    task, settings = CASES[case]
-    for batch, accumulation in ((4, 1), (2, 2)) if case == "full" else ((4, 1),):
-        double = launch(tmp_path / f"{batch}", task, batch, accumulation, 2, backend, **settings)
-        assert (double[0]["processes"], double[0]["type"]) == (2, kind)
-        assert_same(single(case), double)
+@pytest.mark.parametrize("name", [*CASES, "full, accumulated", "full, resumed"])
+@pytest.mark.parametrize("backend", BACKENDS.values())
+def test_sharded_processes_take_the_steps_of_one(single, doubles, backend, name):
+    double = doubles(backend)[name]
+    kind = "FSDP" if backend == "fsdp2" else "DEEPSPEED"
+    assert (double[0]["processes"], double[0]["type"]) == (2, kind)
+    assert_same(single[name.split(",")[0]], double, coarse=100 if "bfloat16" in name else 1)
     assert max(double[0]["multipliers"][0]) > 0.01

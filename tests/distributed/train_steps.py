@@ -1,4 +1,8 @@
-"""Launched by the tests here: a few steps of SGD, however many processes there are; rank 0 writes what they led to."""
+"""A few steps of SGD, however many processes there are, and what they led to.
+
+`launching.py` starts several processes with one file of jobs, which they do one after another: most of a start is the
+import of the libraries.
+"""
 
 import json
 import os
@@ -10,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from accelerate_on_cpu import keep_sharding_on_cpu
-from tiny import InOrder, bert, classification_data, config, language_data, llama
-from transformers import ViTConfig, ViTForImageClassification
+from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
+from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 
 keep_sharding_on_cpu()
@@ -37,68 +41,128 @@ def images(count):
 def partly_labelled(count):
     """Language rows of which the second process, or every second micro-batch, gets some batches without a label.
 
-    The first of them is the very first batch, on which the readout is looked for.
+    The first of them is the very first batch, on which the readout is looked for. The label of a first token, which
+    nothing predicts, counts for nothing, but keeps TRL from dropping the row.
     """
     rows = language_data(count)
     for row in [*rows[4:8], *rows[12:16]]:
-        row["labels"][:] = -100
+        row["labels"][1:] = -100
+        row["labels"][0] = row["input_ids"][0]
     return rows
 
 
-def with_lora(model):
-    from peft import LoraConfig, get_peft_model
+def sft_trainer(model, output, settings, data, lora):
+    from datasets import Dataset
 
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    from hf_descent import SFTDescentConfig, SFTDescentTrainer
+
+    class SFTInOrder(SFTDescentTrainer):
+        _get_train_sampler = InOrder._get_train_sampler
+
+    args = SFTDescentConfig(
+        **{**config(output).to_dict(), "bf16": False, "gradient_checkpointing": False, "max_length": None, **settings}
+    )
+    rows = Dataset.from_list([{name: row[name].tolist() for name in ("input_ids", "labels")} for row in data])
+    held_out = rows.select(range(31))
+    return SFTInOrder(
+        model, args, train_dataset=rows, eval_dataset=held_out, processing_class=word_tokenizer(), peft_config=lora
+    )
 
 
-def main(task: str, output: str, batch: int, accumulation: int, settings: dict) -> None:
-    torch.set_num_threads(1)
-    lora, resume = settings.pop("lora", False), settings.pop("resume_from", None)
-    evaluate_first = settings.pop("evaluate_first", False)
-    model_settings = {name: settings.pop(name) for name in ("tie_word_embeddings",) if name in settings}
+class Poison(TrainerCallback):
+    """In the second process alone: a hidden state that is not finite, or another multiplier, from a step on."""
+
+    def __init__(self, kind, step):
+        self.kind, self.step = kind, step
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if args.process_index == 1 and state.global_step == self.step:
+            if self.kind == "multiplier":
+                self.trainer.multipliers.values += 0.1
+            else:
+                layer = model.get_submodule("bert.encoder.layer.1")
+                layer.register_forward_hook(lambda module, args, output: output * float("nan"))
+
+
+def recorded_noise(model):
+    """What is added to the embeddings of each forward that is perturbed; the first hook on them sees them clean."""
+    clean, noise = [], []
+
+    def record(module, args):
+        added = args[0].detach() - clean.pop()
+        noise.extend([added] if added.any() else [])
+
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: clean.append(output.detach()))
+    model.model.layers[0].register_forward_pre_hook(record)
+    return noise
+
+
+def train(output, task, batch=8, accumulation=1, **settings):
+    """Results, and weights by name; `output` gets the checkpoints."""
+    lora, resume, poison, record, model_settings, environment = (
+        settings.pop(name, None) for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
+    )
+    os.environ.update(environment or {})
     model, data = {
         "classification": lambda: (bert(), classification_data(80)),
-        "language": lambda: (llama(**model_settings), partly_labelled(80)),
+        "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
+        "sft": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "image": lambda: (vit(), images(80)),
     }[task]()
-    args = config(
-        output,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulation,
-        **{
-            "max_steps": 20, "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4,
-            "dual_optim": "sgd", "dual_learning_rate": 0.5, "negative_weights": "keep",
-            **settings,
-        },
-    )  # fmt: skip
-    trainer = InOrder(with_lora(model) if lora else model, args, train_dataset=data, eval_dataset=data[:31])
-    before = trainer.evaluate() if evaluate_first else {}
+    settings = {
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 20,
+        "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4, "dual_optim": "sgd",
+        "dual_learning_rate": 0.5, "negative_weights": "keep",
+        **settings,
+    }  # fmt: skip
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+    noise = recorded_noise(model) if record else []
+    if task == "sft":
+        trainer = sft_trainer(model, output, settings, data, lora)
+    else:
+        model = get_peft_model(model, lora) if lora else model
+        trainer = InOrder(model, config(output, **settings), train_dataset=data, eval_dataset=data[:31])
+    if poison:
+        trainer.add_callback(callback := Poison(*poison))
+        callback.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
-    metrics = trainer.evaluate()
-    path = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
+    metrics = {} if poison else trainer.evaluate()
+    gather = trainer.accelerator.gather_for_metrics
     values = torch.zeros(3) if trainer.multipliers is None else trainer.multipliers.values
-    gathered = trainer.accelerator.gather(values[None])  # [processes, layers]
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on all processes, which may have to gather
-    if trainer.is_world_process_zero():
-        Path(output).mkdir(parents=True, exist_ok=True)
-        torch.save({name: weight.clone() for name, weight in weights.items()}, Path(output) / "weights.pt")
-        result = {
-            "processes": trainer.args.world_size,
-            "type": trainer.accelerator.distributed_type.value,
-            "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],
-            "path": path,
-            "multipliers": gathered.reshape(trainer.args.world_size, -1).tolist(),
-            "eval": [value for name, value in sorted(metrics.items()) if name.startswith("eval_layer_loss")],
-            "before": before.get("eval_loss"),
-            "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
-        }
-        (Path(output) / "result.json").write_text(json.dumps(result))
-    trainer.accelerator.wait_for_everyone()
+    for name in environment or {}:
+        del os.environ[name]
+    return {
+        "processes": trainer.args.world_size,
+        "type": trainer.accelerator.distributed_type.value,
+        "steps": gather([trainer.state.global_step], use_gather_object=True),
+        "dual_steps": 0 if trainer.multipliers is None else trainer.multipliers.steps.item(),
+        "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],
+        "path": [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log],
+        "multipliers": gather([values.tolist()], use_gather_object=True),
+        "noise": gather([[draw.tolist() for draw in noise]], use_gather_object=True),
+        "eval": [value for name, value in sorted(metrics.items()) if name.startswith("eval_layer_loss")],
+        "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
+        "sigma": getattr(model.config, "noise_sigma", None),
+    }, {name: weight.clone() for name, weight in (weights or {}).items()}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name, (settings, arguments) in json.loads((folder / "jobs.json").read_text()).items():
+        result, weights = train(folder / name, *settings, **arguments)
+        if int(os.environ["RANK"]) == 0:
+            (folder / name).mkdir(exist_ok=True)
+            torch.save(weights, folder / name / "weights.pt")
+            (folder / name / "result.json").write_text(json.dumps(result))
+    torch.distributed.barrier()
     # Torch's threads can abort the interpreter's end ("terminate called without an active exception"); all is written.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    task, output, batch, accumulation, settings = sys.argv[1:]
-    main(task, output, int(batch), int(accumulation), json.loads(settings))
+    main(Path(sys.argv[1]))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import soak
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -183,3 +184,13 @@ def test_an_exploding_unrolled_network_is_reported_and_leaves_finite_multipliers
     trainer.train()
     assert "was not finite" in caplog.text
     assert torch.isfinite(trainer.multipliers.values).all()
+
+
+# ---- long runs ----
+
+
+@pytest.mark.slow
+def test_a_long_run_holds_no_more_and_more(tmp_path):
+    rows, left = soak.run(500, tmp_path)
+    soak.check(rows, left)
+    assert rows[-1][0] == 500 and rows[-1][soak.COLUMNS.index("checkpoints")] <= 3

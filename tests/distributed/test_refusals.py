@@ -1,0 +1,37 @@
+"""Ways to split a model that leave no process with whole rows, or no parameter whole, are refused at the start."""
+
+from types import SimpleNamespace
+
+import pytest
+from accelerate import Accelerator, ParallelismConfig
+from tiny import bert, classification_data, config
+from transformers import Trainer
+
+from hf_descent import DescentTrainer
+
+
+def make(tmp_path, **arguments):
+    return DescentTrainer(bert(), config(tmp_path, **arguments), train_dataset=classification_data(8))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
+def test_parallelism_within_a_row_is_refused(tmp_path, monkeypatch, kind):
+    size = {"tensor": "tp_size", "context": "cp_size", "sequence": "sp_size"}[kind]
+    split = SimpleNamespace(**{**vars(ParallelismConfig()), size: 2, f"{kind[0]}p_enabled": True})
+    monkeypatch.setattr(Accelerator, "parallelism_config", property(lambda self: split))
+    with pytest.raises(ValueError, match=f"{kind.capitalize()} parallelism is not supported.*DDP, FSDP2 or DeepSpeed"):
+        make(tmp_path)
+    make(tmp_path, objective="erm")
+
+
+def test_fsdp1_is_refused(tmp_path, monkeypatch):
+    create = Trainer.create_accelerator_and_postprocess
+
+    def with_fsdp1(self):
+        create(self)
+        self.is_fsdp_enabled = True
+        self.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)
+
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", with_fsdp1)
+    with pytest.raises(ValueError, match="set `fsdp_version: 2`"):
+        make(tmp_path)

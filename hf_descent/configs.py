@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .objectives import OBJECTIVES
-from .problem import check_alpha, check_constrained_layers, check_initial_loss_bound
+from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound
 
 
 # Take a number, a list or a word; on a command line, as JSON.
@@ -184,8 +184,10 @@ class DescentArguments:
         check_constrained_layers(self.constrained_layers)
         for name in ("descent_strength", "dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"`{name}` is {value}; it must be a positive number.")
+            if value is not None and not SMALLEST <= value <= LARGEST:
+                raise ValueError(
+                    f"`{name}` is {value}; it must be a positive number, between {SMALLEST:g} and {LARGEST:g}."
+                )
         for name, below in (("readout_token_fraction", 1.0), ("readout_gradient_threshold", math.nextafter(1.0, 0.0))):
             value = getattr(self, name)
             if value is not None and not 0 < value <= below:
@@ -197,8 +199,10 @@ class DescentArguments:
             )
         for name in ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"`{name}` is {value}; it must not be negative.")
+            if value != 0 and not SMALLEST <= value <= LARGEST:
+                raise ValueError(
+                    f"`{name}` is {value}; it must not be negative, and 0 or between {SMALLEST:g} and {LARGEST:g}."
+                )
         if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
             raise ValueError(
                 f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a fraction below 1."

@@ -18,7 +18,7 @@ import hf_descent
 from . import objectives
 from .configs import DescentArguments
 from .multipliers import Multipliers
-from .problem import DescentProblem, check_alpha, check_constrained_layers
+from .problem import LARGEST, DescentProblem, check_alpha, check_constrained_layers
 from .reports import ReportMixin
 from .schedule import ConstantPredictor, geometric_alpha
 
@@ -242,7 +242,7 @@ class DescentState(ReportMixin):
             raise ValueError(
                 f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
             )
-        if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in values):
+        if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
         self._set_problem(alpha, bound, layers)
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)

@@ -15,10 +15,13 @@ Conventions, stated once for the whole package:
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
+
+
+# Settings beyond these would leave float32 when they are multiplied, divided or squared.
+SMALLEST, LARGEST = 1e-12, 1e12
 
 
 class DescentProblem:
@@ -125,11 +128,12 @@ def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -
 
 
 def check_initial_loss_bound(bound: float) -> float:
-    """`bound` as a float, finite and positive; ValueError otherwise."""
-    if not (isinstance(bound, int | float) and math.isfinite(bound) and bound > 0):
+    """`bound` as a float within float32's reach; ValueError otherwise."""
+    if not (isinstance(bound, int | float) and SMALLEST <= bound <= LARGEST):
         raise ValueError(
-            f"`initial_loss_bound` is {bound}; f_0 must be positive and finite: use the loss of the best constant "
-            "predictor (log of the number of classes for balanced classification) or 'auto'."
+            f"`initial_loss_bound` is {bound}; f_0 must be positive and finite, between {SMALLEST:g} and {LARGEST:g}: "
+            "use the loss of the best constant predictor (log of the number of classes for balanced classification) "
+            "or 'auto'."
         )
     return float(bound)
 

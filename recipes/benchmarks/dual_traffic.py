@@ -79,7 +79,7 @@ class Traffic(TrainerCallback):
         self.counting = False
 
 
-def count(objective, layers, vocabulary, width):
+def count(folder, objective, layers, vocabulary, width):
     """{collective: (calls, bytes)} of one optimizer step of two micro-batches."""
     traffic = Traffic.instance
     traffic.calls.clear(), traffic.bytes.clear()
@@ -92,7 +92,7 @@ def count(objective, layers, vocabulary, width):
     )  # fmt: skip
     ids = torch.arange(8)
     args = DescentConfig(
-        "/nonexistent", objective=objective, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
+        folder, objective=objective, report_to="none", use_cpu=True, disable_tqdm=True, save_strategy="no",
         per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=STEPS, initial_loss_bound=20.0,
         descent_alpha=0.1, dual_warmup_steps=0, logging_strategy="no", log_level="error",
     )  # fmt: skip
@@ -106,7 +106,9 @@ def child(output):
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     Traffic.instance = Traffic()
-    found = [[count(objective, *shape) for objective in ("erm", "descent")] for shape in SHAPES]
+    found = [
+        [count(os.path.dirname(output), objective, *shape) for objective in ("erm", "descent")] for shape in SHAPES
+    ]
     if int(os.environ["RANK"]) == 0:
         Path(output).write_text(json.dumps(found))
     dist.barrier()

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator, ParallelismConfig
 from tiny import bert, classification_data, config
 from transformers import Trainer
 
@@ -16,9 +15,7 @@ def make(tmp_path, **arguments):
 
 @pytest.mark.parametrize("kind", ["tensor", "context", "sequence"])
 def test_parallelism_within_a_row_is_refused(tmp_path, monkeypatch, kind):
-    size = {"tensor": "tp_size", "context": "cp_size", "sequence": "sp_size"}[kind]
-    split = SimpleNamespace(**{**vars(ParallelismConfig()), size: 2, f"{kind[0]}p_enabled": True})
-    monkeypatch.setattr(Accelerator, "parallelism_config", property(lambda self: split))
+    monkeypatch.setattr(Trainer, f"get_{kind[0]}p_size", lambda self: 2)
     with pytest.raises(ValueError, match=f"{kind.capitalize()} parallelism is not supported.*DDP, FSDP2 or DeepSpeed"):
         make(tmp_path)
     make(tmp_path, objective="erm")

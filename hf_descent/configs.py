@@ -164,7 +164,7 @@ class DescentArguments:
         """
         for argument in dataclasses.fields(DescentArguments):
             name, value = argument.name, getattr(self, argument.name)
-            if argument.type in (float, float | None) and value is not None:
+            if argument.type in (float, float | None) and (value is not None or argument.default is not None):
                 # A search casts to the type of the value it finds, so an int would truncate.
                 setattr(self, name, _as_float(name, value))
             elif name in JSON_ARGUMENTS:

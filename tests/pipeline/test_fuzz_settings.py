@@ -49,7 +49,7 @@ def naive_multipliers(args, problem, steps):
 def test_any_settings_give_right_multipliers_or_an_error_that_names_them(tmp_path):
     outcomes, compared, unnamed = {"taken": 0, "refused": 0}, 0, []
 
-    @settings(derandomize=True, database=None, deadline=None, max_examples=200)
+    @settings(derandomize=True, database=None, deadline=None, max_examples=300)
     @given(st.fixed_dictionaries({}, optional=SETTINGS), st.lists(LOSSES, min_size=2, max_size=6))
     def check(given, steps):
         nonlocal compared

@@ -15,7 +15,7 @@ def expected_exits(uncertainty, threshold):
     """First layer that is sure, in plain Python; `[layers, batch]` -> `[batch]`."""
     layers = []
     for sample in uncertainty.T.tolist():
-        sure = [layer for layer, value in enumerate(sample[:-1], start=1) if value <= threshold]
+        sure = [layer for layer, value in enumerate(sample[:-1], start=1) if value < threshold]
         layers.append(sure[0] if sure else len(sample))
     return torch.tensor(layers)
 
@@ -97,13 +97,24 @@ def test_calibration_finds_the_cheapest_threshold_within_the_loss_allowed(max_lo
     full = (layers[-1].argmax(-1) == labels).float().mean()
     allowed = []
     for threshold in entropy[:-1].flatten().tolist():
-        exits = expected_exits(entropy, threshold)
+        exits = expected_exits(entropy, threshold + 1e-7)
         if (layers[exits - 1, samples].argmax(-1) == labels).float().mean() >= full - max_loss - 1e-6:
             allowed.append(exits.double().mean().item())
     report = fast.evaluate(rows, batch_size=16, repeats=1)
     assert report.accuracy >= full - max_loss - 1e-6 and report.full_accuracy == pytest.approx(full.item())
     assert report.mean_layers == pytest.approx(min(allowed, default=4.0), abs=0.02)
     assert report.exit_shares.sum() == pytest.approx(1.0) and report.speedup > 0
+
+
+def test_samples_that_are_wrongly_sure_beyond_doubt_stay_where_that_would_cost_too_much():
+    model, rows = spread(bert(num_layers=3)), toy_rows(40)
+    with torch.no_grad():
+        model.classifier.weight.mul_(1000)  # every probability is 0 or 1
+        labels = model(**{k: v for k, v in default_data_collator(rows).items() if k != "labels"}).logits.argmax(-1)
+    rows = [row | {"labels": int(label)} for row, label in zip(rows, labels)]
+    fast = ConfidenceExit(model).calibrate(rows, 0.01)
+    report = fast.evaluate(rows, repeats=1)
+    assert fast.threshold == 0.0 and report.accuracy == report.full_accuracy == 1.0 and report.mean_layers == 3
 
 
 def test_leaving_early_is_faster_by_the_clock():
@@ -145,6 +156,14 @@ def test_bad_arguments_to_confidence_exit_are_named():
         ConfidenceExit(llama(), threshold=0.5)(input_ids=batch["input_ids"])
     with pytest.raises(ValueError, match=r"needs \[batch, classes\]"):
         ConfidenceExit(bert(num_labels=1), threshold=0.5)(input_ids=batch["input_ids"])
+    multi_label = bert()
+    multi_label.config.problem_type = "multi_label_classification"
+    with pytest.raises(ValueError, match="several labels a sample"):
+        ConfidenceExit(multi_label)
+    with pytest.raises(ValueError, match="no classes as `labels`"):
+        ConfidenceExit(bert()).calibrate([row | {"labels": torch.rand(3)} for row in toy_rows(4)])
+    with pytest.raises(ValueError, match="`dataset` is empty"):
+        ConfidenceExit(bert(), threshold=0.5).evaluate([])
     rows = [{key: value for key, value in row.items() if key != "labels"} for row in toy_rows(4)]
-    with pytest.raises(ValueError, match="no `labels`"):
+    with pytest.raises(ValueError, match="no classes as `labels`"):
         ConfidenceExit(bert()).calibrate(rows)

@@ -1,10 +1,13 @@
+import math
+
 import pytest
 import torch
 import transformers
 from tiny import bert, spread, toy_rows
+from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hf_descent.early_exit import ExitProfile, exit_profile, truncate
+from hf_descent.early_exit import ConfidenceExit, ExitProfile, exit_profile, truncate
 
 
 def test_the_exit_profile_has_the_metric_of_every_truncated_model():
@@ -18,6 +21,17 @@ def test_the_exit_profile_has_the_metric_of_every_truncated_model():
         assert profile.values[layer - 1] == pytest.approx(hits.item())
         assert profile.losses[layer - 1] == pytest.approx(outputs.loss.item(), rel=1e-5)
     assert (profile.seconds > 0).all() and profile.speedups[-1] == 1.0 and profile.batch_size == 8
+
+
+def test_the_profile_says_how_large_its_batches_were_and_which_way_its_metric_goes():
+    def wrong(logits, labels):
+        return (logits.argmax(-1) != labels).sum(), labels.numel()
+
+    wrong.greater_is_better = False
+    loader = DataLoader(toy_rows(6), 3, collate_fn=default_data_collator)
+    profile = exit_profile(bert(num_layers=2), loader, metric=wrong, repeats=1)
+    assert profile.batch_size == 3 and not profile.greater_is_better
+    assert ConfidenceExit(bert(num_layers=2), threshold=1.0).evaluate(loader, repeats=1).batch_size == 3
 
 
 def test_a_shorter_model_is_faster():
@@ -34,7 +48,11 @@ def test_a_shorter_model_is_faster():
 def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
     profile = ExitProfile("accuracy", [0.5, 0.81, 0.79, 0.9], [1.0] * 4, [1.0, 2.0, 3.0, 4.0], 8)
     assert [profile.cheapest(share) for share in (0.99, 0.9, 0.5)] == [4, 2, 1]
-    assert ExitProfile("rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8).cheapest(0.99) == 2
+    assert (
+        ExitProfile("rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8, greater_is_better=False).cheapest(0.99) == 2
+    )
+    for values in ([0.0, 0.0, 0.0], [-0.4, -0.3, -0.2], [math.nan, math.nan, math.nan]):
+        assert ExitProfile("mcc", values, [1.0] * 3, [1.0] * 3, 8).cheapest() == (3 if values[0] else 1)
     assert profile.to_dict()["exit_speedup_2"] == 2.0 and profile.to_dict()["exit_layer_99"] == 4.0
     profile.to_json(str(tmp_path / "exit_profile.json"))
     assert str(ExitProfile.from_json(str(tmp_path / "exit_profile.json"))) == str(profile)

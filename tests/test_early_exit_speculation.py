@@ -29,6 +29,18 @@ def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(
     assert model.config.num_hidden_layers == 3
 
 
+def test_an_exit_whose_drafts_are_all_accepted_is_timed_first():
+    model = spread(llama(num_layers=4))
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():  # the layers above the second do nothing
+        for layer in model.model.layers[2:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    profile = speculation_profile(model, [torch.tensor([[3, 4, 5]])], max_new_tokens=8, max_timed=1, repeats=1)
+    assert profile.acceptance[1:].tolist() == [1.0, 1.0] and profile.acceptance[0] < 1
+    assert np.isfinite(profile.tokens_per_second).tolist() == [False, True, False]
+
+
 def test_the_best_exit_is_the_fastest_or_none():
     nan = float("nan")
     profile = SpeculationProfile([0.1, 0.9, 0.9], [nan, 30.0, 25.0], 20.0, [nan, 40.0, 30.0], [nan, 1.0, 1.0])

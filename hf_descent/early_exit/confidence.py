@@ -17,7 +17,7 @@ from ..layer_stack import intercepted
 from ..losses import labels_of
 from ..readout import Readout, output_logits, probing
 from ..tape import Tape, off_in_replay, switched_off, taped
-from .profile import load_batches, turns
+from .profile import load_batches, rows_of, turns
 
 
 MAX_THRESHOLDS = 1000  # candidates tried in a calibration
@@ -56,7 +56,7 @@ class ConfidenceReport(Result):
     def __str__(self) -> str:
         shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
         return (
-            f"{self.measure} <= {self.threshold:.4g}: accuracy {self.accuracy:.4f} ({self.full_accuracy:.4f} without "
+            f"{self.measure} < {self.threshold:.4g}: accuracy {self.accuracy:.4f} ({self.full_accuracy:.4f} without "
             f"early exit), {self.mean_layers:.2f} of {len(self.exit_shares)} layers a sample, "
             f"{self.speedup:.2f} times as fast in batches of {self.batch_size}\n"
             f"leaving after layer 1, 2, ...: {shares}"
@@ -66,16 +66,19 @@ class ConfidenceReport(Result):
 class ConfidenceExit:
     """A classifier each of whose samples stops at the first layer that is sure of it.
 
-    A sample is sure where its uncertainty is at most `threshold`: the entropy of the class probabilities divided by
+    A sample is sure where its uncertainty is below `threshold`: the entropy of the class probabilities divided by
     the logarithm of their number ("entropy"), or one minus the difference between the two largest ("margin"); both lie
     between 0 and 1. Samples that are sure leave: the layers above run on the rest of the batch. On an accelerator each
     layer that is read out waits for the device once, since the size of the rest must be known.
 
     Args:
         model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
-        threshold (`float`, *optional*): largest uncertainty that counts as sure; [`calibrate`] sets it.
+        threshold (`float`, *optional*): uncertainty below which a sample is sure (0: none is); [`calibrate`] sets it.
         measure (`str`): "entropy" or "margin".
         layers (sequence of `int`, *optional*): layers below the last that may be left after. All, where not given.
+
+    Raises:
+        ValueError: a bad `threshold` or `measure`, or a model of several labels a sample.
 
     Example:
 
@@ -96,6 +99,8 @@ class ConfidenceExit:
             raise ValueError(f"`measure` is {measure!r}; use 'entropy' or 'margin'.")
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"`threshold` is {threshold}; an uncertainty lies between 0 and 1.")
+        if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+            raise ValueError(f"{type(model).__name__} gives several labels a sample: use `truncate`.")
         self.model, self.threshold, self.measure, self.layers = model, threshold, measure, layers
         self._batch_dims: dict[str, int | None] = {}  # of the tensors met so far, by their place in a layer's call
 
@@ -186,38 +191,32 @@ class ConfidenceExit:
 
         All batches are held in memory, so that loading them is not timed.
         """
-        batches = load_batches(self.model, dataset, data_collator, processing_class, batch_size)
+        batches = list(load_batches(self.model, dataset, data_collator, processing_class, batch_size))
         with evaluating(self.model) as device:
-            batches = list(batches)
+            if not batches:
+                raise ValueError("`dataset` is empty; give labelled data.")
             labels = torch.cat([_labels(batch) for batch in batches])
             batches = [_without_labels(batch) for batch in batches]
             outputs = [self(**batch) for batch in batches]
             full = torch.cat([_class_logits(self.model(**batch)) for batch in batches])
-            seconds = turns(
-                [
-                    lambda: [self(**batch) for batch in batches],
-                    lambda: [self.model(**batch) for batch in batches],
-                ],
-                repeats,
-                device,
-            )  # [2, repeats]
-        exits = torch.cat([output.exit_layers for output in outputs]).cpu().numpy()
-        logits = torch.cat([output.logits for output in outputs])
+            calls = [lambda: [self(**batch) for batch in batches], lambda: [self.model(**batch) for batch in batches]]
+            seconds = turns(calls, repeats, device)  # [2, repeats]
+        exits, logits = (torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits"))
         num_layers = Readout.probe(self.model, batches[0]).num_layers
         return ConfidenceReport(
             accuracy=(logits.argmax(-1) == labels).float().mean().item(),
             full_accuracy=(full.argmax(-1) == labels).float().mean().item(),
-            exit_shares=np.bincount(exits, minlength=num_layers + 1)[1:] / len(exits),
+            exit_shares=np.bincount(exits.cpu().numpy(), minlength=num_layers + 1)[1:] / len(exits),
             seconds=float(np.median(seconds[0])),
             full_seconds=float(np.median(seconds[1])),
             speedup=float(np.median(seconds[1] / seconds[0])),
             threshold=float(self.threshold),
             measure=self.measure,
-            batch_size=batch_size,
+            batch_size=rows_of(batches[0]),
         )
 
     def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._uncertainty(logits.float()) <= self.threshold
+        return self._uncertainty(logits.float()) < self.threshold
 
     def _uncertainty(self, logits: torch.Tensor) -> torch.Tensor:
         """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
@@ -259,7 +258,7 @@ class _ShrinkingTape(Tape):
     def __init__(self, reader, inputs, batch_dims, exits, is_sure):
         super().__init__(reader.model, reader._stack)
         self.inputs, self.batch_dims, self.exits, self.is_sure = inputs, batch_dims, exits, is_sure
-        self.rows = torch.arange(_batch_size(reader.model, inputs), device=_device(reader.model))  # still here
+        self.rows = torch.arange(_batch_size(reader.model, inputs), device=next(reader.model.parameters()).device)
         self.exit_layers = torch.full_like(self.rows, self.stack.num_layers)  # [batch]
         self.logits = None  # [batch, classes], of the rows that have left
 
@@ -353,14 +352,14 @@ def _map_with_path(function, kind, tree, *others):
 
 def _cheapest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float) -> float:
     """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold costs too much."""
-    candidates = np.unique(unsure[np.isfinite(unsure) & (unsure >= 0)])
+    met = np.unique(unsure[np.isfinite(unsure) & (unsure >= 0)])
+    candidates = np.append((met[1:] + met[:-1]) / 2, 1.0)  # between them, so that rounding moves no sample
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
     best, fewest = 0.0, math.inf
     for threshold in candidates:
-        exits = (unsure <= threshold).argmax(0)  # [samples], the first sure layer
+        exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
         accuracy = np.take_along_axis(correct, exits[None], axis=0).mean()
-        # A tolerance for sums of samples: 0.9 - 0.01 is not 0.89.
         if accuracy >= correct[-1].mean() - max_loss - 1e-9 and exits.mean() < fewest:
             best, fewest = float(threshold), exits.mean()
     return best
@@ -377,8 +376,8 @@ def _class_logits(outputs) -> torch.Tensor:
 
 def _labels(inputs) -> torch.Tensor:
     labels = labels_of(inputs, ["labels", "label"])
-    if labels is None:
-        raise ValueError(f"A batch has the keys {sorted(inputs)} but no `labels`; give labelled data.")
+    if labels is None or labels.is_floating_point():
+        raise ValueError(f"A batch has the keys {sorted(inputs)} but no classes as `labels`; give labelled data.")
     return labels
 
 
@@ -393,7 +392,3 @@ def _batch_size(model, inputs) -> int:
 
 def _is_batched(value, batch_size) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == batch_size
-
-
-def _device(model) -> torch.device:
-    return next(model.parameters()).device

@@ -22,13 +22,14 @@ class ExitProfile(Result):
     """Metric, loss and latency of a model cut after each of its L layers; layer l at index l-1.
 
     Attributes:
-        metric (`str`): name of the metric; of "rmse" less is better, of any other more.
+        metric (`str`): name of the metric.
         values (float64 `[L]`): the metric on held-out data.
         losses (float64 `[L]`): the task loss.
         seconds (float64 `[L]`): wall-clock seconds per sample of the standalone truncated model, in batches of
             `batch_size` on `device`.
         batch_size (`int`): samples per batch.
         device (`str`): where it was measured.
+        greater_is_better (`bool`): whether more of the metric is better.
     """
 
     metric: str
@@ -37,6 +38,7 @@ class ExitProfile(Result):
     seconds: np.ndarray
     batch_size: int
     device: str = "cpu"
+    greater_is_better: bool = True
 
     def __post_init__(self):
         for name in ("values", "losses", "seconds"):
@@ -48,10 +50,11 @@ class ExitProfile(Result):
         return self.seconds[-1] / self.seconds
 
     def cheapest(self, share: float = 0.99) -> int:
-        """The first layer whose metric is at least `share` of the last layer's ("rmse": at most 1 / `share` of it)."""
-        kept = self.values / self.values[-1]
-        enough = kept <= 1 / share if self.metric == "rmse" else kept >= share
-        return int(np.flatnonzero(enough)[0]) + 1
+        """The first layer whose metric is at least `share` of the last layer's (at most 1 / `share` of it, where less
+        is better); the last where there is none."""
+        last = self.values[-1]
+        enough = self.values >= share * last if self.greater_is_better else share * self.values <= last
+        return int(np.argmax([*enough[:-1], True])) + 1
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1."""
@@ -115,7 +118,7 @@ def exit_profile(
     ratios, whole = [], []
     with evaluating(model) as device:
         batches = list(islice(batches, timing_batches))
-        samples = sum(len(next(iter(batch.values()))) for batch in batches)
+        samples = sum(map(rows_of, batches))
         for layer in range(1, len(profile.losses)):
             short = truncate(model, layer, batches[0])
             pairs = turns([lambda short=short: _run(short, batches), lambda: _run(model, batches)], repeats, device)
@@ -128,8 +131,9 @@ def exit_profile(
         profile.values,
         profile.losses,
         np.median(whole) / samples * np.array([*ratios, 1.0]),
-        batch_size,
+        rows_of(batches[0]),
         str(device),
+        getattr(metric, "greater_is_better", metric != "rmse"),
     )
 
 
@@ -139,6 +143,11 @@ def load_batches(model, dataset, data_collator, processing_class, batch_size) ->
     device = next(model.parameters()).device
     for _, batch in numbered_batches(dataset, collate, batch_size):
         yield send_to_device(dict(batch), device)
+
+
+def rows_of(batch: dict[str, Any]) -> int:
+    """Samples of a batch: a `DataLoader` has a batch size of its own."""
+    return len(next(iter(batch.values())))
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:

@@ -104,7 +104,8 @@ def speculation_profile(
         acceptance = _acceptance(model, prompts, greedy)  # [layers - 1]
         num_layers = len(acceptance) + 1
         cost = np.arange(1, num_layers) / num_layers
-        expected = (1 - acceptance ** (DRAFT + 1)) / np.maximum(1 - acceptance, 1e-9) / (1 + DRAFT * cost)
+        tokens = (acceptance[:, None] ** np.arange(DRAFT + 1)).sum(1)  # per draft, also where all are accepted
+        expected = tokens / (1 + DRAFT * cost)
         speeds, cut_speeds, equal = (np.full(num_layers - 1, np.nan) for _ in range(3))
         whole = []
         for index in np.argsort(-expected, kind="stable")[:max_timed]:

@@ -278,15 +278,23 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
     with autocast:
         own_scores = head(norm(rows)).view_as(scores)
     _require_close(own_scores, scores, precision, f"{name}: norm and head differ on single positions")
-    return norm, head, _logit_transform(model, scores[:, :8], logits[:, :8], precision), precision
+    return norm, head, _logit_transform(model, inputs, head, scores.dtype, precision), precision
 
 
-def _logit_transform(model, scores, logits, precision) -> HeadLoss:
+def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
     """The scale or softcap that turns head outputs into logits: a number of the config, or an inverse, by trial."""
+    name = type(model).__name__
+    # Scores far apart in the place of the head's: of a cap, nothing but rounding may show on those of a fresh model.
+    scores = torch.linspace(-100, 100, head.out_features, dtype=dtype, device=head.weight.device)  # [vocab]
+    try:
+        with intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)):
+            logits = output_logits(model(**_without_labels(model, inputs))).float()  # [batch, 1, vocab]
+    except Exception as error:
+        raise ValueError(f"{name} fails when its head is given one position: {error!r}.") from error
+    scores = scores.float()
     config = vars(model.config.get_text_config())
     numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}
     scales = [HeadLoss(logit_scale=scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
-    scores, logits = scores.float(), logits.float()
 
     def transformed(transform):
         scaled = transform.logit_scale * scores
@@ -296,12 +304,7 @@ def _logit_transform(model, scores, logits, precision) -> HeadLoss:
         return (transformed(transform) - logits).abs().max().item()
 
     best = min([*scales, *(HeadLoss(softcap=number) for number in numbers)], key=error)
-    _require_close(
-        transformed(best),
-        logits,
-        precision,
-        f"{type(model).__name__}: its logits are not scaled or capped head outputs",
-    )
+    _require_close(transformed(best), logits, precision, f"{name}: its logits are not scaled or capped head outputs")
     return best
 
 

@@ -95,7 +95,8 @@ class FusedStepMixin:
                 value_only=unweighted,
                 token_statistics=self._token_statistics,
             )
-            if self._fused.router_loss_weight and outputs.get("aux_loss") is not None:
+            # Trainer's label smoothing leaves the router's loss out.
+            if self._model_scores and self._fused.router_loss_weight and outputs.get("aux_loss") is not None:
                 return losses.objective + self._fused.router_loss_weight * outputs["aux_loss"] * share
             return losses.objective
 

@@ -126,6 +126,14 @@ def test_router_loss_weight():
     torch.testing.assert_close(outputs["loss"], expected)
 
 
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "RecurrentGemmaForCausalLM"])
+def test_a_softcap_is_found_where_rounding_hides_it(name):
+    model = build(name, final_logit_softcapping=30.0, logits_soft_cap=30.0).bfloat16()
+    model.get_output_embeddings().weight.data.mul_(0.1)
+    assert model(**batch())["logits"].abs().max() < 1
+    assert FusedReadout.probe(model, batch()).head_loss.softcap == 30.0
+
+
 def test_label_smoothing_is_the_trainers():
     model, inputs = build(), batch()
     readout = FusedReadout.probe(model, inputs, label_smoothing=0.1)

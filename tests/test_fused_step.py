@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import VOCAB, bert, classification_data, llama
 from torch.nn import functional as F
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers, fused_step
 from hf_descent.fused_readout import FusedReadout
@@ -40,8 +41,9 @@ def trainer(tmp_path, **kwargs):
         **kwargs,
     }
     keywords = {name: given.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in given}
+    model = given.pop("model", None) or llama(LAYERS)
     args = DescentConfig(output_dir=str(tmp_path), **given)
-    made = DescentTrainer(llama(LAYERS), args, train_dataset=rows(64), eval_dataset=rows(10, seed=1), **keywords)
+    made = DescentTrainer(model, args, train_dataset=rows(64), eval_dataset=rows(10, seed=1), **keywords)
     made.history = []
     step = made._after_optimizer_step
     made._after_optimizer_step = lambda: (step(), made.history.append(made.multipliers.values.clone()))
@@ -91,6 +93,27 @@ def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
     assert metrics.keys() == expected.keys()
     for name in ("eval_loss", *(f"eval_layer_loss_{layer}" for layer in (1, 2, 3))):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_fused, smoothing):
+    def trained():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+        router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **router))
+        made = trainer(tmp_path, model=model, label_smoothing_factor=smoothing, dual_warmup_steps=1, max_steps=6)
+        made.train()
+        return made
+
+    fused = trained()
+    assert fused._fused is not None
+    no_fused()
+    replayed = trained()
+    torch.testing.assert_close(fused._state.mean_losses, replayed._state.mean_losses, rtol=1e-4, atol=0.0)
+    for mine, expected in zip(fused.model.parameters(), replayed.model.parameters()):
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_fifty_steps_follow_a_naive_loop(tmp_path):

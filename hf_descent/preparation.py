@@ -135,12 +135,15 @@ class PreparationMixin:
 
         ValueError where f_0 = "auto" depends on a loss that cannot be measured.
         """
+        given = self.args.initial_loss_bound != "auto"
         if self.args.objective in ("erm", "fixed") or not self.is_in_train:
             return None
+        if given and self.compute_loss_func is not None:
+            return None  # would be searched for numerically, for a line of the log
         try:
             return self._known_predictor(model, inputs, outputs)
         except ValueError:
-            if self.args.initial_loss_bound == "auto" and self.args.objective != "deep_supervision":
+            if not given and self.args.objective != "deep_supervision":
                 raise
             return None
 

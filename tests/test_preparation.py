@@ -1,7 +1,6 @@
 """What training finds out on its first batch, above all whether f_0 = "auto" can be measured for the loss at hand."""
 
 import logging
-import math
 
 import pytest
 import torch
@@ -125,11 +124,11 @@ def test_plain_training_with_a_readout_measures_nothing(tmp_path):
 
 def test_a_given_f_0_above_chance_is_said(tmp_path, caplog):
     logging.getLogger("hf_descent").propagate = True
-    for bound, said in ((2.0, True), (0.9, False)):  # three classes: ln 3 at most
+    for bound, said in ((1.2, True), (0.9, False)):  # three classes, ln 3 = 1.0986
         caplog.clear()
-        make(tmp_path, bert(), classification_data(64), initial_loss_bound=bound, descent_alpha=0.1).train()
+        settings = {"initial_loss_bound": bound, "descent_alpha": 0.1, "log_level": "info"}
+        make(tmp_path, bert(), classification_data(64), **settings).train()
         assert ("lies above" in caplog.text) == said
-    assert math.log(3) > 0.9
 
 
 def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):

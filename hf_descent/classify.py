@@ -9,7 +9,6 @@ from transformers.utils import is_peft_available
 
 from .configs import DescentConfig
 from .data.text import DataArguments, load_text_classification, tokenize
-from .evaluation import layer_profile
 from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from .trainer import DescentTrainer
@@ -88,6 +87,8 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
     trainer.save_state()
     trainer.save_metrics("train", metrics)
     report(trainer, dataset)
+    if args.push_to_hub:
+        trainer.push_to_hub()  # what was saved before is without these results
 
 
 def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
@@ -152,7 +153,7 @@ def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
 
 def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:
     """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
-    args, problem = trainer.args, trainer.problem
+    args = trainer.args
     tables = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
@@ -161,17 +162,7 @@ def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:
         tables[0] += f"\n{split:10} {metrics[f'{prefix}_accuracy']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
 
     # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
-    results = {
-        "layer_profile": layer_profile(
-            trainer.accelerator.unwrap_model(trainer.model),
-            dataset[split],
-            problem=problem,
-            tolerance=0.0 if problem is None else args.feasibility_tolerance * problem.initial_loss_bound,
-            processing_class=trainer.processing_class,
-            batch_size=args.per_device_eval_batch_size,
-            accelerator=trainer.accelerator,
-        )
-    }
+    results = {"layer_profile": trainer.evaluate_layers(dataset[split])}
     if args.eval_gammas:
         results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
     for result in results.values():

@@ -26,7 +26,6 @@ from .data.video import (
     to_patches,
 )
 from .denoise_report import classical_rmse, plot_strip, restore, save_gif, table
-from .evaluation import layer_profile
 from .evaluation.scoring import Result
 from .models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
 from .trainer import DescentTrainer
@@ -180,6 +179,8 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     if trainer.is_world_process_zero():
         draw(trainer, task, clips[name], model_args)
         print(f"Written to {args.output_dir}")
+    if args.push_to_hub:
+        trainer.push_to_hub()  # what was saved before is without these results
 
 
 def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset:
@@ -219,28 +220,14 @@ def build_model(
 
 def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: ModelArguments) -> dict[str, Result]:
     """Measures the model on a split at every noise level and at every layer, and prints the tables."""
-    args, problem = trainer.args, trainer.problem
+    args = trainer.args
     gamma_train = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
-    shared = {
-        "metric": "rmse",
-        "scale": 255 / task.pixel_range,
-        "data_collator": task.collate,
-        "batch_size": args.per_device_eval_batch_size,
-    }
-    profile = layer_profile(
-        trainer.accelerator.unwrap_model(trainer.model),
-        rows,
-        gamma=gamma_train,
-        sigma=args.noise_sigma,
-        problem=problem,
-        tolerance=0.0 if problem is None else args.feasibility_tolerance * problem.initial_loss_bound,
-        **shared,
-    )
+    shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
+    profile = trainer.evaluate_layers(rows, gamma=gamma_train, **shared)
     results = {"layer_profile": profile}
     metrics = {f"{split}_{name}": value for name, value in profile.to_dict().items()}
     tables = [f"{split}: loss of every layer at noise level {gamma_train:g}\n{profile}"]
     if args.eval_gammas:
-        del shared["batch_size"], shared["data_collator"]
         results["noise_curve"] = curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
         metrics |= {f"{split}_{name}": value for name, value in curve.to_dict().items()}
         metrics[f"{split}_mean_rmse"] = float(curve.mean.mean())

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from accelerate.utils import find_batch_size, slice_tensors
 
-from .evaluation import noise_curve
+from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 
 
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
@@ -14,6 +14,8 @@ HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_stat
 class EvaluationMixin:
     """The part of [`DescentMixin`] that evaluates."""
 
+    _noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`, for the model card
+    _layer_profile: LayerProfile | None = None  # of the last `evaluate_layers`, for the model card
     _eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
@@ -84,12 +86,37 @@ class EvaluationMixin:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self.accelerator.unwrap_model(self.model)
         gamma_train = self.args.noise_gamma
-        own_loss = self.compute_loss_func is not None or self.label_smoother is not None
-        settings = {
-            "data_collator": self.data_collator,
-            "batch_size": self.args.eval_batch_size,
+        settings = self._evaluation_settings(model) | {
             "sigma": self.noise_sigma(model),
             "gamma_train": gamma_train[-1] if isinstance(gamma_train, list) else gamma_train,
+        }
+        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
+        self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
+        self._noise_curve = curve
+        return curve
+
+    def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
+        """Loss and metric of the model at every layer, and whether the constraints are met there.
+
+        Args:
+            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
+            kwargs: passed to [`layer_profile`].
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        settings = self._evaluation_settings(model)
+        if kwargs.get("gamma"):
+            settings["sigma"] = self.noise_sigma(model)
+        if self.problem is not None:
+            tolerance = self.args.feasibility_tolerance * self.problem.initial_loss_bound
+            settings |= {"problem": self.problem, "tolerance": tolerance}
+        self._layer_profile = layer_profile(model, self._held_out(eval_dataset), **{**settings, **kwargs})
+        return self._layer_profile
+
+    def _evaluation_settings(self, model) -> dict:
+        own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        return {
+            "data_collator": self.data_collator,
+            "batch_size": self.args.eval_batch_size,
             "label_names": self.label_names,
             "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
             "readout": self._readout_fn,
@@ -97,10 +124,9 @@ class EvaluationMixin:
             "accelerator": None if self._shards_parameters else self.accelerator,
             "progress": self.is_world_process_zero() and not self.args.disable_tqdm,
         }
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+
+    def _held_out(self, dataset):
+        dataset = self.eval_dataset if dataset is None else dataset
         if dataset is None or isinstance(dataset, dict):
-            raise ValueError("`eval_dataset` is a dict or not given; pass one dataset to `evaluate_robustness`.")
-        curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
-        self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
-        self._noise_curve = curve  # for the model card
-        return curve
+            raise ValueError("`eval_dataset` is a dict or not given; pass one dataset.")
+        return dataset

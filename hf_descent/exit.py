@@ -2,13 +2,20 @@
 
 import argparse
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from datasets import load_dataset
 from matplotlib.figure import Figure
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+)
 
 from . import models  # noqa: F401 (registers the package's own architectures)
 from .data.splits import FILE_TYPES
@@ -55,19 +62,9 @@ def run(args: argparse.Namespace) -> None:
     """
     folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))
     folder.mkdir(parents=True, exist_ok=True)
-    architecture = (AutoConfig.from_pretrained(args.model).architectures or [""])[0]
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    if "ForSequenceClassification" in architecture:
-        model = AutoModelForSequenceClassification.from_pretrained(args.model)
-        results = _classifier(model, tokenizer, args)
-    elif architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        model = AutoModelForCausalLM.from_pretrained(args.model)
-        results = _language_model(model, tokenizer, args)
-    else:
-        raise ValueError(
-            f"`model` is {args.model!r}, a {architecture or 'model of unknown class'}; the command takes text "
-            "classifiers and causal language models. `hf_descent.early_exit` takes the others."
-        )
+    model, tokenizer = load_model(args.model), AutoTokenizer.from_pretrained(args.model)
+    measure = _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
+    results = measure(model, tokenizer, args)
     for name, result in results.items():
         result.to_json(str(folder / f"{name}.json"))
         print(f"{name.replace('_', ' ')}\n{result}\n")
@@ -77,6 +74,34 @@ def run(args: argparse.Namespace) -> None:
         truncate(model, args.save_layer).save_pretrained(target)
         tokenizer.save_pretrained(target)
     print(f"Written to {folder}")
+
+
+def load_model(name: str) -> PreTrainedModel:
+    """A text classifier or a causal language model; the adapter in a local folder is merged into its base.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    adapter = Path(name) / "adapter_config.json"
+    if adapter.is_file():
+        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+
+        kind = json.loads(adapter.read_text(encoding="utf-8"))["task_type"]
+        auto_class = {"CAUSAL_LM": AutoPeftModelForCausalLM, "SEQ_CLS": AutoPeftModelForSequenceClassification}.get(
+            kind
+        )
+        if auto_class is not None:
+            return auto_class.from_pretrained(name).merge_and_unload()
+    else:
+        kind = (AutoConfig.from_pretrained(name).architectures or [""])[0]
+        if "ForSequenceClassification" in kind:
+            return AutoModelForSequenceClassification.from_pretrained(name)
+        if kind.endswith(("ForCausalLM", "LMHeadModel")):
+            return AutoModelForCausalLM.from_pretrained(name)
+    raise ValueError(
+        f"`model` is {name!r}, a {kind or 'model of unknown class'}; the command takes text classifiers and causal "
+        "language models. `hf_descent.early_exit` takes the others."
+    )
 
 
 def _classifier(model, tokenizer, args) -> dict[str, Result]:

@@ -53,8 +53,6 @@ SETTINGS = [
 class ModelCardMixin:
     """The part of [`DescentMixin`] that writes its model card."""
 
-    _noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`
-
     def create_model_card(self, *args, **kwargs) -> None:
         """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
 
@@ -68,8 +66,9 @@ class ModelCardMixin:
         folder = self.args.output_dir
         os.makedirs(folder, exist_ok=True)
         write_summary(folder, self._run_summary())
-        if self._noise_curve is not None:
-            self._noise_curve.to_json(os.path.join(folder, "noise_curve.json"))
+        for name, result in (("noise_curve", self._noise_curve), ("layer_profile", self._layer_profile)):
+            if result is not None:
+                result.to_json(os.path.join(folder, f"{name}.json"))
         write_card(folder, **self._card_facts(given))
 
     def _card_facts(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +80,10 @@ class ModelCardMixin:
         summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        evaluations = [entry for entry in self.state.log_history if "eval_loss" in entry]
+        # Each of a dict of data sets is logged by itself, under its own name.
+        history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
+        evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+        last = [entry for entry in evaluations if entry["step"] == evaluations[-1]["step"]]
         return {
             "model_name": summary.model_name,
             "repo_id": self.hub_model_id,
@@ -95,7 +97,7 @@ class ModelCardMixin:
             "objective": self.args.objective,
             "settings": {name: getattr(self.args, name) for name in SETTINGS},
             "paper": self._paper,
-            "evaluation": evaluations[-1] if evaluations else None,
+            "evaluation": {name: value for entry in last for name, value in entry.items()} or None,
         }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
@@ -14,6 +15,10 @@ INTRODUCTIONS = {
     "descent": "In training every layer was constrained to lower the task loss, read by the model's own head.",
     "erm": "No layer was constrained: this is plain training, the baseline of the constrained models.",
 }
+INTRODUCTIONS |= dict.fromkeys(
+    ("hinge", "quadratic"),
+    "The layers' violations of the descent constraints were penalised, as a baseline of the constrained models.",
+)
 # The head of a class name -> (auto class, task on the Hub).
 TASKS = {
     "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
@@ -27,10 +32,13 @@ TASKS = {
     "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
     "ForAudioClassification": ("AutoModelForAudioClassification", "audio-classification"),
 }
+SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 DENOISERS = ("ForVideoDenoising", "ForDenoising")
 # Of the numbers of an evaluation, these are no metrics, or stand in a table of their own.
 NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "_auc", "ratio_")
-NO_METRICS += ("descending_share", "retention", "steps", "num_")
+NO_METRICS += ("descending_share", "retention", "steps", "num_", "preparation_time")
+# Tasks for which PEFT has a class of its own; `AutoPeftModel` reads the class of any other model from the adapter.
+PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 MISSING = "not recorded"
 
 
@@ -60,15 +68,12 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         paper_url=f"https://huggingface.co/papers/{card['paper']['id']}",
         citation=card["paper"]["citation"],
         objective=card["objective"],
-        introduction=INTRODUCTIONS.get(
-            card["objective"],
-            "This objective weighs the losses of all layers, as a baseline of the constrained models.",
-        ),
+        introduction=_introduction(card),
         usage=_usage(card, auto_class),
         needs_package=card.get("needs_package"),
         metrics=_metric_table(card, baseline),
         noise=_noise_table(noise, baseline),
-        noise_note=_noise_note(noise),
+        noise_note=_noise_note(noise, (card.get("settings") or {}).get("noise_gamma")),
         layers=_layer_table(card, layers, baseline),
         descending=_descending(layers),
         verdict=_verdict(card, layers),
@@ -96,9 +101,20 @@ def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def _introduction(card) -> str:
+    layers = (card.get("settings") or {}).get("constrained_layers")
+    if card["objective"] == "descent" and layers:
+        return f"In training layers {_cell(layers)} were constrained to lower the task loss, read by the model's head."
+    return INTRODUCTIONS.get(
+        card["objective"], "This objective weighs the losses of all layers, as a baseline of the constrained models."
+    )
+
+
 def _task(card) -> tuple[str | None, str | None]:
     for ending, (auto_class, task) in TASKS.items():
-        if card["architecture"].endswith(ending):
+        # Speech and vision models end in the same words as T5.
+        other = "Seq2Seq" in auto_class and card["architecture"] not in SEQ_TO_SEQ
+        if card["architecture"].endswith(ending) and not other:
             return auto_class, card.get("pipeline_tag") or task
     return None, card.get("pipeline_tag") or ("image-to-image" if card["architecture"].endswith(DENOISERS) else None)
 
@@ -136,8 +152,9 @@ def _usage(card, auto_class) -> str:
         return f'from {module} import {architecture}\n\nmodel = {architecture}.from_pretrained("{name}")'
     library = "transformers"
     if card["library_name"] == "peft":
-        library, auto_class = "peft", auto_class.replace("AutoModel", "AutoPeftModel")
-        auto_class = auto_class if "Image" not in auto_class and "Audio" not in auto_class else "AutoPeftModel"
+        library = "peft"
+        kind = auto_class.removeprefix("AutoModelFor")
+        auto_class = f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel"
     names = [auto_class]
     lines = [f'model = {auto_class}.from_pretrained("{name}")']
     if card.get("has_tokenizer"):
@@ -148,9 +165,9 @@ def _usage(card, auto_class) -> str:
 
 
 def _exit_usage(card, exits, layers, task) -> str:
-    depth = len(layers.get("losses") or exits.get("values") or [])
-    layer = exits.get("cheapest") or max(1, depth // 2) or 1
-    classifier = task == "text-classification"
+    losses = layers.get("losses") or _numbered(card.get("evaluation") or {}, "layer_loss_")
+    layer = exits.get("cheapest") or max(1, len(losses) // 2)
+    classifier = str(task).endswith("-classification") and task != "token-classification"
     model = "model"
     if card["library_name"] == "peft":
         model = "model.merge_and_unload()"
@@ -185,11 +202,13 @@ def _noise_table(noise, baseline) -> str:
     return _table(["gamma", noise["metric"]], rows, baseline if other else {}, others)
 
 
-def _noise_note(noise) -> str:
+def _noise_note(noise, setting) -> str:
     if not noise:
         return ""
     trained = noise.get("gamma_train")
     words = f"Trained at gamma = {trained:g}. " if trained else "Trained without noise. " if trained == 0 else ""
+    if trained and isinstance(setting, list):
+        words = f"Trained at gamma between {setting[0]:g} and {setting[1]:g}. "
     return (
         words + f"Mean over {noise['draws']} draws of the noise, ± their standard deviation."
         if noise["draws"] > 1
@@ -217,11 +236,11 @@ def _layer_table(card, layers, baseline) -> str:
 
 
 def _numbered(evaluation, word) -> list[float]:
-    """The values of `..._<word>1`, `..._<word>2`, ... in order."""
+    """The values of `eval_<word>1`, `eval_<word>2`, ... (or `test_...`) in order."""
     found = {}
     for name, value in evaluation.items():
-        _, marker, number = name.partition(word)
-        if marker and number.isdecimal():
+        prefix, _, number = name.partition(word)
+        if prefix in ("eval_", "test_") and number.isdecimal():
             found[int(number)] = value
     return [found[number] for number in sorted(found)]
 

@@ -8,8 +8,9 @@ is an unbiased estimate of ||h(y) - x||^2 / N (Stein 1981), with div h(y) = E b 
 Monte Carlo (Ramani, Blu, Unser 2008). A linear combination of estimates is quadratic in its weights, so the best one
 solves a small linear system (SURE-LET; Blu, Luisier 2007).
 
-The ASSUMPTION is Gaussian noise, independent and of one deviation over a sample. Blur has no deviation that could be
-estimated; salt-and-pepper and correlated noise are misjudged, usually towards passes too many: there use one pass.
+The ASSUMPTION is Gaussian noise, independent and of one deviation over a sample. Of correlated noise, and of salt and
+pepper on few pixels, the estimated deviation is far too small, so that the input is taken for clean and the noise is
+kept, where a fixed number of passes would remove most of it. Blur has no deviation to estimate, and stays as it is.
 """
 
 import math

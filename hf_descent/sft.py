@@ -9,7 +9,6 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .classify import resume_choice
 from .data.alpaca import AlpacaArguments, load_alpaca
-from .evaluation import layer_profile
 from .sft_config import SFTDescentConfig
 from .sft_trainer import SFTDescentTrainer
 
@@ -62,11 +61,13 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
     trainer.save_state()
     trainer.save_metrics("train", metrics)
     report(trainer, dataset)
+    if args.push_to_hub:
+        trainer.push_to_hub()  # what was saved before is without these results
 
 
 def report(trainer: SFTDescentTrainer, dataset: DatasetDict) -> None:
     """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
-    args, problem = trainer.args, trainer.problem
+    args = trainer.args
     tables = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
@@ -78,15 +79,7 @@ def report(trainer: SFTDescentTrainer, dataset: DatasetDict) -> None:
         tables[0] += f"\n{split:10} {accuracy:10.4f} {loss:10.4f}"
 
     # `split` and `prefix` are those of the last one from here on: of the test rows where there are any.
-    results = {
-        "layer_profile": layer_profile(
-            trainer.accelerator.unwrap_model(trainer.model),
-            trainer.held_out_batches(dataset[split]),
-            problem=problem,
-            tolerance=0.0 if problem is None else args.feasibility_tolerance * problem.initial_loss_bound,
-            accelerator=trainer.accelerator,
-        )
-    }
+    results = {"layer_profile": trainer.evaluate_layers(dataset[split])}
     if args.eval_gammas:
         results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
     summaries = {f"{prefix}_{name}": value for result in results.values() for name, value in result.to_dict().items()}

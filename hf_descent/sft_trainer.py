@@ -175,11 +175,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     # ---- evaluation and logs ----
 
-    def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs):
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, Dataset):
-            dataset = self.held_out_batches(dataset)
-        return super().evaluate_robustness(dataset, gammas, **kwargs)
+    def _held_out(self, dataset):
+        dataset = super()._held_out(dataset)
+        return self.held_out_batches(dataset) if isinstance(dataset, Dataset) else dataset
 
     def held_out_batches(self, dataset: Dataset) -> DataLoader:
         """The batches of a data set as `evaluate` takes it, for [`noise_curve`] and [`layer_profile`]."""

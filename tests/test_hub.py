@@ -1,5 +1,6 @@
 """Pushes and pulls over the Hub's protocol, each in a process of its own, against a server on loopback."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import check_card, serving
-from tiny import bert, classification_data, config
+from tiny import bert, classification_data, config, word_tokenizer
 
 from hf_descent import DescentTrainer
 
@@ -67,6 +68,7 @@ trainer = DescentTrainer(
 trainer.train()
 trainer.evaluate()
 trainer.evaluate_robustness()
+trainer.evaluate_layers()
 trainer.push_to_hub(dataset="stanfordnlp/imdb", license="apache-2.0")
 batch = {"input_ids": torch.arange(12).reshape(2, 6)}
 logits = [trainer.model.eval()(**batch).logits]
@@ -115,7 +117,7 @@ def test_a_run_is_pushed_through_failures_and_loads_without_the_package(tmp_path
         files = hub.repos["tester/constrained"]["files"]
         assert {
             "README.md", "config.json", "descent_config.json", "model.safetensors", "model_card.json",
-            "noise_curve.json", "noise.png", "tokenizer.json",
+            "noise_curve.json", "noise.png", "layer_profile.json", "layers.png", "tokenizer.json",
         } <= files.keys()  # fmt: skip
         assert not any(name.startswith("checkpoint") or "optimizer" in name for name in files)
         assert hub.repos["tester/constrained"]["commits"][-1] == "End of training"
@@ -126,6 +128,39 @@ def test_a_run_is_pushed_through_failures_and_loads_without_the_package(tmp_path
         assert check_card(card) == [] and "stanfordnlp/imdb" in card and "accuracy at noise gamma 1" in card
         assert "base_model: tester/base" in hub.repos["tester/adapter"]["files"]["README.md"].decode()
         assert "LABEL_" in run_python(LOAD, hub, tmp_path / "user", tmp_path / "logits.pt", package=False)
+
+
+RECIPE = """
+import sys
+from hf_descent import cli
+cli.main(["classify", *sys.argv[1:], "--push_to_hub", "true", "--hub_model_id", "tester/recipe"])
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_pushes_what_it_measured_after_training(tmp_path):
+    bert().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"text": f"w{i} w{i + 1}", "label": i % 3}) for i in range(12)))
+    settings = {
+        "model_name_or_path": tmp_path / "model", "output_dir": tmp_path / "run", "train_file": rows,
+        "validation_file": rows, "test_file": rows, "max_steps": 2, "eval_gammas": 0.5, "save_strategy": "no",
+        "report_to": "none", "use_cpu": "true", "initial_loss_bound": 1.0, "descent_alpha": 0.3,
+        "dual_warmup_steps": 0, "max_seq_length": 8,
+    }  # fmt: skip
+    flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    with serving() as hub:
+        run_python(RECIPE, hub, tmp_path / "cache", *flags)
+        files = hub.repos["tester/recipe"]["files"]
+        assert {
+            "all_results.json",
+            "layer_profile.json",
+            "noise_curve.json",
+            "layers.png",
+            "noise.png",
+        } <= files.keys()
+        assert b"metric, test data" in files["README.md"] and b"at noise gamma 0.5" in files["README.md"]
 
 
 PUSH = """

@@ -120,6 +120,41 @@ def test_a_card_without_evaluations_says_so(tmp_path):
         cli.main(["card", str(tmp_path / "bare")])
 
 
+def test_a_card_names_the_results_of_several_data_sets_and_no_time_as_a_metric(tmp_path):
+    rows = {"a": classification_data(8), "b": classification_data(8, seed=1)}
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=rows["a"], eval_dataset=rows)
+    metrics = trainer.evaluate()
+    assert "eval_a_model_preparation_time" in metrics  # before training, Trainer logs it
+    trainer.create_model_card()
+    card, text = read(tmp_path)
+    assert results_of(card) == {f"{name}_loss": pytest.approx(metrics[f"eval_{name}_loss"]) for name in rows}
+    assert "No losses per layer" in text  # there are two of each
+
+
+def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
+    bert().save_pretrained(tmp_path)
+    noise = {"metric": "accuracy", "gammas": [0, 1], "mean": [0.9, 0.8], "draws": 1, "gamma_train": 0.5}
+    settings = {"constrained_layers": [2, 3], "noise_gamma": [0.1, 0.5]}
+    write_card(tmp_path, objective="descent", settings=settings, noise_curve=noise, evaluation={"eval_loss": 1.0})
+    _, text = read(tmp_path)
+    assert "In training layers 2 3 were constrained" in text and "every layer" not in text
+    assert "Trained at gamma between 0.1 and 0.5." in text
+    write_card(tmp_path, objective="hinge")
+    assert "violations of the descent constraints were penalised" in read(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "usage"),
+    [
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM.from"),
+        ("WhisperForConditionalGeneration", "import WhisperForConditionalGeneration"),
+    ],
+)
+def test_the_class_that_a_card_names_is_one_that_loads_the_model(architecture, usage):
+    card = {"model_name": "m", "objective": "erm", "library_name": "transformers", "paper": DescentTrainer._paper}
+    assert usage in str(render(card | {"architecture": architecture}))
+
+
 def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_index(tmp_path):
     bert().save_pretrained(tmp_path)
     evaluation = {
@@ -185,6 +220,10 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     card, text = read(tmp_path / "adapter")
     assert card.data.library_name == "peft" and card.data.base_model == "someone/base"
     assert "AutoPeftModelForCausalLM" in text and "model.merge_and_unload()" in text
+    masked = {"model_name": "m", "objective": "erm", "library_name": "peft", "paper": DescentTrainer._paper}
+    for architecture in ("BertForMaskedLM", "BertForMultipleChoice", "ViTForImageClassification"):
+        code = re.search(r"```python\n(from peft .*)", str(render(masked | {"architecture": architecture})))[1]
+        exec(code)  # a class that PEFT has
     bert().save_pretrained(tmp_path / "encoder")
     own = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path / "encoder"), "mean", num_labels=3)
     trained(tmp_path / "own", own).create_model_card()

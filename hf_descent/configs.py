@@ -110,11 +110,12 @@ class DescentArguments:
     readout_token_fraction (`float`, *optional*):
         Share of the labelled tokens, in (0, 1], on which a language model's intermediate layers are read, the same
         tokens for every layer of a step. The loss of the last layer in the objective always takes all of them. Where
-        not given: 1/8 for a vocabulary of 8192 or more, else all.
+        not given: 1/8 for a vocabulary of 8192 or more, else all. The estimates are unbiased; the penalties of "hinge"
+        and "quadratic", which are convex in them, come out somewhat too high on a sample.
     readout_gradient_threshold (`float`, *optional*):
-        Share of the gradient of the logits, in (0, 1), that may be left out of the products with the head: the least
-        likely classes go first. Exact where not given. The log has the share left out as `readout_gradient_skipped`:
-        0 where the predictions are too flat for it to pay, and the products are the exact ones.
+        Share of the gradient of the logits, in (0, 1), that may be approximated in the products with the head: the
+        least likely classes go first. Exact where not given. The log has the share as `readout_gradient_skipped`: 0
+        where the predictions are too flat for it to pay, and the products are the exact ones.
 
     > Parameters that control the noise
 

@@ -102,7 +102,6 @@ def fused_layer_losses(
     head_loss: HeadLoss = PLAIN_CROSS_ENTROPY,
     num_items: torch.Tensor | int | None = None,
     value_only: Sequence[int] = (),
-    final_weight: float = 1.0,
     token_statistics: bool = False,
     workspace: Workspace | None = None,
 ) -> LayerLossSums:
@@ -118,12 +117,12 @@ def fused_layer_losses(
             `[tokens, hidden]`. Its parameters get their gradient where it is a module.
         head (`nn.Linear`): The output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
         weights (`torch.Tensor` of shape `[L]`, *optional*): w_l, on the hidden states' device. `None`: values only.
+            Where tokens were sampled, 1 of w_L is spent on all labelled tokens (the objective is f_L + ...) and the
+            rest on the sample.
         num_items (`torch.Tensor` or `int`, *optional*): The count that the objective divides by, over all
             micro-batches and processes where there are several. Default: this micro-batch's labelled tokens.
         value_only (sequence of `int`): Layers (1-based) whose weight is zero by construction: they cost one product
             instead of three. Nothing here looks at the value of a weight, which would wait for the device.
-        final_weight (`float`): The part of w_L that is spent on all labelled tokens (1 for an objective f_L + ...);
-            the rest is spent on the sample. Without a sample it makes no difference.
         token_statistics (`bool`): Whether to return entropies and hits of the last layer.
         workspace ([`Workspace`], *optional*): Keeps the tile's memory from one call to the next.
 
@@ -150,8 +149,8 @@ def fused_layer_losses(
         for read, weight in zip(reads, spread):
             read.coefficients = weight.expand(len(read.rows))
         if sample is not None:
-            reads[-1].coefficients = torch.full_like(targets, final_weight, dtype=spread.dtype)
-            reads[-1].coefficients[sample] += spread[-1] - expansion * final_weight
+            reads[-1].coefficients = torch.ones_like(targets, dtype=spread.dtype)
+            reads[-1].coefficients[sample] += spread[-1] - expansion
         for layer in value_only:
             reads[layer - 1].coefficients = None
 

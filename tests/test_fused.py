@@ -246,7 +246,7 @@ def test_the_objective_reads_the_last_layer_on_all_tokens():
     (WEIGHTS[-1] * naive_sums(hidden[-1:], norm, head, labels)).sum().backward()
     full = hidden[-1].grad.flatten(0, 1)[tokens.rows] / WEIGHTS[-1]
     hidden[-1].grad = None
-    fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1, final_weight=1.0).objective.backward()
+    fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1).objective.backward()
     share = torch.ones(len(tokens.rows), dtype=torch.float64)
     share[tokens.sample] += (WEIGHTS[-1] - 1.0) * len(tokens.rows) / len(tokens.sample)
     torch.testing.assert_close(hidden[-1].grad.flatten(0, 1)[tokens.rows], share[:, None] * full)

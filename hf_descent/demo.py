@@ -28,10 +28,20 @@ GAMMA_TRAIN = 0.15
 GAMMAS = (0.0, 0.05, 0.1, GAMMA_TRAIN, 0.25, 0.4, 0.6, 0.8, 1.0)
 NUM_LAYERS, EXIT_LAYER = 5, 3
 ALPHA, INITIAL_LOSS_BOUND = 0.05, 1.0  # f_0: the noisy input's own loss
+PROBLEM = {
+    "descent_alpha": ALPHA,
+    "initial_loss_bound": INITIAL_LOSS_BOUND,
+    "dual_learning_rate": 0.01,
+    "resilience": 0.05,
+}
 
 
 def demo(
-    output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200, negative_weights: str = "keep"
+    output_dir: str,
+    seeds: Sequence[int] = (0, 1, 2),
+    max_steps: int = 1200,
+    negative_weights: str = "keep",
+    auto: bool = False,
 ) -> dict:
     """Train every arm with every seed, evaluate on held-out clips, print the tables, write `demo.json` and `demo.png`.
 
@@ -40,17 +50,20 @@ def demo(
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
         negative_weights (`str`): "keep" or "clip", as in [`DescentConfig`], for the constrained arm.
+        auto (`bool`): whether the constrained arm takes the package's default problem and dual settings ("auto"), in
+            place of the demo's own; the largest violation is that of either problem.
 
     Returns:
         What `demo.json` holds: `settings`, `gammas`, and for each arm a list of one dict per seed: `layer_losses`
-        (mean squared error / noise power at the training noise level, layers 1..L), `max_violation`, `rmse` (0-255
-        scale, one per gamma), and for the constrained arm `multipliers` (a list of L for each of `steps`).
+        (mean squared error / noise power at the training noise level, layers 1..L), `max_violation` (in units of
+        f_0), `rmse` (0-255 scale, one per gamma), and for the constrained arm `multipliers` (a list of L for each of
+        `steps`).
     """
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
     sigma = float(train.std())
-    settings = {"max_steps": max_steps, "negative_weights": negative_weights}
+    settings = {"max_steps": max_steps, "negative_weights": negative_weights, "auto": auto}
     results = {
         "settings": {"seeds": list(seeds), "gamma_train": GAMMA_TRAIN, "sigma": sigma, **settings},
         "gammas": list(GAMMAS),
@@ -164,7 +177,7 @@ def _row(label: str, values: dict[str, np.ndarray]) -> str:
     return f"{label:28}" + "".join(f"{f'{array.mean():.2f}{spread[arm]}':>20}" for arm, array in values.items())
 
 
-def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights) -> dict:
+def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights, auto) -> dict:
     """Train one model and evaluate it on the clips `test`."""
     noise_power = (GAMMA_TRAIN * sigma) ** 2
     model = UTForVideoDenoising(
@@ -175,15 +188,12 @@ def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights)
             loss_scale=1 / (noise_power * train[0].numel()),
         )
     )
+    by_auto = auto and arm == "descent"
     config = DescentConfig(
         output_dir=str(output_dir),
         objective=arm,
-        descent_alpha=ALPHA,
-        initial_loss_bound=INITIAL_LOSS_BOUND,
-        dual_learning_rate=0.01,
-        dual_optim="adam",
+        **({} if by_auto else PROBLEM),
         dual_warmup_steps=0.25,
-        resilience=0.05,
         negative_weights=negative_weights,
         noise_gamma=GAMMA_TRAIN,
         noise_sigma=sigma,
@@ -206,13 +216,13 @@ def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 
-    problem = DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
+    problem = trainer.problem if by_auto else DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
     profile = layer_profile(model, _dataset(test), gamma=GAMMA_TRAIN, problem=problem, metric="rmse", scale=255)
     curve = noise_curve(model, _dataset(test), GAMMAS, metric="rmse", scale=255)
     logs = [log for log in trainer.state.log_history if "multiplier_1" in log]
     return {
         "layer_losses": profile.losses.tolist(),
-        "max_violation": profile.max_violation,
+        "max_violation": profile.max_violation / problem.initial_loss_bound,
         "rmse": curve.mean.tolist(),
         "steps": [log["step"] for log in logs],
         "multipliers": [[log[f"multiplier_{layer}"] for layer in range(1, NUM_LAYERS + 1)] for log in logs],
@@ -232,6 +242,10 @@ def add_arguments(parser: argparse.ArgumentParser):
         "--negative_weights", choices=("keep", "clip"), default="keep", help="in the constrained model's objective"
     )
 
+    parser.add_argument(
+        "--auto", action="store_true", help="the package's default problem and dual settings in the constrained model"
+    )
+
 
 def run(args: argparse.Namespace):
-    demo(args.output_dir, args.seeds, args.max_steps, args.negative_weights)
+    demo(args.output_dir, args.seeds, args.max_steps, args.negative_weights, args.auto)

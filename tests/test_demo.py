@@ -28,3 +28,9 @@ def test_the_demo_shows_what_the_readme_says(tmp_path):
     assert constrained.mean() <= 0.98 * plain.mean()
     level = GAMMAS.index(GAMMA_TRAIN)
     assert constrained[level] <= 1.01 * plain[level]
+
+
+@pytest.mark.slow
+def test_the_package_s_defaults_are_feasible_here(tmp_path):
+    arms = demo(str(tmp_path), seeds=(0,), negative_weights="clip", auto=True)["arms"]
+    assert arms["descent"][0]["max_violation"] <= 0.01

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_layer_losses, labelled_tokens
 from .layer_stack import LayerStack, intercepted, tensors
+from .losses import shifts_labels
 from .readout import Readout, output_logits, probing
 
 
@@ -169,12 +170,7 @@ class FusedReadout:
         name = type(self.model).__name__
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         replayed, fused = [], []
-        # A label of the first token alone is of no use to a model that predicts token t at t-1. The losses themselves
-        # need not tell: those of an untrained model hardly differ.
-        alone = torch.full_like(inputs["labels"], -100)
-        alone[:, 0] = 0
-        loss = self.model(**{**inputs, "labels": alone})["loss"]
-        self.shifts_labels = not (loss.isfinite() and loss)
+        self.shifts_labels = shifts_labels(self.model, inputs)
 
         def score(read, outputs, hidden_states):
             sums = read(labelled_tokens(inputs["labels"], self.shifts_labels))

@@ -52,6 +52,17 @@ def finds_shift(logits: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) 
     return None if plain.isnan() or shifted.isnan() else bool(shifted < plain)
 
 
+def shifts_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model's own loss predicts token t at t-1: a label of the first token alone is then of no use to it.
+
+    The losses need not tell, since those of an untrained model hardly differ.
+    """
+    alone = torch.full_like(inputs["labels"], IGNORE_INDEX)
+    alone[:, 0] = 0
+    loss = model(**{**inputs, "labels": alone})["loss"]
+    return not (loss.isfinite() and loss)
+
+
 def loss_from_logits(
     model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
 ) -> torch.Tensor:

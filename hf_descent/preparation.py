@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import CONFIG_NAME, ModelOutput
 
 from .descent_state import STATE_NAME, DescentState
-from .losses import IGNORE_INDEX, finds_shift, labels_of, layer_losses
+from .losses import IGNORE_INDEX, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .readout import Readout, has_router_loss, output_logits, probing
 from .schedule import ConstantPredictor
@@ -106,11 +106,9 @@ class PreparationMixin:
         logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
         if self._fused is None and loss is not None and labels is not None:
-            if has_router_loss(outputs):
-                with probing(model):  # the loss of tokens alone
-                    loss = layer_losses(model, inputs)[-1]
-            shift = finds_shift(logits, labels, loss)
-            self._loss_shifts_labels = self._loss_shifts_labels if shift is None else shift
+            tokens = labels is inputs.get("labels") and labels.dim() == 2 and logits.shape[:2] == labels.shape
+            with probing(model):
+                self._loss_shifts_labels = tokens and not labels.is_floating_point() and shifts_labels(model, inputs)
             if loss.dtype in (torch.bfloat16, torch.float16):
                 logger.warning(
                     f"The model's loss is computed in {loss.dtype}, whose {3 if loss.dtype == torch.bfloat16 else 4} "

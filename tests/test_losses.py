@@ -3,10 +3,10 @@ import copy
 import pytest
 import torch
 from tiny import bert, classification_data, config, language_data, llama
-from transformers import BertForQuestionAnswering
+from transformers import BertForMaskedLM, BertForQuestionAnswering
 
 from hf_descent import DescentTrainer, layer_losses
-from hf_descent.losses import count_items
+from hf_descent.losses import count_items, shifts_labels
 
 
 def collate(rows):
@@ -77,3 +77,11 @@ def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
     )
     with pytest.raises(ValueError, match="loss of BertForQuestionAnswering takes other arguments.*layer_loss_fn"):
         trainer.train()
+
+
+def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_value():
+    tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    assert shifts_labels(llama().bfloat16(), inputs)
+    masked = BertForMaskedLM(bert(num_labels=2).config).bfloat16().eval()
+    assert not shifts_labels(masked, inputs)

@@ -250,7 +250,12 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
         logits = output_logits(model(**_without_labels(model, inputs)))
 
     shape = (*last.shape[:-1], logits.shape[-1])
-    heads = [call for call in tail if type(call[0]).forward is nn.Linear.forward and call[2][0].shape == logits.shape == shape]
+    # By what it computes: FSDP2 gives it a class of its own.
+    heads = [
+        call
+        for call in tail
+        if type(call[0]).forward is nn.Linear.forward and call[2][0].shape == logits.shape == shape
+    ]
     if not heads:
         raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
     head, (reached, *_), (scores, *_) = heads[-1]

@@ -210,7 +210,7 @@ class PreparationMixin:
             # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
             shifted = logits.reshape(labels.shape).to(labels) + factor * residual
             if self.compute_loss_func is not None:
-                loss = self.compute_loss_func(ModelOutput(logits=logits), shifted, num_items_in_batch=labels.numel())
+                loss = self._score_constant(logits.dim(), logits, shifted)
             else:
                 with probing(model):
                     loss = model(**{**inputs, "labels": shifted})["loss"]

@@ -13,7 +13,7 @@ import tempfile
 import time
 
 import torch
-from transformers import TrainerCallback
+from classifier_step import Clock
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.data.video import VideoArguments, load_clips, patch_rows
@@ -21,19 +21,6 @@ from hf_descent.models import DustConfig, DustForVideoDenoising, UTConfig, UTFor
 
 
 MODELS = {"ut": (UTForVideoDenoising, UTConfig), "dust": (DustForVideoDenoising, DustConfig)}
-
-
-class Clock(TrainerCallback):
-    """Seconds from the start of a step to its end, the optimizer's and the dual step included."""
-
-    def __init__(self):
-        self.seconds = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self.start)
 
 
 def time_steps(options) -> dict[str, float]:

@@ -41,7 +41,7 @@ def demo(
     seeds: Sequence[int] = (0, 1, 2),
     max_steps: int = 1200,
     negative_weights: str = "keep",
-    auto: bool = False,
+    auto: float | None = None,
 ) -> dict:
     """Train every arm with every seed, evaluate on held-out clips, print the tables, write `demo.json` and `demo.png`.
 
@@ -50,8 +50,9 @@ def demo(
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
         negative_weights (`str`): "keep" or "clip", as in [`DescentConfig`], for the constrained arm.
-        auto (`bool`): whether the constrained arm takes the package's default problem and dual settings ("auto"), in
-            place of the demo's own; the largest violation is that of either problem.
+        auto (`float`, *optional*): the `descent_strength` at which the constrained arm takes the package's default
+            problem and dual settings ("auto"), in place of the demo's own; the largest violation is that of either
+            problem.
 
     Returns:
         What `demo.json` holds: `settings`, `gammas`, and for each arm a list of one dict per seed: `layer_losses`
@@ -188,11 +189,11 @@ def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights,
             loss_scale=1 / (noise_power * train[0].numel()),
         )
     )
-    by_auto = auto and arm == "descent"
+    by_auto = auto is not None and arm == "descent"
     config = DescentConfig(
         output_dir=str(output_dir),
         objective=arm,
-        **({} if by_auto else PROBLEM),
+        **({"descent_strength": auto} if by_auto else PROBLEM),
         dual_warmup_steps=0.25,
         negative_weights=negative_weights,
         noise_gamma=GAMMA_TRAIN,
@@ -241,9 +242,13 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument(
         "--negative_weights", choices=("keep", "clip"), default="keep", help="in the constrained model's objective"
     )
-
     parser.add_argument(
-        "--auto", action="store_true", help="the package's default problem and dual settings in the constrained model"
+        "--auto",
+        type=float,
+        nargs="?",
+        const=1.0,
+        metavar="STRENGTH",
+        help="the package's default problem and dual settings in the constrained model, at this `descent_strength`",
     )
 
 

@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from .configs import DescentArguments
 from .descent_state import STATE_NAME, write_summary
+from .noise import inner_model
 from .selection import best_candidate
 
 
@@ -27,6 +29,12 @@ DEEPSPEED_FOLDER = "global_step"
 TORCH_FILES = (
     "adapter_model", "bf16_zero", "mp_rank", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler",
     "training_args", "zero_pp_rank",
+)  # fmt: skip
+# What makes one way of training another, beside the arguments of this package.
+TRAINING_ARGUMENTS = (
+    "gradient_accumulation_steps", "label_smoothing_factor", "learning_rate", "lr_scheduler_type", "max_grad_norm",
+    "max_steps", "neftune_noise_alpha", "num_train_epochs", "optim", "per_device_train_batch_size", "seed",
+    "warmup_steps", "weight_decay", "world_size",
 )  # fmt: skip
 
 
@@ -103,9 +111,11 @@ class CheckpointMixin:
     def _run_summary(self) -> dict:
         """What tells this run from others, plain training included, and what a step of it costs."""
         names = [argument.name for argument in dataclasses.fields(DescentArguments)]
-        names += ["learning_rate", "max_steps", "neftune_noise_alpha", "num_train_epochs", "seed"]
         summary = {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
-        summary["arguments"] = {name: getattr(self.args, name) for name in names}
+        summary["arguments"] = {name: getattr(self.args, name) for name in [*names, *TRAINING_ARGUMENTS]}
+        summary |= {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
+        if has_length(self.train_dataset):
+            summary["train_rows"] = len(self.train_dataset)
         # Beside the arguments, where it is the one given: an adapter is saved without the model's config.
         if (sigma := getattr(getattr(self.model, "config", None), "noise_sigma", None)) is not None:
             summary["noise_sigma"] = sigma

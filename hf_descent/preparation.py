@@ -221,11 +221,13 @@ class PreparationMixin:
 
     def _training_noise(self, model):
         gamma = self.args.noise_gamma
-        if gamma in (0, [0, 0]):
-            return contextlib.nullcontext()
-        if self._noise is None:
+        is_noisy = gamma not in (0, [0, 0])
+        if self._noise is None and (is_noisy or self.args.eval_gammas):
+            # Also where the tests alone are noisy: sigma is that of the signal before training.
             model = self.accelerator.unwrap_model(model)
             self._noise = EmbeddingNoise(model, gamma, seed=self.args.seed, sigma=self.noise_sigma(model))
+        if not is_noisy:
+            return contextlib.nullcontext()
         # Keyed by where training stands, the noise of a resumed run needs no saved generator.
         self._noise.reseed(self.args.process_index, self.state.global_step, self._micro_step)
         self._micro_step += 1

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from runs import GAMMAS, make_curve, make_run, save_run
 from scipy import stats
+from tiny import bert, classification_data, config
 
+from hf_descent import DescentTrainer
 from hf_descent.evaluation.comparison import Run, compare, difference, group_runs
 
 
@@ -117,6 +119,37 @@ def test_runs_are_grouped_by_all_but_their_seed_and_the_levels_of_their_tests():
     }
     assert make_run(blocks[0], neftune_noise_alpha=5.0).arm == "neftune"
     assert Run("somewhere/mine", make_curve(blocks[0])).arm == "mine"
+
+
+def test_runs_of_other_models_and_training_are_no_seeds_of_one_another(tmp_path):
+    """What a real run writes tells its way of training from others, and nothing but the seed is left out."""
+    runs, data = [], classification_data(16)
+    for seed, layers, rows, options in (
+        (1, 2, 16, {}),
+        (2, 2, 16, {}),
+        (1, 3, 16, {}),
+        (1, 2, 8, {}),
+        (1, 2, 16, {"per_device_train_batch_size": 4}),
+        (1, 2, 16, {"weight_decay": 0.1}),
+    ):
+        folder = tmp_path / str(len(runs))
+        args = config(folder, objective="erm", max_steps=1, seed=seed, **options)
+        trainer = DescentTrainer(bert(num_layers=layers), args, train_dataset=data[:rows])
+        trainer.train()
+        trainer.save_model()
+        summary = json.loads((folder / "descent_config.json").read_text())
+        runs.append(Run(folder.name, make_curve([0.5, 0.6]), summary=summary))
+    assert [[run.folder for run in group] for group in group_runs(runs).values()] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4"],
+        ["5"],
+    ]
+    frozen = [
+        make_run([0.5, 0.6], objective="fixed", seed=seed, fixed_multipliers=f"runs/descent-{seed}") for seed in (1, 2)
+    ]
+    assert list(group_runs(frozen)) == ["fixed"]
 
 
 def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):

@@ -1,15 +1,17 @@
 """What training finds out on its first batch, above all whether f_0 = "auto" can be measured for the loss at hand."""
 
+import json
 import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import bert, classification_data, config, language_data, llama
+from tiny import batches, bert, classification_data, config, language_data, llama
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertForSequenceClassification, default_data_collator
 
 from hf_descent import DescentTrainer
+from hf_descent.noise import estimate_sigma
 
 
 AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4}
@@ -200,3 +202,20 @@ def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
         DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         found.append(model.config.noise_sigma)
     assert found[0] == found[1] > 0
+
+
+def test_training_without_noise_measures_the_deviation_for_the_tests_under_noise(tmp_path):
+    """On the embeddings before training, as a run with noise does, and without a trace in the training itself."""
+    weights, sigmas = [], []
+    for settings in ({"eval_gammas": [0.0, 1.0]}, {"noise_gamma": 0.5}, {}):
+        model = bert(dropout=0.1)
+        args = config(tmp_path, objective="erm", learning_rate=0.3, **settings)
+        trainer = DescentTrainer(model, args, train_dataset=DATA, eval_dataset=DATA)
+        trainer.train()
+        trainer.save_model()
+        sigmas.append(json.loads((tmp_path / "config.json").read_text()).get("noise_sigma"))
+        weights.append(model.classifier.weight)
+    expected = estimate_sigma(bert(), batches(DATA))
+    assert sigmas == [pytest.approx(expected), pytest.approx(expected), None]
+    assert estimate_sigma(model, batches(DATA)) > 1.1 * expected
+    assert weights[0].equal(weights[2])

@@ -31,6 +31,7 @@ from .robustness import NoiseCurve
 PRIMARY = "auc_over_range"
 # Columns of the table: property of the curve -> heading.
 SUMMARIES = {PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
+TRAINED = ("model", "parameters", "train_rows")  # of a run's summary, beside its arguments
 
 
 @dataclass
@@ -82,9 +83,13 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was trained with, but for the seed and the levels at which it was tested after training."""
+        """What it was trained with, but for the seed, the levels at which it was tested after training, and the folder
+        of frozen multipliers, which every seed has of its own."""
         arguments = self.summary.get("arguments", {})
-        return {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
+        settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
+        if isinstance(settings.get("fixed_multipliers"), str):
+            del settings["fixed_multipliers"]
+        return settings | {name: self.summary[name] for name in TRAINED if name in self.summary}
 
     @property
     def arm(self) -> str:

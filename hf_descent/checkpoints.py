@@ -110,9 +110,8 @@ class CheckpointMixin:
 
     def _run_summary(self) -> dict:
         """What tells this run from others, plain training included, and what a step of it costs."""
-        names = [argument.name for argument in dataclasses.fields(DescentArguments)]
         summary = {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
-        summary["arguments"] = {name: getattr(self.args, name) for name in [*names, *TRAINING_ARGUMENTS]}
+        summary["arguments"] = training_arguments(self.args)
         summary |= {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
         if has_length(self.train_dataset):
             summary["train_rows"] = len(self.train_dataset)
@@ -122,6 +121,12 @@ class CheckpointMixin:
         if self._step_seconds is not None:
             summary["step_seconds"] = self._step_seconds
         return summary | ({} if self._state is None else self._state.summary())
+
+
+def training_arguments(args: DescentArguments) -> dict:
+    """The arguments that make one way of training another, the seed among them."""
+    names = [argument.name for argument in dataclasses.fields(DescentArguments)]
+    return {name: getattr(args, name) for name in [*names, *TRAINING_ARGUMENTS]}
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +118,15 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`.
 
     Raises:
-        ValueError: a search space that is no JSON mapping; the command leaves no noise curve. ImportError: no Optuna.
+        ValueError: a search space that is no JSON mapping; the command leaves no noise curve; the folder holds the
+            study of another search. ImportError: no Optuna.
     """
     try:
         import optuna
     except ImportError:
         raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
+    from .checkpoints import training_arguments
+
     level = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
     gamma = float(level if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args.objective)
@@ -154,7 +157,19 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         direction="maximize",
         load_if_exists=True,
     )
-    finished = [trial for trial in study.trials if trial.state.is_finished()]
+    check_same_search(
+        study,
+        {
+            "gamma": gamma,
+            "search": tune_args.search,
+            "search_space": ranges,
+            **asdict(model_args),
+            **asdict(data_args),
+            **training_arguments(args),
+        },
+    )
+    states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)  # a killed or failed run is made again
+    finished = study.get_trials(deepcopy=False, states=states)
     study.optimize(objective, n_trials=max(0, tune_args.n_trials - len(finished)))
     ranked = rank(study.trials)
     trials = [
@@ -168,6 +183,18 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
         print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
+
+
+def check_same_search(study, setup: Mapping[str, Any]) -> None:
+    """ValueError where the study in the folder is another search, whose trials do not compare with these."""
+    setup = json.loads(json.dumps(setup, default=str))
+    saved = study.user_attrs.get("setup", setup)
+    if changed := sorted(name for name in {*setup, *saved} if setup.get(name) != saved.get(name)):
+        raise ValueError(
+            f"The study in `output_dir` was made with other settings ({', '.join(changed)}), and its trials do not "
+            "compare with new ones; give the same settings again, or another folder."
+        )
+    study.set_user_attr("setup", setup)
 
 
 def without_test_rows(data_args: Any) -> Any:

@@ -156,8 +156,12 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
     generator = np.random.default_rng(5)
     folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
     assert compare(folders).differences[0].verdict == "open"
-    for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}):
-        other = save_run(tmp_path / "other", make_run(generator.random(6), objective="hinge", **change))
+    settings = ({"batch_size": 5}, {"samples": 61}, {"data": "other rows"})  # with blocks of the same size
+    for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
+        made = {} if change in settings else change
+        run = make_run(generator.random(6), objective="hinge", **made)
+        run.curve.settings |= change if change in settings else {}
+        other = save_run(tmp_path / "other", run)
         with pytest.raises(ValueError, match="were not evaluated on the same data, levels and noise"):
             compare([*folders, other])
     with pytest.raises(ValueError, match="at least two ways of training"):

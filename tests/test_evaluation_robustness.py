@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from scipy.stats import kstest, norm
 from tiny import bert, classification_data
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     default_data_collator,
 )
@@ -221,7 +221,7 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
 
     def collate(rows):
         collated.append(len(rows))
-        if len(collated) == 4:
+        if len(collated) == 5:
             raise KeyboardInterrupt
         return default_data_collator(rows)
 
@@ -230,7 +230,8 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
         noise_curve(model, data, [0.0, 1.0], **settings)
     assert not path.exists()
     resumed = noise_curve(model, data, [0.0, 1.0], **settings)
-    assert collated == [8] * 6  # three, the fatal one, and the two that were left
+    # Each time the first batch, to know the data by; three, the fatal one, and the two that were left.
+    assert collated == [8] * 8
     np.testing.assert_array_equal(resumed.losses, straight.losses)
     assert {file.name for file in tmp_path.iterdir()} == {"curve.json", "curve.csv"}
     lines = path.with_suffix(".csv").read_text().splitlines()
@@ -240,12 +241,49 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
     )
 
     again = noise_curve(model, data, [0.0, 1.0], **settings)
-    assert len(collated) == 6
+    assert len(collated) == 9
     assert again.to_dict() == resumed.to_dict()
     with torch.no_grad():
         model.classifier.bias += 1
     assert noise_curve(model, data, [0.0, 1.0], **settings).losses[0, 0] != resumed.losses[0, 0]
-    assert len(collated) == 11
+    assert len(collated) == 15
+
+
+def test_a_finished_curve_is_not_that_of_other_rows(tmp_path):
+    """Validation and test rows can be equally many, and be cut to another length."""
+    model, path = bert(), str(tmp_path / "curve.json")
+    first = noise_curve(model, classification_data(16), [1.0], path=path)
+    for rows in (classification_data(16, seed=1), classification_data(16, length=9)):
+        assert noise_curve(model, rows, [1.0], path=path).losses[0, 0] == noise_curve(model, rows, [1.0]).losses[0, 0]
+    swapped = [{**row, "labels": (row["labels"] + 1) % 3} for row in classification_data(16)]
+    assert noise_curve(model, swapped, [1.0], path=path).losses[0, 0] != first.losses[0, 0]
+
+
+def test_a_stream_is_read_once():
+    class Stream(IterableDataset):
+        def __init__(self):
+            self.rows = iter(classification_data(20))
+
+        def __iter__(self):
+            return self.rows
+
+    expected = noise_curve(bert(), classification_data(20), [0.0, 1.0], batch_size=8)
+    for data in (Stream(), DataLoader(Stream(), 8, collate_fn=default_data_collator)):
+        curve = noise_curve(bert(), data, [0.0, 1.0], batch_size=8)
+        np.testing.assert_array_equal(curve.losses, expected.losses)
+        assert curve.settings["samples"] is None
+
+
+def test_blocks_in_which_a_metric_counts_nothing_still_count_for_the_loss():
+    def recall(logits, labels):
+        positive = labels == 0
+        return ((logits.argmax(-1) == labels) & positive).sum(), positive.sum()
+
+    rows = sorted(classification_data(40), key=lambda row: row["labels"] == 0)
+    curve = noise_curve(bert(), rows, [0.0, 1.0], metric=recall, batch_size=4)
+    np.testing.assert_array_equal(curve.losses, noise_curve(bert(), rows, [0.0, 1.0], batch_size=4).losses)
+    assert curve.blocks.shape[0] == 10
+    assert np.isfinite(curve.radius("mean")).all()
 
 
 def test_sums_do_not_grow_with_the_data():
@@ -273,7 +311,7 @@ def test_perturbed_rows_are_collated_for_every_level_and_draw():
     first = set(seen)
     seen.clear()
     noise_curve(bert(seed=1), rows, [0.5], draws=2, batch_size=5, perturbation=swap)
-    assert len(seen) == len(set(seen)) == 40
+    assert len(set(seen)) == 40
     assert set(seen) < first  # another model, grid and batch size: the same errors
     with pytest.raises(ValueError, match="not a `DataLoader`"):
         noise_curve(model, DataLoader(rows), [0.5], perturbation=swap)

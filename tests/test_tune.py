@@ -66,9 +66,9 @@ def test_trainers_search_takes_space_and_objective(tmp_path):
 
 
 def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
-    argv = [*command, "--output_dir", str(tmp_path)]
+    argv = [*command, "--output_dir", str(tmp_path), "--tune_gamma", "0.5"]
     cli.main([*argv, "--n_trials", "1"])
-    cli.main([*argv, "--n_trials", "3", "--tune_gamma", "0.5"])
+    cli.main([*argv, "--n_trials", "3"])
     written = json.loads((tmp_path / "study.json").read_text())
     assert sorted(trial["trial"] for trial in written["trials"]) == [0, 1, 2]
     ranks = [(trial["feasible"] is not False, trial["value"]) for trial in written["trials"]]
@@ -81,6 +81,28 @@ def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
     assert {name: settings[name] for name in found["settings"]} == pytest.approx(found["settings"])
     assert found["value"] == pytest.approx(sum(last["values"][1]) / len(last["values"][1]))
     assert "The last is the best" in capsys.readouterr().out
+
+
+def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, monkeypatch):
+    argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "2"]
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_descent.classify.run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cli.main(argv)
+    for flags, named in (
+        (["--tune_gamma", "0.5"], "gamma"),
+        (["--search_space", '{"learning_rate": [1e-4, 1e-3]}'], "search_space"),
+        (["--max_steps", "5"], "max_steps"),
+    ):
+        with pytest.raises(ValueError, match=rf"made with other settings \({named}\)"):
+            cli.main([*argv, *flags])
+    cli.main(argv)
+    trials = json.loads((tmp_path / "study.json").read_text())["trials"]
+    assert sorted(trial["trial"] for trial in trials) == [1, 2]  # the killed one is made up for
 
 
 def test_a_grid_makes_every_combination_once(command, tmp_path):

@@ -31,6 +31,7 @@ from .robustness import NoiseCurve
 PRIMARY = "auc_over_range"
 # Columns of the table: property of the curve -> heading.
 SUMMARIES = {PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
+COMMON = ("seed", "perturbation", "batch_size", "samples", "data")  # settings of a curve that fix rows and noise
 TRAINED = ("model", "parameters", "train_rows")  # of a run's summary, beside its arguments
 
 
@@ -191,7 +192,7 @@ def check_comparable(runs: Sequence[Run]):
             and curve.blocks is not None
             and curve.blocks.shape == first.blocks.shape
             and np.array_equal(curve.blocks[..., 1], first.blocks[..., 1])
-            and all(curve.settings.get(name) == first.settings.get(name) for name in ("seed", "perturbation"))
+            and all(curve.settings.get(name) == first.settings.get(name) for name in COMMON)
         )
         if not same:
             raise ValueError(

@@ -220,7 +220,8 @@ def layer_profiles(
                 losses.append(torch.stack([losses for _, losses in layers], dim=1))  # [samples, layers]
             sums.add(index, torch.stack(scores).numpy())
             samples.append((index, torch.stack(losses).double().numpy()))
-    blocks = (sums or BlockSums(())).total()  # [blocks, levels, layers, 4]
+    # A process without a batch of its own adds zeros that broadcast.
+    blocks = (sums or BlockSums((1, 1), accelerator)).total()  # [blocks, levels, layers, 4]
     if step > 1:
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]

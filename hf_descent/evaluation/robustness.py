@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
+from transformers.trainer_utils import has_length
 
 from ..noise import EmbeddingNoise
 from ..readout import Readout
@@ -57,8 +59,8 @@ class NoiseCurve(Result):
             32 blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, batch size, sigma, perturbation, samples and a fingerprint of the weights. Curves with
-            equal seed, batch size and data have common random numbers.
+        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data and the weights.
+            Curves with equal seed, batch size and data have common random numbers.
     """
 
     metric: str
@@ -253,35 +255,40 @@ def noise_curve(
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
     alone = accelerator is None or accelerator.num_processes == 1
+    collate = prepare_collator(model, data_collator, processing_class, label_names)
+    device = next(model.parameters()).device
+
+    def inputs_of(index: int, batch: Any) -> Callable[[float, int], Mapping[str, Any]]:
+        """(level, draw) -> the model's inputs of one batch."""
+        if perturbation is not None:
+            return _Rows(batch, index * batch_size, perturbation, seed, collate, device).inputs
+        inputs = send_to_device(batch, device)
+        return lambda gamma, draw: inputs
+
+    batches_from = partial(numbered_batches, dataset, collate if perturbation is None else list, batch_size)
     settings = {
-        "seed": seed,
+        "seed": seed if noise is None else noise.seed,
         "draws": draws,
         "batch_size": getattr(dataset, "batch_size", batch_size),
-        "samples": len(dataset) if hasattr(dataset, "__len__") else None,
+        "samples": len(dataset) if has_length(dataset) else None,
+        "data": None,
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
     }
+    for index, batch in islice(batches_from(), 1) if has_length(dataset) else ():
+        settings["data"] = scorer.data_fingerprint(inputs_of(index, batch)(gammas[0], 0))
     key = [gammas, scorer.metric_name, scale, gamma_train, settings]
     if path is not None and alone and os.path.isfile(path):
         curve = NoiseCurve.from_json(path)
         if key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, curve.settings]:
             return curve
 
-    collate = prepare_collator(model, data_collator, processing_class, label_names)
     sums = BlockSums((len(gammas), draws), accelerator, path, key)
     sweep = _Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
-    batches = numbered_batches(
-        dataset, collate if perturbation is None else list, batch_size, sums.next_index, sums.step
-    )
-    with evaluating(model) as device:
-        for index, batch in tqdm(batches, desc="Noise curve", disable=not progress):
-            if perturbation is None:
-                inputs = send_to_device(batch, device)
-                sums.add(index, sweep(index, lambda gamma, draw, inputs=inputs: inputs))
-            else:
-                rows = _Rows(batch, index * batch_size, perturbation, seed, collate, device)
-                sums.add(index, sweep(index, rows.inputs))
+    with evaluating(model):
+        for index, batch in tqdm(batches_from(sums.next_index, sums.step), desc="Noise curve", disable=not progress):
+            sums.add(index, sweep(index, inputs_of(index, batch)))
     blocks = sums.total()
     total = blocks.sum(axis=0)  # [levels, draws, 4]
     curve = NoiseCurve(

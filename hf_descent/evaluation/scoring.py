@@ -1,5 +1,6 @@
 """What every evaluation shares: batches, a model's loss and metric as sums over items, results on disk."""
 
+import hashlib
 import inspect
 import json
 import os
@@ -74,6 +75,15 @@ class Scorer:
     def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
         """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
         return inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
+
+    def data_fingerprint(self, inputs: Mapping[str, Any]) -> str:
+        """A short text that tells data apart, from the signal and the labels of their first batch."""
+        digest = hashlib.sha256()
+        for name in [getattr(self._model, "main_input_name", "input_ids"), *self._label_names]:
+            if torch.is_tensor(tensor := inputs.get(name)):
+                digest.update(f"{name} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
 
     def parts(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], count: int) -> list[torch.Tensor]:
         """What `self(outputs, inputs)` gives for each of `count` copies of the batch `inputs`, run as one."""
@@ -227,12 +237,6 @@ def read_layers(
 def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
     """Key of [`EmbeddingNoise.reseed`]: by the level itself, so that grids that share a level share its noise."""
     return draw, round(gamma * 1e6), batch
-
-
-def check_scored(sums: torch.Tensor):
-    """ValueError unless every row of (metric sum, metric count, loss sum, items) `[..., 4]` counted something."""
-    if not (sums.numel() and sums[..., [1, 3]].gt(0).all()):
-        raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
 
 
 @contextmanager

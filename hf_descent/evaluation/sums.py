@@ -64,10 +64,10 @@ class BlockSums:
             ValueError: nothing was counted.
         """
         blocks = sum(gather_object([self._blocks])) if self.step > 1 else self._blocks
-        counted = (blocks[..., [1, 3]] > 0).reshape(BLOCKS, -1).all(axis=1)
-        if not counted.any():
+        counts = blocks[..., [1, 3]]
+        if not (counts.sum(axis=0) > 0).all():
             raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
-        return blocks[counted]
+        return blocks[counts.reshape(BLOCKS, -1).any(axis=1)]
 
     def forget(self):
         """Remove the partial sums, once the result itself is on disk."""

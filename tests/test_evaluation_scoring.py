@@ -154,7 +154,7 @@ def test_batches_are_dropped_once_scored(evaluate):
         return batch
 
     evaluate(bert(), classification_data(40), batch_size=4, data_collator=collate)
-    assert len(alive) == 10
+    assert len(alive) in (10, 11)  # a curve looks at the first batch beforehand
     assert max(alive) <= 1
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -266,18 +265,21 @@ def noise_curve(
         return lambda gamma, draw: inputs
 
     batches_from = partial(numbered_batches, dataset, collate if perturbation is None else list, batch_size)
+
+    def data_fingerprint() -> str | None:
+        for index, batch in batches_from() if has_length(dataset) else ():
+            return scorer.data_fingerprint(inputs_of(index, batch)(gammas[0], 0))
+
     settings = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
         "batch_size": getattr(dataset, "batch_size", batch_size),
         "samples": len(dataset) if has_length(dataset) else None,
-        "data": None,
+        "data": data_fingerprint(),
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
     }
-    for index, batch in islice(batches_from(), 1) if has_length(dataset) else ():
-        settings["data"] = scorer.data_fingerprint(inputs_of(index, batch)(gammas[0], 0))
     key = [gammas, scorer.metric_name, scale, gamma_train, settings]
     if path is not None and alone and os.path.isfile(path):
         curve = NoiseCurve.from_json(path)

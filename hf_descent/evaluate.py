@@ -2,8 +2,9 @@
 
 The task is read off the models' architecture; the data comes from the recipe that trained them (`--config`) or from
 flags. All models see the same batches and, per batch and level, the same noise, so that `hf-descent compare` can pair
-them. Results go into each model's folder: `noise_curve.json` and `.csv`, `layer_profile.json`, `shift_growth.json`,
-and with `--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`.
+them. Results go into each model's folder: `noise_curve.json` and `.csv`; `layer_profile.json` and, of a constrained
+run, `certificate.json`, both also at noise levels (`..._gamma_<level>.json`); `shift_growth.json`; with
+`--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`.
 """
 
 import os
@@ -53,6 +54,10 @@ class EvaluateArguments:
     draws: int = field(default=3, metadata={"help": "Draws of the noise at each level."})
     noise_seed: int = field(
         default=0, metadata={"help": "Seed of the noise. Not `seed`: runs that differ by that share their noise."}
+    )
+    noise_sigma: float | None = field(
+        default=None,
+        metadata={"help": "Deviation of the clean signal, for all models; the one saved with each where not given."},
     )
     profile_gammas: list[float] | None = field(
         default=None,
@@ -201,6 +206,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         **task.settings,
         "batch_size": args.per_device_eval_batch_size,
         "seed": args.noise_seed,
+        "sigma": args.noise_sigma,
         "progress": True,
     }
     model = task.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -231,11 +237,17 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         tolerance = args.feasibility_tolerance * problem.initial_loss_bound
     gammas = args.profile_gammas or sorted({0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))})
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
-    for number, profile in enumerate(profiles):
-        profile.to_json(os.path.join(folder, f"layer_profile{f'_gamma_{profile.gamma:g}' if number else ''}.json"))
+    for name in os.listdir(folder):
+        if name.startswith(("layer_profile", "certificate")) and name.endswith(".json"):
+            os.remove(os.path.join(folder, name))  # of an earlier evaluation, perhaps of other rows or levels
+    for profile in profiles:
+        ending = f"_gamma_{profile.gamma:g}.json" if profile.gamma else ".json"
+        profile.to_json(os.path.join(folder, f"layer_profile{ending}"))
         tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
         if problem is not None:
-            tables.append(str(certify(profile, args.confidence)))
+            certificate = certify(profile, args.confidence)
+            certificate.to_json(os.path.join(folder, f"certificate{ending}"))
+            tables.append(str(certificate))
     if 0.0 in gammas and len(gammas) > 1:
         growth = shift_growth(profiles)
         growth.to_json(os.path.join(folder, "shift_growth.json"))

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hf_descent import cli, evaluate, noise_curve
-from hf_descent.evaluation import LayerProfile, NoiseCurve, ShiftGrowth
+from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
 from hf_descent.losses import IGNORE_INDEX
 from hf_descent.privacy import PrivacyCurve
 
@@ -80,6 +80,29 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert ShiftGrowth.from_json(f"{names[1]}/shift_growth.json").gammas.tolist() == [0.5, 1.0]
     cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
     assert "run-1 against run-0: open" in capsys.readouterr().out
+
+
+def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace):
+    name = workplace / "run-1"
+    argv = [
+        "evaluate",
+        str(name),
+        "--config",
+        str(workplace / "recipe.yaml"),
+        "--draws",
+        "1",
+        "--eval_gammas",
+        "0",
+        "1",
+    ]
+    cli.main([*argv, "--profile_gammas", "0", "0.25"])
+    clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
+    assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
+    assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
+    cli.main([*argv, "--profile_gammas", "1", "2", "--noise_sigma", "0.5"])
+    assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
+    assert not (name / "certificate.json").exists()
+    assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
 
 
 def test_completions_of_a_language_model(tmp_path):

@@ -190,6 +190,16 @@ def test_all_verdicts_hold_together(tmp_path):
     assert written["groups"]["erm"]["auc_over_range"] == pytest.approx([np.mean(averages), np.std(averages, ddof=1)])
 
 
+def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):
+    runs = [make_run([0.5, 0.6], objective=name) for name in ("erm", "descent")]
+    for run, sigma in zip(runs, (0.05, 0.0502)):
+        run.curve.settings["sigma"] = sigma
+    assert "sigma" not in str(compare([save_run(tmp_path / run.arm, run) for run in runs]))
+    runs[1].curve.settings["sigma"] = 0.06
+    found = str(compare([save_run(tmp_path / run.arm, run) for run in runs]))
+    assert "in units of sigma, which differs: 0.05 in erm, 0.06 in descent." in found
+
+
 def test_the_table_counts_cost_and_feasibility(tmp_path):
     erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
     descent = make_run([0.5, 0.6], objective="descent", step_seconds=0.3, feasible=True)

@@ -90,10 +90,11 @@ def certify(profile: LayerProfile, confidence: float = 0.95) -> Certificate:
 class ShiftGrowth(Result):
     """How losses and violations grow as the input's noise takes it away from the clean distribution (an estimate).
 
-    Corollary 3 bounds the violations under a shifted distribution by those of the clean one plus a constant times the
-    distance of the two, Theorem 4 does so for f_L. The distance of clean and noisy inputs is at most proportional to
-    gamma (add the noise to the very same inputs: Wasserstein distance <= gamma * sigma * sqrt(dimensions)), so the
-    constants are estimated per unit of gamma; the largest slope seen is a LOWER bound of a constant.
+    Both statements assume that a loss changes at most by a constant times the distance of the two distributions
+    (Assumption 7): Corollary 3 bounds the violations under the shift by those of the clean distribution plus such a
+    term, Theorem 4 the distance of f_L from the best that is possible there. The distance of clean and noisy inputs is
+    at most proportional to gamma (add the noise to the very same inputs: Wasserstein distance <= gamma * sigma *
+    sqrt(dimensions)), so the constants are estimated per unit of gamma; the largest slope seen is a LOWER bound.
 
     Attributes:
         gammas (float64 `[G]`): noise levels > 0.
@@ -132,7 +133,10 @@ class ShiftGrowth(Result):
         rows.append(f"Estimate: f_L grows by up to {self.loss_slopes[-1]:.4g} per unit of gamma (Theorem 4)")
         if self.violation_slopes is not None:
             rows[-1] += f", a violation by up to {self.violation_slopes.max():.4g} (Corollary 3)"
-        return "\n".join(rows) + "; lower bounds of the constants there."
+        rows[-1] += "; lower bounds of the constants there, per unit of gamma."
+        return "\n".join(
+            [*rows, "Assumed: independent samples, none of them trained on; losses Lipschitz in the shift."]
+        )
 
 
 def shift_growth(profiles: Sequence[LayerProfile]) -> ShiftGrowth:

@@ -301,7 +301,20 @@ class Comparison:
                 + "".join(f"{cell:>18}" for cell in cells)
                 + f"{feasible:>10}{ratio:>10}"
             )
+        if note := self._sigma_note():
+            rows.append(note)
         return "\n".join([*rows, "", *(str(found) for found in self.differences)])
+
+    def _sigma_note(self) -> str:
+        """That one noise level is not the same noise in all groups, where it is not; else nothing."""
+        sigmas = {
+            name: np.mean([run.curve.settings.get("sigma") or np.nan for run in runs])
+            for name, runs in self.groups.items()
+        }
+        if not max(sigmas.values()) > 1.01 * min(sigmas.values()):
+            return ""
+        named = ", ".join(f"{sigma:.4g} in {name}" for name, sigma in sigmas.items())
+        return f"A noise level is in units of sigma, which differs: {named}. For one sigma: `evaluate --noise_sigma`."
 
 
 def compare(

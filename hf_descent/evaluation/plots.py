@@ -27,6 +27,10 @@ STYLES = (
     {"color": "0.5", "linestyle": ":", "marker": "D"},
     {"color": "black", "linestyle": "-.", "marker": "v"},
     {"color": "0.7", "linestyle": "--", "marker": "x"},
+    {"color": "black", "linestyle": ":", "marker": "*"},
+    {"color": "0.5", "linestyle": "-.", "marker": "<"},
+    {"color": "0.7", "linestyle": "-", "marker": "P"},
+    {"color": "0.5", "linestyle": "--", "marker": ">"},
 )
 LINES = ("-", "--", "-.", ":", (0, (1, 3)))
 ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}

@@ -1,0 +1,44 @@
+"""Two processes that share the batches of an evaluation find what one finds alone."""
+
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from tiny import bert, classification_data
+
+from hf_descent.evaluation import layer_profiles, noise_curve
+
+
+def measure(rows, **settings):
+    """Of data whose last batch, or second process, has little to do."""
+    curve = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8, **settings)
+    profiles = layer_profiles(bert(), rows, [0.0, 1.0], batch_size=8, **settings)
+    return [curve.losses, curve.values, *(p.losses for p in profiles), *(p.sample_losses for p in profiles)]
+
+
+def work(rank, port, folder):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    for count in (20, 8):
+        found = measure(classification_data(count), accelerator=accelerator)
+        np.savez(folder / f"{count}-{rank}.npz", *found)
+    accelerator.end_training()
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_does_not_matter(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port, tmp_path), nprocs=2)
+    for count in (20, 8):
+        alone = measure(classification_data(count))
+        for rank in (0, 1):
+            shared = np.load(tmp_path / f"{count}-{rank}.npz")
+            for name, expected in zip(shared.files, alone, strict=True):
+                np.testing.assert_allclose(shared[name], expected, rtol=1e-6)

@@ -107,8 +107,12 @@ class PatchTask:
     def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return patch_rows(clips, self.patch_size)
 
+    def preprocess(self, frames: np.ndarray) -> np.ndarray:
+        """The frames of a video, uint8, as the model is to restore them: in [0, 1], `[frames, height, width]`."""
+        return frames / 255
+
     def inputs(self, clip: np.ndarray) -> torch.Tensor:
-        """What the model is given for a clip of pixels in [0, 1] `[frames, height, width]`."""
+        """What the model is given for a clip of such frames, noisy or not."""
         return to_patches(torch.from_numpy(clip).float(), self.patch_size)
 
     def frames(self, outputs: torch.Tensor) -> np.ndarray:
@@ -130,9 +134,13 @@ class ImageTask:
     def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
         return frame_rows(clips)
 
+    def preprocess(self, frames: np.ndarray) -> np.ndarray:
+        # A processor sets the size of its images: they are restored in that.
+        return self.frames(self.collate([{"pixel_values": frame} for frame in torch.tensor(frames)])["pixel_values"])
+
     def inputs(self, clip: np.ndarray) -> torch.Tensor:
-        pixels = torch.from_numpy(clip * 255).round().clamp(0, 255).to(torch.uint8)
-        return self.collate([{"pixel_values": frame} for frame in pixels])["pixel_values"]
+        images = (torch.from_numpy(clip).float() - self.mean) / self.std  # [frames, height, width]
+        return images[:, None].expand(-1, 3, -1, -1)
 
     def frames(self, outputs: torch.Tensor) -> np.ndarray:
         return (outputs.mean(1) * self.std + self.mean).numpy()
@@ -253,7 +261,7 @@ def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
     if args.compare_with is not None:
         other = AutoModelForImageToImage.from_pretrained(args.compare_with).to(trainer.args.device)
         models = {os.path.basename(os.path.normpath(args.compare_with)): other} | models
-    clip = some_clips(clips, 1)[0]["frames"] / 255  # [frames, height, width]
+    clip = task.preprocess(some_clips(clips, 1)[0]["frames"])  # [frames, height, width]
     deviation = args.picture_gamma * trainer.args.noise_sigma / task.pixel_range
     functions = {name: partial(_denoise, model.eval(), task) for name, model in models.items()}
     pictures = restore(functions, clip, deviation, trainer.args.seed)

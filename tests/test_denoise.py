@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import av
@@ -172,10 +173,23 @@ def test_tuning_reads_no_test_videos(workplace, tmp_path):
 
 
 def test_inputs_and_frames_are_inverse(workplace):
-    clip = np.random.default_rng(0).integers(0, 256, (4, 32, 32)) / 255
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 32, 32), dtype=np.uint8)
     args = VideoArguments(train_files=["x"], num_frames=4, frame_size=32, patch_size=8, split_by="time")
-    for task, tolerance in ((PatchTask(args), 1e-6), (ImageTask(str(workplace / "vit")), 1e-6)):
-        np.testing.assert_allclose(task.frames(task.inputs(clip)), clip, atol=tolerance)
+    for task in (PatchTask(args), ImageTask(str(workplace / "vit"))):
+        clip = task.preprocess(pixels)
+        np.testing.assert_allclose(clip, pixels / 255, atol=1e-6)
+        noisy = 2 * clip - 0.5  # noise leaves the range of pixels
+        np.testing.assert_allclose(task.frames(task.inputs(noisy)), noisy, atol=1e-6)
+
+
+def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
+    shutil.copytree(workplace / "vit", tmp_path / "vit")
+    ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(tmp_path / "vit")
+    config = ViTConfig.from_pretrained(tmp_path / "vit", image_size=40)
+    ViTModel(config).save_pretrained(tmp_path / "vit")
+    flags = ["--classical_clips", "0", "--max_steps", "2", "--model_name_or_path", str(tmp_path / "vit")]
+    folder = smoke("recipes/smoke/video-vit/erm.yaml", *flags)
+    assert Image.open(folder / "clip.gif").size == (3 * 40, 40)
 
 
 def test_sigma_is_the_deviation_of_the_training_pixels(workplace):

@@ -210,6 +210,18 @@ def test_patterns_and_missing_videos(tmp_path):
         split_videos(arguments(data_layout="avenue", data_dir=str(tmp_path / "avenue")))
 
 
+def test_no_video_is_in_two_splits(tmp_path):
+    for number in range(3):
+        write_video(tmp_path / f"{number}.avi", 8)
+    (tmp_path / "link.avi").symlink_to(tmp_path / "1.avi")
+    twice = [str(tmp_path / "[0-9].avi"), str(tmp_path / "1.avi"), str(tmp_path / "link.avi")]
+    assert [os.path.basename(path) for path in find_videos(twice)] == ["0.avi", "1.avi", "2.avi"]
+    for name in ("1.avi", "link.avi"):
+        args = arguments(train_files=twice[:1], test_files=[str(tmp_path / name)], split_by="video")
+        with pytest.raises(ValueError, match=f"`test_files` has .*{name}, which `train_files` has too"):
+            split_videos(args)
+
+
 def test_unreadable_files_are_named(tmp_path):
     write_frames(tmp_path / "frames", 20, ".png")
     (tmp_path / "frames" / "3.png").write_bytes(b"no image")

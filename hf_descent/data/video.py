@@ -6,6 +6,7 @@ in two of them. Noise is not added here but by the trainer, on the fly (`Embeddi
 """
 
 import glob
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
@@ -167,6 +168,13 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         for split, given in patterns.items()
         if given
     }
+    trained_on = {os.path.realpath(video.path) for video in whole["train"]}
+    for video in whole.get("test", ()):
+        if os.path.realpath(video.path) in trained_on:
+            raise ValueError(
+                f"`test_files` has {video.path}, which `train_files` has too: a test on what was trained on says "
+                "nothing. Leave it out of one of the two, or hold out its end (`split_by` time, `later_percentage`)."
+            )
     validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
     if args.split_by == "time":
         shares = {"train": 1 - validation - later, "validation": validation} | ({"later": later} if later else {})
@@ -188,15 +196,16 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
 
 
 def find_videos(patterns: Sequence[str]) -> list[str]:
-    """Video files and folders of frames, in natural order; ValueError naming a pattern without any."""
-    found = []
+    """Video files and folders of frames, each once, in natural order; ValueError naming a pattern without any."""
+    found = {}
     for pattern in patterns:
         matches = [pattern] if Path(pattern).exists() else glob.glob(pattern)
         matches = [path for path in matches if not Path(path).name.startswith(".")]
         if not matches:
             raise ValueError(f"There is no video at {pattern!r}: check the path, or the layout of the data set.")
-        found += sorted(matches, key=_natural)
-    return found
+        for path in sorted(matches, key=_natural):
+            found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
 
 
 def count_frames(path: str) -> int:

@@ -3,6 +3,8 @@ import os
 import pytest
 import torch
 
+from hf_descent.models import unrolling
+
 
 # No test may reach the network or a tracker.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
@@ -19,3 +21,16 @@ def evaluate_modules(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield
+
+
+@pytest.fixture
+def explicit_calls(monkeypatch):
+    """What the explicit attention of the unrolled transformers returned, one entry per call."""
+    calls, function = [], unrolling.explicit_symmetric_attention
+
+    def counting(*args, **kwargs):
+        calls.append(function(*args, **kwargs))
+        return calls[-1]
+
+    monkeypatch.setattr(unrolling, "explicit_symmetric_attention", counting)
+    return calls

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForImageToImage, Trainer, Training
 from hf_descent import layer_logits, layer_losses
 from hf_descent.models import DustConfig, DustForVideoDenoising
 from hf_descent.models.dust.modeling_dust import DustLayer, dct_dictionary
-from hf_descent.models.unrolling import explicit_symmetric_attention, symmetric_attention
+from hf_descent.models.unrolling import symmetric_attention
 
 
 SHARED = [False, True]
@@ -111,7 +111,7 @@ def test_both_half_steps_never_raise_their_energy():
         code = torch.randn(4, 12, generator=generator, dtype=torch.float64) * 10 ** (-draw % 3)
         y = code @ dictionary.T
         with torch.no_grad():
-            attended = layer.attention(y[None], code[None], self_weight=1 / (2 * coupling))[0]
+            attended = symmetric_attention(y[None], code[None], self_weight=1 / (2 * coupling))[0]
             _, result = layer(y[None], code[None], x[None])
         alone = [energy(torch.zeros_like(x), c, dictionary, 0, coupling) for c in (code, attended)]
         quadratic = [float((c @ dictionary.T).square().sum() / 2) for c in (code, attended)]
@@ -147,12 +147,15 @@ def test_untrained_model_moves_towards_the_clean_clip():
     assert error.square().mean() < 0.5 * noise.square().mean()
 
 
-def test_eager_attention_is_the_explicit_formula():
-    sdpa, eager = tiny(), tiny(attn_implementation="eager")
-    assert sdpa.layers[0].attention is symmetric_attention
-    assert eager.layers[0].attention is explicit_symmetric_attention
-    batch = collate(clips())
-    torch.testing.assert_close(sdpa(**batch).logits, eager(**batch).logits)
+def test_eager_attention_is_the_explicit_formula(explicit_calls):
+    model, batch = tiny(), collate(clips())
+    expected = model(**batch).logits
+    assert not explicit_calls
+    torch.testing.assert_close(tiny(attn_implementation="eager")(**batch).logits, expected)
+    assert len(explicit_calls) == 3
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(**batch).logits, expected)
+    assert len(explicit_calls) == 6
 
 
 @pytest.mark.parametrize("shared", SHARED)

@@ -65,6 +65,18 @@ def test_attention_leaves_masked_keys_out(attention, weights):
     assert output.isfinite().all()
 
 
+def test_attention_sees_differences_alone():
+    torch.manual_seed(0)
+    points, tokens = torch.randn(3, 6, 8), torch.eye(6).expand(3, 6, 6)
+    expected = symmetric_attention(points.double(), tokens.double(), null_weight=0.5)
+    far = symmetric_attention(points + 1000, tokens, null_weight=0.5)
+    torch.testing.assert_close(far, expected.float(), atol=2e-3, rtol=0)
+    # A model's own range: what bfloat16 keeps of the points, it keeps of the weights.
+    points = 3 + 0.3 * points.bfloat16()
+    expected = symmetric_attention(points.double(), tokens.double())
+    torch.testing.assert_close(symmetric_attention(points, tokens.bfloat16()).double(), expected, atol=0.01, rtol=0)
+
+
 @pytest.mark.parametrize("step", [0.3, 1.0])
 def test_attention_never_raises_its_energy(step):
     drops = []

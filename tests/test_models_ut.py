@@ -13,7 +13,6 @@ from transformers import (
 
 from hf_descent import layer_losses
 from hf_descent.models import UTConfig, UTForSequenceClassification, UTForVideoDenoising
-from hf_descent.models.unrolling import explicit_symmetric_attention, symmetric_attention
 from hf_descent.models.ut.modeling_ut import UTLayer
 
 
@@ -66,12 +65,15 @@ def test_layer_is_the_stated_formula():
 
 
 @pytest.mark.parametrize("build", [tiny_denoiser, tiny_classifier])
-def test_eager_attention_is_the_explicit_formula(build):
-    sdpa, eager = build(), build(attn_implementation="eager")
-    assert {layer.attention for layer in sdpa.layers} == {symmetric_attention}
-    assert {layer.attention for layer in eager.layers} == {explicit_symmetric_attention}
-    batch = text_batch() if build is tiny_classifier else collate(clips())
-    torch.testing.assert_close(sdpa(**batch).logits, eager(**batch).logits)
+def test_eager_attention_is_the_explicit_formula(build, explicit_calls):
+    model, batch = build(), text_batch() if build is tiny_classifier else collate(clips())
+    expected = model(**batch).logits
+    assert not explicit_calls
+    torch.testing.assert_close(build(attn_implementation="eager")(**batch).logits, expected)
+    assert len(explicit_calls) == 3
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(**batch).logits, expected)
+    assert len(explicit_calls) == 6
 
 
 def test_untrained_denoiser_moves_towards_the_clean_clip():

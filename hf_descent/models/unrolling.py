@@ -51,6 +51,8 @@ def symmetric_attention(
     Returns:
         `torch.Tensor` of shape `[batch, seq, hidden]`.
     """
+    # W is of differences alone; large norms that cancel would cost bfloat16 its digits.
+    projected = projected - projected.mean(1, keepdim=True)
     half_norms = projected.square().sum(-1) / 2  # [batch, seq]; W_ij = exp(z_i . z_j - half_norms_j - half_norms_i)
     bias = -half_norms
     if attention_mask is not None:

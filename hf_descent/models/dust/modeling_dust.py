@@ -47,8 +47,8 @@ class DustLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DustConfig):
         super().__init__()
+        self.config = config
         self.sparsity, self.coupling, self.curvature = config.sparsity, config.coupling, config.curvature
-        self.attention = attention_function(config._attn_implementation)
         self.dictionary = nn.Parameter(torch.empty(config.hidden_size, config.dictionary_size))
 
     def forward(
@@ -64,7 +64,8 @@ class DustLayer(GradientCheckpointingLayer):
             The new reconstruction and the new code.
         """
         if self.coupling:
-            code = self.attention(reconstruction, code, self_weight=self.curvature / (2 * self.coupling))
+            attention = attention_function(self.config._attn_implementation)
+            code = attention(reconstruction, code, self_weight=self.curvature / (2 * self.coupling))
         residual = pixel_values - code @ self.dictionary.T  # [batch, frames, hidden]
         code = code + residual @ self.dictionary / self.curvature
         code = F.softshrink(code, self.sparsity / self.curvature)  # [batch, frames, dictionary_size]

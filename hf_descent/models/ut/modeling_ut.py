@@ -38,9 +38,8 @@ class UTLayer(GradientCheckpointingLayer):
     def __init__(self, config: UTConfig):
         super().__init__()
         shape = (config.hidden_size, config.hidden_size)
-        self.attention_step = config.attention_step
+        self.config, self.attention_step = config, config.attention_step
         self.null_weight = 0.5 if config.norm_energy else 0.0
-        self.attention = attention_function(config._attn_implementation)
         self.projection = nn.Parameter(torch.empty(shape))
         self.mixing = nn.Parameter(torch.empty(shape))
         self.skip = nn.Parameter(torch.empty(shape))
@@ -52,7 +51,8 @@ class UTLayer(GradientCheckpointingLayer):
     def attend(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """The first half-step, from X to Y; both `[batch, seq, hidden]`."""
         projected = hidden_states @ self.projection  # [batch, seq, hidden]
-        attended = self.attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
+        attention = attention_function(self.config._attn_implementation)
+        attended = attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
         return torch.lerp(hidden_states, attended, self.attention_step)
 
     def combine(self, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,11 @@ def test_rmse_by_batches_counts_every_value_once():
     assert metric.compute() == {"rmse": pytest.approx(np.sqrt(13 / 6))}
 
 
+def test_items_of_other_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"Item 1 of `predictions` has shape \[3\] and of `references` \[1\]"):
+        Rmse(keep_in_memory=True).compute(predictions=[[1.0], [1.0, 2.0, 3.0]], references=[[1.0], [1.0]])
+
+
 def test_evaluate_loads_it_from_its_folder_without_a_download(evaluate_modules):
     metric = evaluate.load(str(Path(rmse.__file__).parent), keep_in_memory=True)
     assert metric.compute(predictions=[1.0, 2.0], references=[1.0, 4.0]) == {"rmse": pytest.approx(np.sqrt(2))}

@@ -11,7 +11,8 @@ import numpy as np
 class Rmse(evaluate.Metric):
     """Root of the mean squared difference over all values of all items, times `scale` (255: pixels in [0, 1]).
 
-    Takes numbers `[items]`, rows `[items, values]` or images `[items, height, width]`.
+    Takes numbers `[items]`, rows `[items, values]` or images `[items, height, width]`. An item of
+    another shape than its reference raises ValueError.
 
     Example:
 
@@ -35,8 +36,14 @@ class Rmse(evaluate.Metric):
         )
 
     def _compute(self, predictions, references, scale: float = 1.0) -> dict[str, float]:
-        squares = [
-            np.square(np.subtract(ours, theirs, dtype=np.float64)) for ours, theirs in zip(predictions, references)
-        ]
+        squares = []
+        for item, pair in enumerate(zip(predictions, references)):
+            ours, theirs = (np.asarray(values, np.float64) for values in pair)
+            if ours.shape != theirs.shape:
+                raise ValueError(
+                    f"Item {item} of `predictions` has shape {list(ours.shape)} and of `references` "
+                    f"{list(theirs.shape)}; give both in one shape."
+                )
+            squares.append(np.square(ours - theirs))
         total, count = sum(item.sum() for item in squares), sum(item.size for item in squares)
         return {"rmse": float(scale * np.sqrt(total / count))}

@@ -82,7 +82,7 @@ def run(args: Namespace) -> None:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     rows = load_instructions(args.instructions)[: args.max_samples]
-    as_chat = is_chat(args.prompt_format, tokenizer)
+    as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
     answers = begin(args)
 
     model = load_model(args.model, args.dtype, args.device)

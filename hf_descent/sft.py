@@ -37,9 +37,13 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
     if model_args.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is not given; name a model on the Hub or in a local folder.")
     resume = resume_choice(args, model_args.overwrite_output_dir)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+    )
     with args.main_process_first(desc="loading"):
-        dataset = load_alpaca(data_args, tokenizer)
+        dataset = load_alpaca(data_args, tokenizer, gets_template=args.chat_template_path is not None)
     args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,

@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from tiny import tokenizer
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_descent import cli
 from hf_descent.data.alpaca import format_prompt
@@ -117,6 +117,17 @@ def test_lora_chat_and_test_rows(sft, workplace):
         for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
         for name in entry
     )
+
+
+def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsys):
+    (tmp_path / "chat.jinja").write_text(tokenizer(True).chat_template)
+    folder = sft(
+        "erm", "--chat_template_path", str(tmp_path / "chat.jinja"), "--max_steps", "1", "--prompt_format", "chat"
+    )
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer(True).chat_template
+    printed = capsys.readouterr().out
+    assert "Below is an instruction" not in printed
+    assert "[no label] '<user>Add" in printed
 
 
 def test_an_interrupted_run_ends_like_a_straight_one(sft):

@@ -44,10 +44,11 @@ class AlpacaArguments(SplitArguments):
         check_prompt_format(self.prompt_format)
 
 
-def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
+def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False) -> DatasetDict:
     """Loads rows of `instruction`, `output` and, where there are any, `input`.
 
-    Rows without an output are dropped, and their number is logged.
+    Rows without an output are dropped, and their number is logged. `gets_template` says that the tokenizer will be
+    given a chat template, as TRL's trainer does under `chat_template_path`.
 
     Returns:
         `DatasetDict`: "train", "validation" and, where it is given, "test", with the columns `prompt` and `completion`
@@ -57,7 +58,7 @@ def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase) -> Da
         ValueError: no data is named; a file or column is missing; `prompt_format` is "chat" without a template.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
-    as_chat = is_chat(args.prompt_format, tokenizer)
+    as_chat = is_chat(args.prompt_format, gets_template or tokenizer.chat_template is not None)
 
     def to_pair(row):
         completion = row["output"]
@@ -85,13 +86,12 @@ def check_prompt_format(prompt_format: str) -> None:
         raise ValueError(f"`prompt_format` is {prompt_format!r}; choose one of {', '.join(PROMPT_FORMATS)}.")
 
 
-def is_chat(prompt_format: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+def is_chat(prompt_format: str, has_template: bool) -> bool:
     """Whether prompts go through the tokenizer's chat template; ValueError where it should have one."""
-    has_template = tokenizer.chat_template is not None
     if prompt_format == "chat" and not has_template:
         raise ValueError(
-            "`prompt_format` is 'chat', but the tokenizer has no chat template; set `chat_template_path`, or use "
-            "'alpaca'."
+            "`prompt_format` is 'chat', but the tokenizer has no chat template; train with `chat_template_path`, "
+            "or use 'alpaca'."
         )
     return prompt_format != "alpaca" and has_template
 

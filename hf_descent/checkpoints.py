@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
@@ -17,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from .configs import DescentArguments
-from .descent_state import STATE_NAME, write_summary
+from .descent_state import STATE_NAME, SUMMARY_NAME, read_summary, write_summary
 from .noise import inner_model
 from .selection import best_candidate
 
@@ -43,7 +44,9 @@ class CheckpointMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete_checkpoint(self.args.output_dir)
+            newest = newest_complete_checkpoint(self.args.output_dir)
+            # The first process's: another could see a shared disk as it was a moment ago, and go on from elsewhere.
+            resume_from_checkpoint = broadcast_object_list([newest])[0]
         elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
             for fault in faults(resume_from_checkpoint):
                 raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
@@ -162,6 +165,12 @@ def faults(checkpoint: str) -> Iterator[str]:
     optimizers = (OPTIMIZER_NAME.split(".")[0], DEEPSPEED_FOLDER)
     if SCHEDULER_NAME in names and not any(name.startswith(optimizers) for name in names):
         yield f"{os.path.join(checkpoint, OPTIMIZER_NAME)} is missing"
+    if SCHEDULER_NAME in names and SUMMARY_NAME in names and STATE_NAME not in names:
+        try:
+            if "multipliers" in read_summary(checkpoint):
+                yield f"{os.path.join(checkpoint, STATE_NAME)} is missing"
+        except ValueError as error:
+            yield str(error)
     yield from _missing_weights(checkpoint, names)
     for name in names:
         yield from _missing_shards(os.path.join(checkpoint, name))

@@ -307,8 +307,9 @@ class DescentState(ReportMixin):
             problem = meta["problem"]
             self._set_problem(problem["alpha"], problem["initial_loss_bound"], problem["constrained_layers"])
         self._warmed_up |= meta["problem"] is not None and "label_moments" not in tensors
-        if self.constant_predictor is not None and "label_moments" in tensors and is_main:
-            self.constant_predictor.moments = tensors["label_moments"].to(self.device)
+        if self.constant_predictor is not None and "label_moments" in tensors:
+            # Zeros elsewhere rather than nothing, so that all processes have a part in the next sum.
+            self.constant_predictor.moments = tensors["label_moments"].to(self.device) * is_main
 
     def _schedule(self) -> dict:
         """The settings that a checkpoint must share with the run that resumes from it."""

@@ -4,9 +4,12 @@ from functools import partial
 
 import torch
 from accelerate.utils import find_batch_size, slice_tensors
+from transformers.utils import logging
 
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 
+
+logger = logging.get_logger(__name__)
 
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
@@ -65,7 +68,14 @@ class EvaluationMixin:
     def _rows_counted_once(self, inputs) -> int | None:
         """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""
         rows, loader = find_batch_size(inputs), self.accelerator.gradient_state
-        if not (self.args.world_size > 1 and loader.end_of_dataloader and loader.remainder > 0):
+        if self.args.world_size == 1 or not loader.end_of_dataloader:
+            return None
+        if loader.remainder < 0 and not self.args.dataloader_drop_last:
+            logger.warning_once(
+                "The evaluation data has no length and is split without `dispatch_batches`: rows that are repeated to "
+                "fill its last batch may count twice."
+            )
+        if loader.remainder <= 0:
             return None
         return min(max(loader.remainder - self.args.process_index * rows, 0), rows)
 

@@ -78,8 +78,6 @@ class FusedReadout:
                 module.training &= not isinstance(module, nn.Dropout)
             norm, head, head_loss, precision = _find_tail(model, stack, inputs)
         self = cls(model, stack, norm, head, head_loss)
-        for part in (norm, head):
-            _gather_with(model, part)
         with probing(model):
             self._check(inputs, precision)
         self.head_loss = replace(
@@ -274,6 +272,9 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
         if any(id(parameter) not in known for parameter in module.parameters(recurse=False)):
             raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head.")
 
+    # Before the call below, out of turn, which has ZeRO-3 forget an order of calls that it recorded without these.
+    for part in (norm, head):
+        _gather_with(model, part)
     precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
     with autocast:

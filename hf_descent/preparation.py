@@ -4,7 +4,6 @@ Everything here runs at most once per run, on a real batch, and leaves random st
 """
 
 import contextlib
-import json
 import math
 import os
 from functools import partial
@@ -15,9 +14,9 @@ import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device
 from transformers.trainer_utils import has_length
-from transformers.utils import CONFIG_NAME, ModelOutput
+from transformers.utils import ModelOutput
 
-from .descent_state import STATE_NAME, DescentState
+from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, read_summary
 from .losses import IGNORE_INDEX, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .readout import Readout, has_router_loss, output_logits, probing
@@ -83,7 +82,8 @@ class PreparationMixin:
         What is found out on it has to be the same everywhere, and so has the number of forwards that this takes.
         """
         if self.args.world_size > 1:
-            inputs = send_to_device(broadcast_object_list([inputs])[0], self.args.device)
+            # By way of the CPU, or every process would hold it on the first one's device.
+            inputs = send_to_device(broadcast_object_list([send_to_device(inputs, "cpu")])[0], self.args.device)
         names = [name for name in {*self.label_names, "labels", "shift_labels"} if inputs.get(name) is not None]
         counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
         if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
@@ -257,10 +257,10 @@ class PreparationMixin:
         return sigma
 
     def _saved_sigma(self) -> float | None:
-        if self._resumed_from is None or not os.path.isfile(path := os.path.join(self._resumed_from, CONFIG_NAME)):
+        """That of the run resumed from. Adapters and sharded weights are saved without the model's config."""
+        if self._resumed_from is None or not os.path.isfile(os.path.join(self._resumed_from, SUMMARY_NAME)):
             return None
-        with open(path, encoding="utf-8") as file:
-            return json.load(file).get("noise_sigma")
+        return read_summary(self._resumed_from).get("noise_sigma")
 
     def _loss_takes_items(self, model, inputs) -> bool:
         """Whether the loss honours `num_items_in_batch`, found out once on a real batch."""

@@ -7,7 +7,7 @@ TRL's own `compute_loss` then logs its metrics from the last layer's predictions
 from itertools import groupby
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 from trl import SFTTrainer
@@ -174,6 +174,21 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         )
 
     # ---- evaluation and logs ----
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
+        processes, scores_rows = self.args.world_size, self.compute_metrics is not None and not self.padding_free
+        has_labels = isinstance(dataset, Dataset) and "labels" in dataset.column_names
+        if processes > 1 and self._reads_layers and has_labels and not scores_rows:
+            # Rows that accelerate repeats to fill the last batch cannot be told from others where all are strung
+            # together, and TRL counts them in its metrics: fill it with rows without a label.
+            missing = -len(dataset) % (self.args.eval_batch_size * processes)
+            filler = dataset.select([0] * missing)
+            ignored = [[IGNORE_INDEX] * len(labels) for labels in filler["labels"]]
+            filler = filler.remove_columns("labels").add_column("labels", ignored, feature=dataset.features["labels"])
+            eval_dataset = concatenate_datasets([dataset, filler])
+        return super().get_eval_dataloader(eval_dataset)
 
     def _held_out(self, dataset):
         dataset = super()._held_out(dataset)

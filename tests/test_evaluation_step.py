@@ -1,9 +1,13 @@
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import batches, bert, classification_data, config, naive_layer_losses
 from transformers import default_data_collator
 
 from hf_descent import DescentTrainer
+from hf_descent.evaluation_step import EvaluationMixin
 
 
 DATA = classification_data()
@@ -40,3 +44,14 @@ def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
     trainer = DescentTrainer(model, config(tmp_path), train_dataset=DATA)
     trainer.train()
     assert trainer.predict(DATA_TEST).predictions.shape == (32, 3)
+
+
+@pytest.mark.parametrize(("remainder", "warned"), [(-1, True), (0, False), (3, False)])
+def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(caplog, monkeypatch, remainder, warned):
+    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
+    loader = SimpleNamespace(end_of_dataloader=True, remainder=remainder)
+    args = SimpleNamespace(world_size=2, process_index=0, dataloader_drop_last=False)
+    process = SimpleNamespace(args=args, accelerator=SimpleNamespace(gradient_state=loader))
+    rows = EvaluationMixin._rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
+    assert rows == (3 if remainder == 3 else None)
+    assert ("may count twice" in caplog.text) == warned

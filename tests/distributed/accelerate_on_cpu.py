@@ -17,3 +17,8 @@ def keep_sharding_on_cpu():
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = init_as_on_gpu
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed
+
+        # Its collectives over shared memory would be compiled at the start; without them it takes gloo's.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

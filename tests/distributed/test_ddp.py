@@ -21,11 +21,13 @@ CASES = {
     "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
     "image, plain training": ("image", {"objective": "erm"}),
     "fine-tuning": ("sft", {**LANGUAGE, **SAVED}),
+    "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),
     "checkpointed adapters": ("sft", {**LANGUAGE, "lora": True, "gradient_checkpointing": True}),
     "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
 }
 NOISY = {**LANGUAGE, "noise_gamma": 0.5, "record_noise": True, "max_steps": 4, "seed": 7}
+SCORED = {**LANGUAGE, "max_steps": 2}
 POISONED = {"poison": ["state", 3], "max_steps": 6}
 
 
@@ -43,6 +45,7 @@ def double(tmp_path_factory, single):
         task, settings = CASES[name]
         jobs[f"{name}, resumed"] = job(task, **settings, resume_from=str(single[0] / name / "checkpoint-10"))
     jobs |= {"noise": job("language", 2, 2, **NOISY), "noise again": job("language", 2, 2, **NOISY)}
+    jobs |= {"scored": job("sft", **SCORED, per_device_eval_batch_size=4)}
     jobs |= {"poisoned": job("classification", **POISONED)}
     jobs |= {"poisoned, stopped": job("classification", **POISONED, stop_on_nonfinite=True)}
     folder = tmp_path_factory.mktemp("double")
@@ -68,6 +71,13 @@ def test_another_number_of_processes_resumes(tmp_path, single, double, name):
     checkpoint = str(folder / f"{name}, 2x4" / "checkpoint-10")
     for resumed in (train(tmp_path, task, **settings, resume_from=checkpoint), runs[f"{name}, resumed"]):
         assert_same(straight[name], resumed)
+
+
+@pytest.mark.slow
+def test_rows_that_fill_the_last_batch_do_not_count_in_the_metrics_of_fine_tuning(tmp_path, double):
+    single = train(tmp_path, "sft", **SCORED, per_device_eval_batch_size=8)
+    for name in ("eval_mean_token_accuracy", "eval_entropy"):
+        assert double[1]["scored"][0]["metrics"][name] == pytest.approx(single[0]["metrics"][name], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ CASES = {
     ),
 }  # fmt: skip
 SAVED = {"save_strategy": "steps", "save_steps": 10}
+NOISY = {**LANGUAGE, "noise_gamma": 0.5, "learning_rate": 0.5}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,8 @@ def doubles(tmp_path_factory):
             jobs["full, accumulated"] = job("language", 2, 2, **LANGUAGE)
             jobs["full, saved"] = job("language", **LANGUAGE, **SAVED)
             jobs["full, resumed"] = job("language", **LANGUAGE, resume_from=f"{folder}/full, saved/checkpoint-10")
+            jobs["noisy"] = job("language", **NOISY, **SAVED)
+            jobs["noisy, resumed"] = job("language", **NOISY, resume_from=f"{folder}/noisy/checkpoint-10")
             runs[backend] = launch(folder, jobs, backend)
         return runs[backend]
 
@@ -70,3 +73,14 @@ def test_sharded_processes_take_the_steps_of_one(single, doubles, backend, name)
     assert (double[0]["processes"], double[0]["type"]) == (2, kind)
     assert_same(single[name.split(",")[0]], double, coarse=100 if "bfloat16" in name else 1)
     assert max(double[0]["multipliers"][0]) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS.values())
+def test_sharded_noise_is_resumed_at_its_scale(doubles, backend):
+    """Sharded weights are saved without the model's config, and the embeddings are no longer those of the start."""
+    straight, resumed = (doubles(backend)[name] for name in ("noisy", "noisy, resumed"))
+    assert straight[0]["sigma"] == resumed[0]["sigma"] > 0
+    assert straight[1]["model.embed_tokens.weight"].float().std() > 1.1 * straight[0]["sigma"]
+    assert straight[0]["multipliers"] == resumed[0]["multipliers"]
+    assert_same((straight[0] | {name: resumed[0][name] for name in ("losses", "path")}, straight[1]), resumed)

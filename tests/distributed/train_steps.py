@@ -146,6 +146,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
         "multipliers": gather([values.tolist()], use_gather_object=True),
         "noise": gather([[draw.tolist() for draw in noise]], use_gather_object=True),
         "eval": [value for name, value in sorted(metrics.items()) if name.startswith("eval_layer_loss")],
+        "metrics": metrics,
         "problem": trainer.problem.state_dict() if trainer.problem else {"alpha": 0.0},
         "sigma": getattr(model.config, "noise_sigma", None),
     }, {name: weight.clone() for name, weight in (weights or {}).items()}

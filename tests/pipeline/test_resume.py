@@ -10,11 +10,12 @@ import textwrap
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import bert, classification_data, config
+from tiny import VOCAB, bert, classification_data, config
 from transformers import Trainer, TrainingArguments
 
-from hf_descent import DescentTrainer
+from hf_descent import DescentTrainer, checkpoints
 from hf_descent.checkpoints import newest_complete_checkpoint
 from hf_descent.descent_state import STATE_NAME, SUMMARY_NAME
 
@@ -107,6 +108,33 @@ def test_another_schedule_is_refused(tmp_path, change, match):
         make(arguments(tmp_path, **change)).train(resume_from_checkpoint=True)
 
 
+def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embeddings(tmp_path):
+    def adapted():
+        torch.manual_seed(1)
+        lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["word_embeddings"], task_type="SEQ_CLS")
+        args = arguments(tmp_path, learning_rate=0.1)
+        return DescentTrainer(get_peft_model(bert(), lora), args, train_dataset=classification_data(40))
+
+    straight = adapted()
+    straight.train()
+    assert not (tmp_path / "checkpoint-6" / "config.json").exists()
+    resumed = adapted()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
+    assert torch.equal(straight.multipliers.values, resumed.multipliers.values)
+    trained = straight.model.get_input_embeddings()(torch.arange(VOCAB)).std().item()
+    assert trained > 1.1 * resumed.model.config.noise_sigma  # what would be measured now
+
+
+def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(tmp_path, monkeypatch):
+    make(arguments(tmp_path)).train()
+    first = str(tmp_path / "checkpoint-5")
+    monkeypatch.setattr(checkpoints, "broadcast_object_list", lambda found: [first])
+    resumed = make(arguments(tmp_path))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed._resumed_from == first
+
+
 def test_another_layer_count_is_refused(tmp_path):
     make(arguments(tmp_path, max_steps=4)).train()
     state = (tmp_path / "checkpoint-4" / STATE_NAME).read_bytes()
@@ -125,8 +153,8 @@ def test_another_layer_count_is_refused(tmp_path):
 )
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
 def test_incomplete_checkpoints_are_passed_over(tmp_path, victim, damage):
-    if (victim, damage) in (("rng_state.pth", "missing"), (STATE_NAME, "missing")):
-        pytest.skip("also a plain or a multi-process checkpoint")
+    if (victim, damage) == ("rng_state.pth", "missing"):
+        pytest.skip("also a multi-process checkpoint")
     make(arguments(tmp_path, max_steps=3)).train()
     path = tmp_path / "checkpoint-3" / victim
     whole = path.read_bytes()

@@ -150,13 +150,14 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         if constrained:
             self._prepare(model, inputs)
-        miscaled = model.training and labelled and not self._stock_scaling_is_right
-        stock = not miscaled or self._loss_takes_items(model, inputs)
+        asks = labelled and not self._stock_scaling_is_right and (model.training or not constrained)
+        miscaled = asks and not self._loss_takes_items(model, inputs)
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if constrained:
                 loss, outputs = self._descent_loss(model, inputs)
-            elif stock:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            elif not (miscaled and model.training):
+                # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
+                return super().compute_loss(model, inputs, return_outputs, None if miscaled else num_items_in_batch)
             else:
                 share = self._share_of_items(inputs)
                 loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
@@ -302,6 +303,10 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._state = self._readout = self._noise = self._takes_items = None
         self._layer_sums = self._eval_sums = self._items = None
         self._resumed_from = kwargs.get("resume_from_checkpoint")
+        if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
+            # process would train a model of its own.
+            vars(self.model).pop("_is_accelerate_prepared", None)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
     # ---- logs and search ----

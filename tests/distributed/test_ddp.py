@@ -15,6 +15,8 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
 SAVED = {"save_strategy": "steps", "save_steps": 10}
 CASES = {
     "classification": ("classification", {}),
+    "classification, plain training": ("classification", {"objective": "erm"}),
+    "evaluated before training": ("classification", {"evaluate_first": True}),
     "language": ("language", LANGUAGE),
     "auto": ("language", {**AUTO, **SAVED}),
     "image": ("image", {"ddp_find_unused_parameters": False}),
@@ -71,6 +73,14 @@ def test_another_number_of_processes_resumes(tmp_path, single, double, name):
     checkpoint = str(folder / f"{name}, 2x4" / "checkpoint-10")
     for resumed in (train(tmp_path, task, **settings, resume_from=checkpoint), runs[f"{name}, resumed"]):
         assert_same(straight[name], resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["classification, plain training", "image, plain training", "classification"])
+def test_the_evaluation_loss_is_a_mean_whatever_the_number_of_processes(single, double, name):
+    expected = single[1][name][0]["metrics"]["eval_loss"]
+    # Of plain training it is a mean over batches, in which the row that fills the last one counts.
+    assert double[1][f"{name}, 2x4"][0]["metrics"]["eval_loss"] == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.slow

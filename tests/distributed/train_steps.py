@@ -103,6 +103,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
         settings.pop(name, None) for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
     )
     os.environ.update(environment or {})
+    evaluate_first = settings.pop("evaluate_first", False)
     model, data = {
         "classification": lambda: (bert(), classification_data(80)),
         "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
@@ -129,6 +130,8 @@ def train(output, task, batch=8, accumulation=1, **settings):
     if poison:
         trainer.add_callback(callback := Poison(*poison))
         callback.trainer = trainer
+    if evaluate_first:
+        trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     metrics = {} if poison else trainer.evaluate()
     gather = trainer.accelerator.gather_for_metrics

@@ -10,7 +10,7 @@ import yaml
 from safetensors.torch import save_file
 from tiny import bert, classification_data, config
 
-from hf_descent import DescentTrainer
+from hf_descent import DescentTrainer, SFTDescentConfig
 from hf_descent.descent_state import STATE_NAME, read_state, read_summary
 from hf_descent.evaluate import _results_folder
 
@@ -37,7 +37,10 @@ def dangers(tree):
             yield from UNSAFE_MODULES & {(node.module or "").split(".")[0]}
         elif isinstance(node, ast.Call):
             name = dotted(node.func)
-            given = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else None for k in node.keywords}
+            # The user's own setting, handed on, is no danger: it is off unless given.
+            own = [k for k in node.keywords if dotted(k.value) == "args.trust_remote_code"]
+            others = [k for k in node.keywords if k not in own]
+            given = {k.arg: k.value.value if isinstance(k.value, ast.Constant) else None for k in others}
             if name in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"):
                 yield name
             if name == "torch.load" and given.get("weights_only") is not True:
@@ -62,7 +65,8 @@ def test_no_source_can_run_what_it_reads(path):
     assert not list(dangers(ast.parse(path.read_text(encoding="utf-8"))))
 
 
-def test_no_recipe_trusts_remote_code():
+def test_no_recipe_trusts_remote_code(tmp_path):
+    assert SFTDescentConfig(str(tmp_path), use_cpu=True).trust_remote_code is False
     assert not [path for path in YAML if yaml.safe_load(path.read_text(encoding="utf-8")).get("trust_remote_code")]
 
 

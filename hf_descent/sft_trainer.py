@@ -209,7 +209,12 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             collate_fn=lambda rows: self._prepare_inputs(self.data_collator(rows)),
         )
 
+    def _inner_training_loop(self, batch_size=None, *args, **kwargs):
+        self._tokens_before = self._total_train_tokens  # of an earlier `train()`, or trial of a search
+        return super()._inner_training_loop(batch_size, *args, **kwargs)
+
     def log(self, logs, start_time=None):
         if "train_runtime" in logs:
-            logs.setdefault("train_tokens_per_second", round(self._total_train_tokens / logs["train_runtime"], 3))
+            tokens = self._total_train_tokens - self._tokens_before
+            logs.setdefault("train_tokens_per_second", round(tokens / logs["train_runtime"], 3))
         super().log(logs, start_time)

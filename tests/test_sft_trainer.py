@@ -264,10 +264,13 @@ def test_preview_and_throughput(tmp_path):
     assert trainer.preview() == (
         "First training example: 12 tokens, 5 with a label\n[no label] 'Say c0:'\n[label] ' c0!</s>'"
     )
-    output = trainer.train()
-    tokens = trainer.state.log_history[-2]["num_tokens"]
-    rate = output.metrics["train_tokens_per_second"]
-    assert rate == pytest.approx(tokens / output.metrics["train_runtime"], rel=1e-3)
+    before = 0
+    for _ in range(2):  # TRL goes on counting
+        output = trainer.train()
+        tokens = trainer.state.log_history[-2]["num_tokens"]
+        rate = output.metrics["train_tokens_per_second"]
+        assert rate == pytest.approx((tokens - before) / output.metrics["train_runtime"], rel=1e-3)
+        before = tokens
 
 
 def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog):

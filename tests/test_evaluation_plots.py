@@ -38,6 +38,15 @@ def test_a_single_run_has_its_interval_as_a_band():
     assert band[:, 1].max() == pytest.approx(run.curve.mean[0] + run.curve.radius("mean")[0])
 
 
+def test_many_groups_have_bars_where_bands_would_hide_one_another(groups):
+    groups["hinge"] = groups["erm"][:2]
+    axes = plots.plot_curves(groups).axes[0]
+    values = np.stack([run.curve.mean for run in groups["descent"]])
+    _, _, (bars,) = axes.containers[1].lines
+    ends = np.array(bars.get_segments())[..., 1]  # [levels, (low, high)]
+    np.testing.assert_allclose(ends, np.stack([values.min(0), values.max(0)], axis=1))
+
+
 def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
     figure = plots.plot_layers(groups)
     assert [axes.get_title() for axes in figure.axes] == ["without noise", "noise level 2"]
@@ -48,10 +57,11 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
 
 def test_ratios_are_shares_of_steps(groups):
     figure = plots.plot_ratios(groups)
-    axes = figure.axes[0]
-    values = axes.patches[0].get_data().values
+    values = figure.axes[0].patches[0].get_data().values
     assert values.sum() == pytest.approx(1.0)
-    assert "median 0.67, 100% descend" in figure.legends[0].texts[0].get_text()
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title.split("\n")[0] for title in titles] == list(groups)
+    assert "median 0.67, 100% descend" in titles[0]
 
 
 def test_duals_are_drawn_over_steps(groups):

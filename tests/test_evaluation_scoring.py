@@ -1,5 +1,6 @@
 import math
 import weakref
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tiny import VOCAB, bert, classification_data, language_data, llama
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -19,6 +21,7 @@ from transformers import (
 )
 
 from hf_descent.evaluation import layer_profile, noise_curve
+from hf_descent.evaluation.scoring import numbered_batches
 
 
 CONFIG = {
@@ -141,6 +144,19 @@ def test_data_is_collated_once_for_all_levels():
 
     noise_curve(bert(), classification_data(20), [0.0, 0.5, 1.0], draws=3, batch_size=8, data_collator=collate)
     assert collated == [8, 8, 8, 4]  # the first batch is looked at beforehand, to know the data by
+
+
+def test_batches_are_not_listed_beforehand():
+    class Rows(Dataset):
+        def __len__(self):
+            return 10**12
+
+        def __getitem__(self, index):
+            return index
+
+    batches = numbered_batches(Rows(), list, 4, first=1, step=2)
+    assert len(batches) == 125 * 10**9
+    assert list(islice(batches, 2)) == [(1, [4, 5, 6, 7]), (3, [12, 13, 14, 15])]
 
 
 @pytest.mark.parametrize("evaluate", [lambda *a, **k: noise_curve(*a, [0.0, 1.0], **k), layer_profile])

@@ -60,15 +60,15 @@ def save_figures(comparison: Comparison, folder: str) -> list[str]:
 
 def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Metric against the noise level, mean over runs; bands from least to greatest (a single run: 95 % interval)."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for (name, runs), style in zip(groups.items(), cycle(STYLES)):
+    for number, ((name, runs), style) in enumerate(zip(groups.items(), cycle(STYLES))):
         values = np.stack([run.curve.mean for run in runs])  # [runs, levels]
         low, high = values.min(axis=0), values.max(axis=0)
         if len(runs) == 1:
             error = runs[0].curve.radius("mean")
             low, high = values[0] - error, values[0] + error
-        _line(axes, runs[0].curve.gammas, values.mean(axis=0), low, high, name, style)
+        _line(axes, runs[0].curve.gammas, values.mean(axis=0), low, high, name, style, number, len(groups))
     curve = runs[0].curve
     for gamma in sorted({run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}):
         axes.axvline(gamma, color="0.8", zorder=0)
@@ -76,8 +76,9 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
             "training level", (gamma, 0.01), xycoords=("data", "axes fraction"), color="0.4", size=8, ha="right"
         )
     kind = curve.settings.get("perturbation", "gaussian")
-    axes.set(xlabel="noise level" if kind == "gaussian" else f"rate of {kind.replace('_', ' ')}", ylabel=curve.metric)
-    axes.legend(frameon=False)
+    xlabel = "noise level, in units of sigma" if kind == "gaussian" else f"rate of {kind.replace('_', ' ')}"
+    axes.set(xlabel=xlabel, ylabel=curve.metric)
+    _legend(figure, axes)
     return figure
 
 
@@ -89,34 +90,39 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
         for run in runs
     ]
     gammas = sorted(set.intersection(*(set(found) for found in levels)))
-    figure = Figure(figsize=(1 + 4 * len(gammas), 4), layout="constrained")
+    figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
         found = iter(levels)
-        for (name, runs), style in zip(groups.items(), cycle(STYLES)):
+        for number, ((name, runs), style) in enumerate(zip(groups.items(), cycle(STYLES))):
             losses = np.stack([next(found)[gamma].losses for _ in runs])  # [runs, layers]
             layers = np.arange(1, losses.shape[1] + 1)
-            _line(axes, layers, losses.mean(axis=0), losses.min(axis=0), losses.max(axis=0), name, style)
+            low, high = losses.min(axis=0), losses.max(axis=0)
+            _line(axes, layers, losses.mean(axis=0), low, high, name, style, number, len(groups))
         axes.set(xlabel="layer", title="without noise" if gamma == 0 else f"noise level {gamma:g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
-    panels[0].legend(frameon=False)
+    _legend(figure, panels[0])
     return figure
 
 
 def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Histogram of f_l(x) / f_(l-1)(x) over samples and layers; what lies beyond 2 is counted in the last bin."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    """Histograms of f_l(x) / f_(l-1)(x) over samples and layers; what lies beyond 2 is counted in the last bin."""
+    rows = -(-len(groups) // 2)
+    figure = Figure(figsize=(8, 1 + 2 * rows), layout="constrained")
+    panels = figure.subplots(rows, min(2, len(groups)), sharex=True, sharey=True, squeeze=False).flat
     bins = np.linspace(0, 2, 41)
-    for (name, runs), style in zip(groups.items(), cycle(STYLES)):
+    for axes, (name, runs) in zip(panels, groups.items()):
         ratios = np.concatenate([run.profile.ratios.ravel() for run in runs])
         counts, _ = np.histogram(ratios.clip(max=2), bins)
-        label = f"{name}: median {np.median(ratios):.2f}, {np.mean(ratios < 1):.0%} descend"
-        axes.stairs(counts / len(ratios), bins, label=label, color=style["color"], linestyle=style["linestyle"])
-    axes.axvline(1, color="0.8", zorder=0)
-    axes.set(xlabel="loss of a sample after a layer / before it", ylabel="share of steps", xlim=(0, 2))
-    figure.legend(frameon=False, loc="outside upper center")
+        axes.stairs(counts / len(ratios), bins, color="0.5", fill=True)
+        axes.axvline(1, color="black", linestyle=":", linewidth=1)
+        axes.set_title(f"{name}\nmedian {np.median(ratios):.2f}, {np.mean(ratios < 1):.0%} descend", size=9)
+        axes.set_xlim(0, 2)
+    for axes in panels[len(groups) :]:
+        axes.remove()
+    figure.supxlabel("loss of a sample after a layer / before it")
+    figure.supylabel("share of steps")
     return figure
 
 
@@ -178,9 +184,21 @@ def _setting(run: Run, name: str) -> float:
     return float(np.mean(value))
 
 
-def _line(axes: Axes, x, mean, low, high, label: str, style: Mapping[str, str]):
-    axes.plot(x, mean, label=label, markersize=4, **style)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
+def _line(axes: Axes, x, mean, low, high, label: str, style: Mapping[str, str], number: int, groups: int):
+    """A line with a band; with bars side by side among many groups, whose bands would hide one another."""
+    if groups <= 3:
+        axes.plot(x, mean, label=label, markersize=4, **style)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
+    else:
+        aside = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
+        errors = np.stack([mean - low, high - mean]).clip(min=0)  # [2, points], but for rounding
+        axes.errorbar(x + aside, mean, errors, label=label, markersize=4, elinewidth=0.7, capsize=2, **style)
+
+
+def _legend(figure: Figure, axes: Axes):
+    """Beside the panels: inside them it would hide lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, handlelength=3.5, loc="outside right upper")
 
 
 def _file_name(name: str) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -206,9 +206,23 @@ def numbered_batches(
     if isinstance(dataset, DataLoader) or not hasattr(dataset, "__len__"):
         loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size, collate_fn=collate)
         return islice(enumerate(loader), first, None, step)
-    starts = range(first * batch_size, len(dataset), step * batch_size)
-    sampler = [range(start, min(start + batch_size, len(dataset))) for start in starts]
+    sampler = _Ranges(range(first * batch_size, len(dataset), step * batch_size), batch_size, len(dataset))
     return _Numbered(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate), first, step)
+
+
+@dataclass
+class _Ranges:
+    """The rows of each batch, made when they are asked for."""
+
+    starts: range
+    batch_size: int
+    rows: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __iter__(self) -> Iterator[range]:
+        return (range(start, min(start + self.batch_size, self.rows)) for start in self.starts)
 
 
 class _Numbered:

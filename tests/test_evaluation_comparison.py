@@ -200,6 +200,19 @@ def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):
     assert "in units of sigma, which differs: 0.05 in erm, 0.06 in descent." in found
 
 
+def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
+    """Of runs that were trained without noise, too: else their OOD part would be that of other levels."""
+    runs = [make_run([0.5, 0.6], objective="erm"), make_run([0.5, 0.6], objective="descent")]
+    for run, level in zip(runs, (0.0, 1.0)):
+        run.curve.gamma_train = level
+    comparison = compare([save_run(tmp_path / run.arm, run) for run in runs])
+    groups = comparison.to_dict()["groups"]
+    for name in ("erm", "descent"):
+        assert (groups[name]["auc_id"][0], groups[name]["auc_ood"][0]) == pytest.approx((0.5, 0.4))
+    assert "ID: noise levels up to 1, OOD: beyond" in str(comparison)
+    assert comparison.groups["erm"][0].curve.gamma_train == 0.0
+
+
 def test_the_table_counts_cost_and_feasibility(tmp_path):
     erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
     descent = make_run([0.5, 0.6], objective="descent", step_seconds=0.3, feasible=True)

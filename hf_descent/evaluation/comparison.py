@@ -17,7 +17,7 @@ Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hill
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -271,12 +271,18 @@ class Comparison:
     groups: dict[str, list[Run]]
     differences: list[Difference]
 
+    @property
+    def gamma_train(self) -> float | None:
+        """The largest training level, which parts ID from OOD for all groups alike; `None` where no run has one."""
+        levels = [run.curve.gamma_train for runs in self.groups.values() for run in runs]
+        return max((level for level in levels if level is not None), default=None)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values: of each group folders, summaries (mean, deviation over seeds) and cost; and the verdicts."""
         groups = {}
         for name, runs in self.groups.items():
             values = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
-            values |= {summary: _spread(runs, summary) for summary in SUMMARIES}
+            values |= {summary: _spread(runs, summary, self.gamma_train) for summary in SUMMARIES}
             values |= {"clean": _clean(runs), "feasible": _feasible(runs), "step_seconds": _cost(runs)}
             groups[name] = values
         verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
@@ -286,13 +292,15 @@ class Comparison:
         width = max(len(name) for name in self.groups) + 2
         first = next(iter(self.groups.values()))[0].curve
         header = [f"{'':{width}}{'runs':>5}{'clean':>18}", *(f"{title:>18}" for title in SUMMARIES.values())]
+        of_levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
         rows = [
-            f"{first.metric}, mean +- standard deviation over seeds",
+            f"{first.metric}, mean +- standard deviation over seeds{of_levels}",
             "".join([*header, f"{'feasible':>10}{'s/step':>10}"]),
         ]
         base_cost = _cost(next(iter(self.groups.values())))
         for name, runs in self.groups.items():
-            cells = [_format(_clean(runs)), *(_format(_spread(runs, summary)) for summary in SUMMARIES)]
+            summaries = (_spread(runs, summary, self.gamma_train) for summary in SUMMARIES)
+            cells = [_format(_clean(runs)), *map(_format, summaries)]
             feasible, cost = _feasible(runs), _cost(runs)
             feasible = "" if feasible is None else f"{feasible[0]} of {feasible[1]}"
             ratio = "" if cost is None or not base_cost else f"x{cost / base_cost:.2f}"
@@ -353,12 +361,9 @@ def compare(
     )
 
 
-def _values(runs, name) -> np.ndarray:
-    return np.array([getattr(run.curve, name) for run in runs], dtype=float)  # None becomes not a number
-
-
-def _spread(runs, name) -> tuple[float, float]:
-    return _mean_and_deviation(_values(runs, name))
+def _spread(runs, name, gamma_train) -> tuple[float, float]:
+    curves = [replace(run.curve, gamma_train=gamma_train) for run in runs]
+    return _mean_and_deviation(np.array([getattr(curve, name) for curve in curves], dtype=float))  # None: no number
 
 
 def _clean(runs) -> tuple[float, float]:

@@ -62,6 +62,18 @@ def test_what_the_data_decides_widens_the_interval():
     assert difference(groups_of(before, same), "erm", "descent").verdict == "better"
 
 
+def test_seeds_that_agree_by_chance_prove_nothing():
+    """Two seeds that lose one row of many each: the same difference to the last digit, on other blocks."""
+    before = np.full((2, 10), 0.7)
+    after = before.copy()
+    after[0, 3] -= 0.1
+    after[1, 6] -= 0.1
+    found = difference(groups_of(before, after), "erm", "descent")
+    assert found.estimate == pytest.approx(-0.01)
+    assert found.verdict == "no difference" and found.p_value > 0.05
+    assert found.radius == pytest.approx(found.data_radius)
+
+
 @pytest.mark.parametrize("paired", [True, False])
 def test_false_verdicts_are_as_rare_as_stated(paired):
     """Seeds, data and a rest of comparable parts, the same means; the data's part differs between the groups."""

@@ -5,8 +5,8 @@ second one: seeds and blocks of data are crossed, as readers and cases are in a 
 reader studies. For each seed and block the (jackknife) share of the metric's difference is taken. Its mean over seeds
 and blocks is the difference; the variance of that mean is the seeds' part, and where the blocks differ by more than
 the interaction of seeds and blocks explains, that excess; the degrees of freedom are the seeds' own, raised by the
-data's part. Runs with the same seeds on both sides are paired by seed; otherwise the seed variances of the two sides
-are added (Welch).
+data's part. It is never less than the variance over the choice of the data alone. Runs with the same seeds on both
+sides are paired by seed; otherwise the seed variances of the two sides are added (Welch).
 
 All runs must have been evaluated on the same batches with the same noise (common random numbers).
 
@@ -233,6 +233,8 @@ def difference(
         freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(of_seeds, counts)) if total else 1.0
         variance = total + max(0.0, of_data - interaction)
         freedom *= (variance / total) ** 2 if total else 1.0
+        if variance < of_data:  # seeds agree by chance, as a metric of counts lets them: the data's part remains
+            variance, freedom = of_data, blocks - 1
         error = np.sqrt(variance)
         radius = float(stats.t.ppf(quantile, freedom) * error)
         p_value = float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error else float(estimate == 0.0)

@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="text classifier or causal language model: a folder, or a name on the Hub")
     parser.add_argument("--output_dir", help="folder for tables and figure; by default the model's, if it is one")
     parser.add_argument("--max_loss", type=float, default=0.01, help="accuracy that early exit may cost (0.01)")
+    parser.add_argument("--confidence", type=float, default=0.95, help="that it costs no more on other data (0.95)")
     parser.add_argument("--measure", default="entropy", choices=("entropy", "margin"), help="a sample's uncertainty")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per batch, also when timed (32)")
     parser.add_argument("--repeats", type=int, default=3, help="timings of each exit; the median counts (3)")
@@ -111,7 +112,8 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
     dataset = tokenize(dataset, tokenizer, args.max_seq_length)
     test = dataset.get("test", dataset["validation"])
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
-    fast = ConfidenceExit(model, measure=args.measure).calibrate(dataset["validation"], args.max_loss, **settings)
+    fast = ConfidenceExit(model, measure=args.measure)
+    fast.calibrate(dataset["validation"], args.max_loss, args.confidence, **settings)
     return {
         "exit_profile": exit_profile(model, test, repeats=args.repeats, **settings),
         "confidence_exit": fast.evaluate(test, repeats=args.repeats, **settings),

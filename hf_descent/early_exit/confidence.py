@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import norm
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
@@ -135,6 +136,7 @@ class ConfidenceExit:
         self,
         dataset: Dataset | DataLoader,
         max_loss: float = 0.01,
+        confidence: float = 0.95,
         *,
         data_collator: Callable | None = None,
         processing_class: Any | None = None,
@@ -142,20 +144,23 @@ class ConfidenceExit:
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
 
-        The loss is that on `dataset`, which must not be the test data: the threshold is chosen on it, so that on other
-        data the loss is larger by about its sampling error. Afterwards one batch is run with and without shrinking and
-        compared.
+        That they cost no more is meant for other data like `dataset`, which must not be the test data, and holds at
+        the `confidence` asked for: the fewer samples, the stricter the threshold. Afterwards one batch is run with and
+        without shrinking and compared.
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data.
             max_loss (`float`): accuracy that may be lost, as a difference (0.01: 0.90 becomes 0.89).
+            confidence (`float`): probability, over the choice of `dataset`, that no more is lost; in [0.5, 1).
             data_collator, processing_class, batch_size: as in [`layer_profile`].
 
         Raises:
-            ValueError: as when called; `dataset` is empty, or `max_loss` negative.
+            ValueError: as when called; `dataset` is empty, `max_loss` negative or `confidence` out of its range.
         """
         if not max_loss >= 0:
             raise ValueError(f"`max_loss` is {max_loss}; give the accuracy that may be lost, such as 0.01.")
+        if not 0.5 <= confidence < 1:
+            raise ValueError(f"`confidence` is {confidence}; give a probability from 0.5 to below 1, such as 0.95.")
         batches = load_batches(self.model, dataset, data_collator, processing_class, batch_size)
         logits, labels, first = [], [], None
         with evaluating(self.model):
@@ -174,7 +179,7 @@ class ConfidenceExit:
         for layer in range(1, len(unsure)):
             if self.layers is not None and layer not in self.layers:
                 unsure[layer - 1] = np.inf
-        self.threshold = _cheapest_threshold(unsure, correct, max_loss)
+        self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         self.check(first)
         return self
 
@@ -350,19 +355,25 @@ def _map_with_path(function, kind, tree, *others):
     )
 
 
-def _cheapest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float) -> float:
-    """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold costs too much."""
+def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float, confidence: float) -> float:
+    """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold may cost too much.
+
+    Tested from the strictest on, and no further than the first that fails, the candidates need no correction for
+    their number: fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052).
+    """
     met = np.unique(unsure[np.isfinite(unsure) & (unsure >= 0)])
     candidates = np.append((met[1:] + met[:-1]) / 2, 1.0)  # between them, so that rounding moves no sample
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
-    best, fewest = 0.0, math.inf
+    loosest = 0.0
     for threshold in candidates:
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
-        accuracy = np.take_along_axis(correct, exits[None], axis=0).mean()
-        if accuracy >= correct[-1].mean() - max_loss - 1e-9 and exits.mean() < fewest:
-            best, fewest = float(threshold), exits.mean()
-    return best
+        lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(float)  # -1, 0 or 1
+        lost = np.append(lost, 1.0)  # one more than seen: that none of a few samples is lost proves little
+        if lost.mean() + norm.ppf(confidence) * lost.std() / math.sqrt(len(lost)) > max_loss:
+            break
+        loosest = float(threshold)
+    return loosest
 
 
 def _class_logits(outputs) -> torch.Tensor:

@@ -111,26 +111,27 @@ def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allo
     assert (report.mean_layers == 4) == (max_loss == 0) and (report.mean_layers == 1) == (max_loss == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 def test_no_more_is_lost_on_other_data_than_was_stated_as_often_as_was_stated(confidence):
     rng = np.random.default_rng(0)
 
     def draw(samples):
-        # Surer samples are right more often, and the last layer is right where the first is not in 9 of 100.
-        unsure = rng.uniform(size=samples)
+        # The last layer mends half of what the first one has wrong and is unsure of, and spoils a little.
+        unsure, chance = rng.uniform(size=(2, samples))
         first = rng.uniform(size=samples) < 1 - 0.4 * unsure
-        last = np.where(rng.uniform(size=samples) < 0.12 * unsure, ~first, first) | (rng.uniform(size=samples) < 0.05)
+        last = np.where(first, chance > 0.1 * unsure, chance < 0.5 * unsure)
         return np.stack([unsure, np.full(samples, -1.0)]), np.stack([first, last])
 
     unsure, correct = draw(400_000)
     broken, leave = 0, []
-    for _ in range(300):
+    for _ in range(200):
         threshold = _loosest_threshold(*draw(1000), 0.01, confidence)
         exits = unsure[0] < threshold
         broken += (correct[1][exits].astype(float) - correct[0][exits]).sum() / len(exits) > 0.01
         leave.append(exits.mean())
-    assert broken / 300 <= 1 - confidence + 2 * (confidence * (1 - confidence) / 300) ** 0.5
-    assert np.mean(leave) > 0.02  # by not leaving at all it would be kept as well
+    assert broken / 200 <= 1 - confidence + 2 * (confidence * (1 - confidence) / 200) ** 0.5
+    assert np.mean(leave) > 0.3  # by not leaving at all it would be kept as well
 
 
 def test_samples_that_are_wrongly_sure_beyond_doubt_stay_where_that_would_cost_too_much():

@@ -240,6 +240,11 @@ class DescentArguments:
         """Whether a part of the problem is measured during warm-up."""
         return "auto" in (self.descent_alpha, self.initial_loss_bound)
 
+    @property
+    def gamma_train(self) -> float:
+        """The noise level of training; of a range the upper end."""
+        return self.noise_gamma[-1] if isinstance(self.noise_gamma, list) else self.noise_gamma
+
     @classmethod
     def from_training_arguments(cls, args: TrainingArguments, **fields: Any) -> "DescentArguments":
         """The same training arguments with the descent arguments added: `fields`, and defaults for the rest.

@@ -229,12 +229,11 @@ def build_model(
 def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: ModelArguments) -> dict[str, Result]:
     """Measures the model on a split at every noise level and at every layer, and prints the tables."""
     args = trainer.args
-    gamma_train = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
     shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
-    profile = trainer.evaluate_layers(rows, gamma=gamma_train, **shared)
+    profile = trainer.evaluate_layers(rows, gamma=args.gamma_train, **shared)
     results = {"layer_profile": profile}
     metrics = {f"{split}_{name}": value for name, value in profile.to_dict().items()}
-    tables = [f"{split}: loss of every layer at noise level {gamma_train:g}\n{profile}"]
+    tables = [f"{split}: loss of every layer at noise level {args.gamma_train:g}\n{profile}"]
     if args.eval_gammas:
         results["noise_curve"] = curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
         metrics |= {f"{split}_{name}": value for name, value in curve.to_dict().items()}

@@ -95,10 +95,9 @@ class EvaluationMixin:
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self.accelerator.unwrap_model(self.model)
-        gamma_train = self.args.noise_gamma
         settings = self._evaluation_settings(model) | {
             "sigma": self.noise_sigma(model),
-            "gamma_train": gamma_train[-1] if isinstance(gamma_train, list) else gamma_train,
+            "gamma_train": self.args.gamma_train,
         }
         curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})

@@ -127,8 +127,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
     from .checkpoints import training_arguments
 
-    level = args.noise_gamma[-1] if isinstance(args.noise_gamma, list) else args.noise_gamma
-    gamma = float(level if tune_args.tune_gamma is None else tune_args.tune_gamma)
+    gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args.objective)
     data_args = without_test_rows(data_args)
 

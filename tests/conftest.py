@@ -24,8 +24,8 @@ def evaluate_modules(tmp_path_factory):
 
 
 @pytest.fixture
-def explicit_calls(monkeypatch):
-    """What the explicit attention of the unrolled transformers returned, one entry per call."""
+def check_eager_attention(monkeypatch):
+    """check(build, batch): three layers compute the same by the explicit formula, chosen at the start or later."""
     calls, function = [], unrolling.explicit_symmetric_attention
 
     def counting(*args, **kwargs):
@@ -33,4 +33,15 @@ def explicit_calls(monkeypatch):
         return calls[-1]
 
     monkeypatch.setattr(unrolling, "explicit_symmetric_attention", counting)
-    return calls
+
+    def check(build, batch):
+        model = build()
+        expected = model(**batch).logits
+        assert not calls
+        torch.testing.assert_close(build(attn_implementation="eager")(**batch).logits, expected)
+        assert len(calls) == 3
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(**batch).logits, expected)
+        assert len(calls) == 6
+
+    return check

@@ -147,15 +147,8 @@ def test_untrained_model_moves_towards_the_clean_clip():
     assert error.square().mean() < 0.5 * noise.square().mean()
 
 
-def test_eager_attention_is_the_explicit_formula(explicit_calls):
-    model, batch = tiny(), collate(clips())
-    expected = model(**batch).logits
-    assert not explicit_calls
-    torch.testing.assert_close(tiny(attn_implementation="eager")(**batch).logits, expected)
-    assert len(explicit_calls) == 3
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(model(**batch).logits, expected)
-    assert len(explicit_calls) == 6
+def test_eager_attention_is_the_explicit_formula(check_eager_attention):
+    check_eager_attention(tiny, collate(clips()))
 
 
 @pytest.mark.parametrize("shared", SHARED)

@@ -65,15 +65,8 @@ def test_layer_is_the_stated_formula():
 
 
 @pytest.mark.parametrize("build", [tiny_denoiser, tiny_classifier])
-def test_eager_attention_is_the_explicit_formula(build, explicit_calls):
-    model, batch = build(), text_batch() if build is tiny_classifier else collate(clips())
-    expected = model(**batch).logits
-    assert not explicit_calls
-    torch.testing.assert_close(build(attn_implementation="eager")(**batch).logits, expected)
-    assert len(explicit_calls) == 3
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(model(**batch).logits, expected)
-    assert len(explicit_calls) == 6
+def test_eager_attention_is_the_explicit_formula(build, check_eager_attention):
+    check_eager_attention(build, text_batch() if build is tiny_classifier else collate(clips()))
 
 
 def test_untrained_denoiser_moves_towards_the_clean_clip():

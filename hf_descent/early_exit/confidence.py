@@ -144,9 +144,8 @@ class ConfidenceExit:
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
 
-        That they cost no more is meant for other data like `dataset`, which must not be the test data, and holds at
-        the `confidence` asked for: the fewer samples, the stricter the threshold. Afterwards one batch is run with and
-        without shrinking and compared.
+        The bound holds at `confidence` on other data like `dataset`, which must not be the test data; fewer samples
+        make for a stricter threshold. Afterwards one batch is run with and without shrinking and compared.
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data.
@@ -217,7 +216,7 @@ class ConfidenceExit:
             speedup=float(np.median(seconds[1] / seconds[0])),
             threshold=float(self.threshold),
             measure=self.measure,
-            batch_size=rows_of(batches[0]),
+            batch_size=rows_of(self.model, batches[0]),
         )
 
     def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
@@ -263,7 +262,7 @@ class _ShrinkingTape(Tape):
     def __init__(self, reader, inputs, batch_dims, exits, is_sure):
         super().__init__(reader.model, reader._stack)
         self.inputs, self.batch_dims, self.exits, self.is_sure = inputs, batch_dims, exits, is_sure
-        self.rows = torch.arange(_batch_size(reader.model, inputs), device=next(reader.model.parameters()).device)
+        self.rows = torch.arange(rows_of(reader.model, inputs), device=next(reader.model.parameters()).device)
         self.exit_layers = torch.full_like(self.rows, self.stack.num_layers)  # [batch]
         self.logits = None  # [batch, classes], of the rows that have left
 
@@ -316,7 +315,7 @@ class _ShrinkingTape(Tape):
 
 def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
     """Where samples lie in the tensors that layers take and give: the dimension that doubles when the batch does."""
-    batch_size = _batch_size(reader.model, inputs)
+    batch_size = rows_of(reader.model, inputs)
     doubled = {
         name: torch.cat([value, value]) if _is_batched(value, batch_size) else value for name, value in inputs.items()
     }
@@ -365,12 +364,12 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
     candidates = np.append((met[1:] + met[:-1]) / 2, 1.0)  # between them, so that rounding moves no sample
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
-    loosest = 0.0
+    loosest, quantile = 0.0, norm.ppf(confidence)
     for threshold in candidates:
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
         lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(float)  # -1, 0 or 1
         lost = np.append(lost, 1.0)  # one more than seen: that none of a few samples is lost proves little
-        if lost.mean() + norm.ppf(confidence) * lost.std() / math.sqrt(len(lost)) > max_loss:
+        if lost.mean() + quantile * lost.std() / math.sqrt(len(lost)) > max_loss:
             break
         loosest = float(threshold)
     return loosest
@@ -394,11 +393,6 @@ def _labels(inputs) -> torch.Tensor:
 
 def _without_labels(inputs) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if "label" not in name}
-
-
-def _batch_size(model, inputs) -> int:
-    main = inputs.get(getattr(model, "main_input_name", "input_ids"))
-    return len(next(iter(inputs.values())) if main is None else main)
 
 
 def _is_batched(value, batch_size) -> bool:

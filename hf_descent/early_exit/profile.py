@@ -1,7 +1,7 @@
 """What a model is worth at each layer, and what it costs there: metric and measured latency of every exit."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -118,7 +118,7 @@ def exit_profile(
     ratios, whole = [], []
     with evaluating(model) as device:
         batches = list(islice(batches, timing_batches))
-        samples = sum(map(rows_of, batches))
+        samples = sum(rows_of(model, batch) for batch in batches)
         for layer in range(1, len(profile.losses)):
             short = truncate(model, layer, batches[0])
             pairs = turns([lambda short=short: _run(short, batches), lambda: _run(model, batches)], repeats, device)
@@ -131,7 +131,7 @@ def exit_profile(
         profile.values,
         profile.losses,
         np.median(whole) / samples * np.array([*ratios, 1.0]),
-        rows_of(batches[0]),
+        rows_of(model, batches[0]),
         str(device),
         getattr(metric, "greater_is_better", metric != "rmse"),
     )
@@ -145,9 +145,10 @@ def load_batches(model, dataset, data_collator, processing_class, batch_size) ->
         yield send_to_device(dict(batch), device)
 
 
-def rows_of(batch: dict[str, Any]) -> int:
+def rows_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """Samples of a batch: a `DataLoader` has a batch size of its own."""
-    return len(next(iter(batch.values())))
+    main = batch.get(getattr(model, "main_input_name", "input_ids"))
+    return len(next(iter(batch.values())) if main is None else main)
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:

@@ -171,7 +171,7 @@ class FusedReadout:
         self.shifts_labels = shifts_labels(self.model, inputs)
 
         def score(read, outputs, hidden_states):
-            sums = read(labelled_tokens(inputs["labels"], self.shifts_labels))
+            sums = read(self.tokens(inputs))
             fused.append(sums.sums[[layer - 1 for layer in layers]] / max(sums.num_tokens, 1))
 
         with Readout.probe(self.model, inputs).attach(

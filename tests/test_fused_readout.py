@@ -145,12 +145,14 @@ def test_label_smoothing_is_the_trainers():
     torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
 
 
-def test_labels_shifted_already():
+@pytest.mark.parametrize("probed_shifted", [False, True])
+def test_labels_shifted_already(probed_shifted):
     model, inputs = build(), batch()
-    readout = FusedReadout.probe(model, inputs)
-    shifted = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    shifted_inputs = {**inputs, "shift_labels": nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)}
+    readout = FusedReadout.probe(model, shifted_inputs if probed_shifted else inputs)
+    assert readout.shifts_labels
     _, sums, found = train_step(readout, model, inputs)
-    _, shifted_sums, shifted_found = train_step(readout, model, {**inputs, "shift_labels": shifted})
+    _, shifted_sums, shifted_found = train_step(readout, model, shifted_inputs)
     assert torch.equal(sums.sums, shifted_sums.sums)
     torch.testing.assert_close(found, shifted_found)
 

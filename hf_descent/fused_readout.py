@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_layer_losses, labelled_tokens
 from .layer_stack import LayerStack, intercepted, tensors
-from .losses import shifts_labels
+from .losses import ignores_masked_labels, shifts_labels
 from .readout import Readout, output_logits, probing
 
 
@@ -169,6 +169,8 @@ class FusedReadout:
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         replayed, fused = [], []
         self.shifts_labels = shifts_labels(self.model, inputs)
+        if ignores_masked_labels(self.model, inputs):
+            raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
 
         def score(read, outputs, hidden_states):
             sums = read(self.tokens(inputs))

@@ -57,11 +57,26 @@ def shifts_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
     The losses need not tell, since those of an untrained model hardly differ.
     """
-    alone = torch.full_like(inputs["labels"], IGNORE_INDEX)
-    alone[:, 0] = 0
+    return not _has_loss(model, inputs, 0)
+
+
+def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model's own loss leaves out labels of positions that the attention mask hides."""
+    mask = inputs.get("attention_mask")
+    if getattr(mask, "shape", None) != inputs["labels"].shape:
+        return False
+    mask = mask.clone()  # [batch, seq]
+    mask[:, -1] = 0
+    return not _has_loss(model, {**inputs, "attention_mask": mask}, -1)
+
+
+def _has_loss(model, inputs, position) -> bool:
+    """Whether labels at one position alone make a loss."""
+    alone = torch.full_like(inputs["labels"], IGNORE_INDEX)  # [batch, seq]
+    alone[:, position] = 0
     kept = {name: value for name, value in inputs.items() if name != "shift_labels"}  # which the loss would prefer
     loss = model(**{**kept, "labels": alone})["loss"]
-    return not (loss.isfinite() and loss)
+    return bool(loss.isfinite() and loss)
 
 
 def loss_from_logits(

@@ -268,11 +268,12 @@ def hooked_head():
         (dropout_before_head, "single positions"),
         (other_loss, "replay"),
         (hooked_head, "replay"),
+        (lambda: build("BioGptForTokenClassification", num_labels=VOCAB), "attention mask"),
         (lambda: Biased(transformers.LlamaConfig(**SIZES)), "scaled or capped"),
     ],
 )
 def test_other_tails_are_refused(make, match):
-    inputs = batch()
+    inputs = {**batch(), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
     model = make()
     if "Sequence" in type(model).__name__:
         inputs["labels"] = torch.tensor([0, 1])

@@ -74,6 +74,21 @@ def test_seeds_that_agree_by_chance_prove_nothing():
     assert found.radius == pytest.approx(found.data_radius)
 
 
+def test_few_seeds_prove_no_more_where_the_data_is_sure():
+    """Two seeds gain 0.02 and 0.03; what their blocks add is their own, and outweighs the spread of the seeds."""
+    before = np.full((2, 8), 0.5)
+    own = 0.026 * np.array([[1, -1, 1, -1, 1, -1, 1, -1], [1, 1, -1, -1, 1, 1, -1, -1]])
+    after = before + np.array([[0.02], [0.03]]) + own
+    assert stats.ttest_1samp((after - before).mean(axis=0), 0).pvalue < 0.01
+    found, expected = (
+        difference(groups_of(before, after), "erm", "descent"),
+        stats.ttest_rel(after.mean(1), before.mean(1)),
+    )
+    assert expected.pvalue > 0.1
+    assert found.verdict == "no difference" and found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert found.radius == pytest.approx(np.diff(expected.confidence_interval(0.95))[0] / 2, rel=1e-6)
+
+
 @pytest.mark.parametrize("paired", [True, False])
 def test_false_verdicts_are_as_rare_as_stated(paired):
     """Seeds, data and a rest of comparable parts, the same means; the data's part differs between the groups."""

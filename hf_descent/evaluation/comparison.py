@@ -233,11 +233,10 @@ def difference(
         freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(of_seeds, counts)) if total else 1.0
         variance = total + max(0.0, of_data - interaction)
         freedom *= (variance / total) ** 2 if total else 1.0
-        if variance < of_data:  # seeds agree by chance, as a metric of counts lets them: the data's part remains
-            variance, freedom = of_data, blocks - 1
-        error = np.sqrt(variance)
-        radius = float(stats.t.ppf(quantile, freedom) * error)
-        p_value = float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error else float(estimate == 0.0)
+        # Seeds may agree by chance, as a metric of counts lets them: the data's part alone must show it as well.
+        tests = [(np.sqrt(variance), freedom), (np.sqrt(of_data), blocks - 1)]
+        radius, freedom = max((float(stats.t.ppf(quantile, freedom) * error), freedom) for error, freedom in tests)
+        p_value = max(_p_value(estimate, error, freedom) for error, freedom in tests)
     first = sides[0][0].curve
     return Difference(
         baseline=baseline,
@@ -253,6 +252,10 @@ def difference(
         confidence=confidence,
         greater_is_better=first.greater_is_better,
     )
+
+
+def _p_value(estimate: float, error: float, freedom: float) -> float:
+    return float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error else float(estimate == 0.0)
 
 
 def _interaction(table: np.ndarray) -> float:

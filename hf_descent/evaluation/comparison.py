@@ -231,12 +231,12 @@ def difference(
         interaction = sum(_interaction(table) / table.size for table in tables)
         total = of_seeds.sum()
         freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(of_seeds, counts)) if total else 1.0
-        variance = total + max(0.0, of_data - interaction)
-        freedom *= (variance / total) ** 2 if total else 1.0
-        # Seeds may agree by chance, as a metric of counts lets them: the data's part alone must show it as well.
-        tests = [(np.sqrt(variance), freedom), (np.sqrt(of_data), blocks - 1)]
-        radius, freedom = max((float(stats.t.ppf(quantile, freedom) * error), freedom) for error, freedom in tests)
-        p_value = max(_p_value(estimate, error, freedom) for error, freedom in tests)
+        both = total + max(0.0, of_data - interaction)
+        # Few seeds may agree by chance, and hide the data's part: by the seeds, by both, and by the data alone.
+        tests = [(total, freedom), (both, freedom * (both / total) ** 2 if total else freedom), (of_data, blocks - 1)]
+        errors = [(np.sqrt(variance), freedom) for variance, freedom in tests]
+        radius, freedom = max((float(stats.t.ppf(quantile, freedom) * error), freedom) for error, freedom in errors)
+        p_value = max(_p_value(estimate, error, freedom) for error, freedom in errors)
     first = sides[0][0].curve
     return Difference(
         baseline=baseline,

@@ -55,7 +55,7 @@ class DescentArguments:
     initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
         The reference f_0 > 0 that takes the place of the loss before the first layer, in units of the task loss.
         "auto": the loss of the best constant predictor, measured on the labels during warm-up.
-    descent_strength (`float`, *optional*, defaults to `1.0`):
+    descent_strength (`float`, *optional*, defaults to `0.5`):
         Strength of the "auto" schedule, > 0: the share of the decrease from f_0 to the warm-up loss (in logarithms)
         that the layers must make.
     constrained_layers (`list[int]`, *optional*):
@@ -76,9 +76,10 @@ class DescentArguments:
     dual_warmup_steps (`float`, *optional*, defaults to `0.25`):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
         epoch. The "auto" settings need a warm-up.
-    resilience (`float`, *optional*, defaults to `0.01`):
+    resilience (`float`, *optional*, defaults to `0.001`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
-        multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.
+        multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard. With the default
+        the relaxation stays below `feasibility_tolerance` up to a multiplier of 10.
     resilience_form (`str`, *optional*, defaults to `"weight_decay"`):
         How the relaxation is reached: "weight_decay" of the multipliers (the paper's language runs) or explicit
         "slack" variables (its video runs). Both settle at the same point.
@@ -132,14 +133,14 @@ class DescentArguments:
     objective: str = field(default="descent")
     descent_alpha: str = field(default="auto")
     initial_loss_bound: str = field(default="auto")
-    descent_strength: float = field(default=1.0)
+    descent_strength: float = field(default=0.5)
     constrained_layers: str | None = field(default=None)
     feasibility_tolerance: float = field(default=0.01)
     dual_learning_rate: float = field(default=0.02)
     dual_optim: str = field(default="adam")
     normalize_violations: bool = field(default=True)
     dual_warmup_steps: float = field(default=0.25)
-    resilience: float = field(default=0.01)
+    resilience: float = field(default=0.001)
     resilience_form: str = field(default="weight_decay")
     slack_learning_rate: float = field(default=0.02)
     slack_restart: bool = field(default=True)

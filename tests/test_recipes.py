@@ -105,9 +105,9 @@ def test_the_arms_differ_only_where_it_matters(folder):
         return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
     assert changed(erm, noise) == {"noise_gamma", "output_dir"}
-    problem = {"descent_alpha", "initial_loss_bound", "negative_weights", "resilience", "resilience_form"}
+    problem = {"initial_loss_bound", "negative_weights", "resilience", "resilience_form"}
     assert changed(noise, descent) <= {"objective", "output_dir", *problem} | {
-        n for n in descent if "dual" in n or "slack" in n
+        n for n in descent if "dual" in n or "slack" in n or "descent" in n
     }
     assert (erm["objective"], noise["objective"], descent["objective"]) == ("erm", "erm", "descent")
     assert erm["noise_gamma"] == 0 < noise["noise_gamma"] == descent["noise_gamma"]

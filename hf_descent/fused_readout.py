@@ -168,6 +168,11 @@ class FusedReadout:
         name = type(self.model).__name__
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         replayed, fused = [], []
+        own = self.model(**inputs)
+        if not isinstance(own, dict) or own.get("loss") is None:
+            raise ValueError(f"{name} returns no loss by name.")
+        own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
+        del own  # with its logits
         self.shifts_labels = shifts_labels(self.model, inputs)
         if ignores_masked_labels(self.model, inputs):
             raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
@@ -179,7 +184,7 @@ class FusedReadout:
         with Readout.probe(self.model, inputs).attach(
             lambda layer, outputs, hidden: replayed.append(outputs["loss"].float()), layers=layers
         ):
-            own = self.model(**inputs)
+            self.model(**inputs)
         try:
             with self.attach(score):
                 self.model(**inputs)
@@ -194,17 +199,21 @@ class FusedReadout:
             f"{name}: losses read by norm and head differ from the replay's",
         )
         expected = replayed[-1]
-        if own.get("aux_loss") is not None:
-            self.router_loss_weight = getattr(self.model.config.get_text_config(), "router_aux_loss_coef", 0.0)
-            expected = expected + self.router_loss_weight * own["aux_loss"]
-        _require_close(
-            own["loss"].float(), expected, precision, f"{name}: its loss is not the cross-entropy of tokens"
-        )
+        if aux_loss is not None:
+            self.router_loss_weight = getattr(_text_config(self.model), "router_aux_loss_coef", 0.0)
+            expected = expected + self.router_loss_weight * aux_loss
+        _require_close(own_loss, expected, precision, f"{name}: its loss is not the cross-entropy of tokens")
 
 
 def _present_autocast(device_type: str) -> torch.autocast:
     """Mixed precision as it is now, to be entered again once the model's forward has left it."""
     return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+
+def _text_config(model):
+    """The config of the language model; a model that is not from transformers may have none."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _needs_decoder_inputs(config, inputs) -> bool:
@@ -296,7 +305,7 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
     except Exception as error:
         raise ValueError(f"{name} fails when its head is given one position: {error!r}.") from error
     scores = scores.float()
-    config = vars(model.config.get_text_config())
+    config = getattr(_text_config(model), "__dict__", {})
     numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}
     scales = [HeadLoss(logit_scale=scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
 

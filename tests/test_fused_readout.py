@@ -221,6 +221,33 @@ class Biased(transformers.LlamaForCausalLM):
         return outputs
 
 
+class Plain(nn.Module):
+    """Not from transformers: no config, no class of outputs."""
+
+    def __init__(self, returns=dict):
+        super().__init__()
+        torch.manual_seed(0)
+        self.returns = returns
+        self.embed, self.norm = nn.Embedding(VOCAB, 8), nn.LayerNorm(8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits} if self.returns is dict else (logits, loss)
+
+
+def test_a_model_without_a_config():
+    model, inputs = Plain(), batch()
+    losses = layer_losses(model, inputs)
+    _, sums, _ = train_step(FusedReadout.probe(model, inputs), model, inputs)
+    torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
+
+
 def lora_on_head():
     return get_peft_model(build(), LoraConfig(target_modules=["lm_head"]))
 
@@ -268,6 +295,7 @@ def hooked_head():
         (dropout_before_head, "single positions"),
         (other_loss, "replay"),
         (hooked_head, "replay"),
+        (lambda: Plain(tuple), "no loss by name"),
         (lambda: build("BioGptForTokenClassification", num_labels=VOCAB), "attention mask"),
         (lambda: Biased(transformers.LlamaConfig(**SIZES)), "scaled or capped"),
     ],

@@ -40,7 +40,7 @@ def demo(
     output_dir: str,
     seeds: Sequence[int] = (0, 1, 2),
     max_steps: int = 1200,
-    negative_weights: str = "keep",
+    negative_weights: str | None = None,
     auto: float | None = None,
 ) -> dict:
     """Train every arm with every seed, evaluate on held-out clips, print the tables, write `demo.json` and `demo.png`.
@@ -49,7 +49,8 @@ def demo(
         output_dir (`str`): folder for both files.
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
-        negative_weights (`str`): "keep" or "clip", as in [`DescentConfig`], for the constrained arm.
+        negative_weights (`str`, *optional*): "keep" or "clip", as in [`DescentConfig`], for the constrained arm; with
+            `auto` the package's default where not given, else "keep".
         auto (`float`, *optional*): the `descent_strength` at which the constrained arm takes the package's default
             problem and dual settings ("auto"), in place of the demo's own; the largest violation is that of either
             problem.
@@ -64,6 +65,7 @@ def demo(
     output_dir.mkdir(parents=True, exist_ok=True)
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
     sigma = float(train.std())
+    negative_weights = negative_weights or ("keep" if auto is None else DescentConfig.negative_weights)
     settings = {"max_steps": max_steps, "negative_weights": negative_weights, "auto": auto}
     results = {
         "settings": {"seeds": list(seeds), "gamma_train": GAMMA_TRAIN, "sigma": sigma, **settings},
@@ -240,13 +242,15 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed")
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
     parser.add_argument(
-        "--negative_weights", choices=("keep", "clip"), default="keep", help="in the constrained model's objective"
+        "--negative_weights",
+        choices=("keep", "clip"),
+        help="in the constrained model's objective: keep, and clip with --auto, where not given",
     )
     parser.add_argument(
         "--auto",
         type=float,
         nargs="?",
-        const=1.0,
+        const=DescentConfig.descent_strength,
         metavar="STRENGTH",
         help="the package's default problem and dual settings in the constrained model, at this `descent_strength`",
     )

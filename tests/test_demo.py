@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from hf_descent import DescentConfig
 from hf_descent.demo import ARMS, GAMMA_TRAIN, GAMMAS, NUM_LAYERS, demo
 
 
@@ -32,5 +33,5 @@ def test_the_demo_shows_what_the_readme_says(tmp_path):
 
 @pytest.mark.slow
 def test_the_package_s_defaults_are_feasible_here(tmp_path):
-    arms = demo(str(tmp_path), seeds=(0,), negative_weights="clip", auto=1.0)["arms"]
+    arms = demo(str(tmp_path), seeds=(0,), auto=DescentConfig.descent_strength)["arms"]
     assert arms["descent"][0]["max_violation"] <= 0.01

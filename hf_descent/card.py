@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> None:
     write_card(args.run, args.baseline, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
     if args.push_to_hub:
-        ignored = ["_*", "checkpoint-*", "*.bin", "*.pt", "optimizer*", "scheduler*", "rng_state*", "runs/*", "*.tmp"]
+        ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]
+        ignored += ["optimizer*", "scheduler*", "scaler.pt", "rng_state*"]
         commit = HfApi().upload_folder(
             repo_id=repo_id, folder_path=args.run, commit_message="Upload model and card", ignore_patterns=ignored
         )

@@ -118,9 +118,12 @@ class CheckpointMixin:
         summary |= {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
         if has_length(self.train_dataset):
             summary["train_rows"] = len(self.train_dataset)
-        # Beside the arguments, where it is the one given: an adapter is saved without the model's config.
-        if (sigma := getattr(getattr(self.model, "config", None), "noise_sigma", None)) is not None:
-            summary["noise_sigma"] = sigma
+        if self._training_started is not None:
+            summary["training_started"] = self._training_started
+        # Of the model's config, without which an adapter is saved.
+        for name in ("noise_sigma", *(("num_labels", "pooling") if "Classification" in summary["model"] else ())):
+            if (value := getattr(getattr(self.model, "config", None), name, None)) is not None:
+                summary[name] = value
         if self._step_seconds is not None:
             summary["step_seconds"] = self._step_seconds
         return summary | ({} if self._state is None else self._state.summary())

@@ -20,6 +20,7 @@ from transformers import (
 from . import models  # noqa: F401 (registers the package's own architectures)
 from .data.splits import FILE_TYPES
 from .data.text import DataArguments, load_text_classification, tokenize
+from .descent_state import SUMMARY_NAME, read_summary
 from .early_exit import (
     ConfidenceExit,
     ConfidenceReport,
@@ -92,7 +93,10 @@ def load_model(name: str) -> PreTrainedModel:
             kind
         )
         if auto_class is not None:
-            return auto_class.from_pretrained(name).merge_and_unload()
+            # Not in an adapter's folder otherwise: the config of the model that it adapts.
+            summary = read_summary(name) if (Path(name) / SUMMARY_NAME).is_file() else {}
+            labels = {key: summary[key] for key in ("num_labels",) if key in summary}
+            return auto_class.from_pretrained(name, **labels).merge_and_unload()
     else:
         kind = (AutoConfig.from_pretrained(name).architectures or [""])[0]
         if "ForSequenceClassification" in kind:

@@ -10,12 +10,13 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from transformers.modelcard import TrainingSummary
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from .configs import DescentArguments
 from .descent_state import SUMMARY_NAME, write_summary
@@ -25,8 +26,11 @@ from .evaluation.scoring import Result
 from .model_card import render
 
 
+logger = logging.get_logger(__name__)
+
 CARD_DATA_NAME = "model_card.json"
-OWN_MODELS = ("linear_readout", "ut", "dust", "vit_denoiser")  # `model_type` of `hf_descent.models`
+# Beginnings of the classes in `hf_descent.models`.
+OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
 RESULTS: dict[str, type[Result]] = {
     "noise_curve": NoiseCurve,
     "layer_profile": LayerProfile,
@@ -35,6 +39,8 @@ RESULTS: dict[str, type[Result]] = {
     "speculation_profile": SpeculationProfile,
 }
 FIGURES = ("layers.png", "noise.png", "exits.png")
+# What people say of a model; the rest of a card is of one training.
+SAID = ("model_name", "repo_id", "base_model", "datasets", "language", "license", "tags", "pipeline_tag", "limits")
 SETTINGS = [
     "learning_rate",
     "per_device_train_batch_size",
@@ -80,6 +86,8 @@ class ModelCardMixin:
         summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        encoder = getattr(model.config, "encoder_config", None)
+        base = summary.finetuned_from or getattr(encoder, "_name_or_path", None)
         # Each of a dict of data sets is logged by itself, under its own name.
         history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
         evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
@@ -87,7 +95,7 @@ class ModelCardMixin:
         return {
             "model_name": summary.model_name,
             "repo_id": self.hub_model_id,
-            "base_model": summary.finetuned_from or None,
+            "base_model": base if base and not os.path.isdir(base) else None,
             "datasets": _listed(summary.dataset),
             "language": summary.language,
             "license": summary.license,
@@ -119,32 +127,33 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         raise ValueError(
             f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
         )
+    descent = _read(folder / SUMMARY_NAME)
     from .trainer import DescentMixin  # which has this module's mixin among its bases
 
     card = {
         "model_name": folder.resolve().name,
-        "architecture": (config.get("architectures") or ["model"])[0],
+        "architecture": (config.get("architectures") or [descent.get("model", "AutoModel")])[0],
         "tags": DescentMixin._tag_names,
         "paper": DescentMixin._paper,
     }
-    card |= _read(folder / CARD_DATA_NAME)
+    fresh = partial(_is_fresh, folder, descent.get("training_started", 0.0))
+    card |= {name: it for name, it in _read(folder / CARD_DATA_NAME).items() if name in SAID or fresh(CARD_DATA_NAME)}
     card |= {name: value for name, value in facts.items() if value is not None}
     card["library_name"] = "peft" if adapter else "transformers"
-    card["needs_package"] = config.get("model_type") in OWN_MODELS
+    card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
-    base = adapter.get("base_model_name_or_path")
+    base = adapter.get("base_model_name_or_path") or config.get("encoder_config", {}).get("_name_or_path")
     if base and not os.path.isdir(base):
         card["base_model"] = card.get("base_model") or base
-    descent = _read(folder / SUMMARY_NAME)
     card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
-    results = _read(folder / "all_results.json")
+    results = _read(folder / "all_results.json") if fresh("all_results.json") else {}
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
         if found := {name: value for name, value in results.items() if name.startswith(prefix)}:
             card["evaluation"], card["split"] = found, split
     for name, kind in RESULTS.items():
-        if (folder / f"{name}.json").is_file():
+        if fresh(f"{name}.json"):
             card[name] = _summary(name, kind.from_json(str(folder / f"{name}.json")))
     if baseline is not None:
         known = collect(baseline)
@@ -159,7 +168,8 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     card = collect(folder, baseline, **facts)
     for name, figure in _figures(card).items():
         figure.savefig(folder / name, dpi=120)
-    card["figures"] = [name for name in FIGURES if (folder / name).is_file()]
+    started = card["descent"].get("training_started", 0.0)
+    card["figures"] = [name for name in FIGURES if _is_fresh(folder, started, name)]
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     (folder / CARD_DATA_NAME).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -226,6 +236,15 @@ def _read(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} cannot be read as JSON ({error}); write it again, or remove it.") from error
+
+
+def _is_fresh(folder: Path, started: float, name: str) -> bool:
+    """Whether the file is there, and was not left in the folder by a former training."""
+    path = folder / name
+    if path.is_file() and path.stat().st_mtime < started:
+        logger.warning_once(f"{path} is older than the training of this folder's model: its card leaves it out.")
+        return False
+    return path.is_file()
 
 
 def _listed(value: str | list[str] | None) -> list[str] | None:

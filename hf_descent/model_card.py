@@ -147,16 +147,24 @@ def _eval_results(card, task) -> list[EvalResult]:
 def _usage(card, auto_class) -> str:
     name, architecture = card.get("repo_id") or card["model_name"], card["architecture"]
     imports = "import hf_descent.models  # registers the architecture\n" if card.get("needs_package") else ""
-    if auto_class is None:
+    if auto_class is None and card["library_name"] != "peft":
         module = "hf_descent.models" if card.get("needs_package") else "transformers"
         return f'from {module} import {architecture}\n\nmodel = {architecture}.from_pretrained("{name}")'
     library = "transformers"
     if card["library_name"] == "peft":
         library = "peft"
-        kind = auto_class.removeprefix("AutoModelFor")
+        kind = (auto_class or "").removeprefix("AutoModelFor")
         auto_class = f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel"
+    # An adapter is saved without the config of the model that it adapts.
+    descent = card.get("descent") or {}
+    labels = f", num_labels={descent['num_labels']}" if library == "peft" and "num_labels" in descent else ""
     names = [auto_class]
-    lines = [f'model = {auto_class}.from_pretrained("{name}")']
+    lines = [f'model = {auto_class}.from_pretrained("{name}"{labels})']
+    if library == "peft" and card.get("needs_package"):
+        imports, names = f"from hf_descent.models import {architecture}\n", ["PeftModel"]
+        encoder = f'"{card.get("base_model") or "ENCODER"}", "{descent.get("pooling")}"{labels}'
+        lines = [f"base = {architecture}.from_encoder({encoder})"]
+        lines += [f'model = PeftModel.from_pretrained(base, "{name}")']
     if card.get("has_tokenizer"):
         lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
         imports += "from transformers import AutoTokenizer\n" if library == "peft" else ""

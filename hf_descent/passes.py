@@ -70,7 +70,9 @@ def denoise_in_passes(
     if passes < 1 or draws < 1:
         raise ValueError(f"`passes` is {passes} and `draws` is {draws}; both must be at least 1.")
     batch = len(noisy)
-    sigma = estimate_sigma(noisy).reshape(batch, -1).median(1).values if sigma is None else torch.as_tensor(sigma)
+    if sigma is None:  # of a flat image it is 0: the least that can be divided by, which keeps the image as it is
+        sigma = estimate_sigma(noisy).reshape(batch, -1).median(1).values.clamp(min=torch.finfo(torch.float32).tiny)
+    sigma = torch.as_tensor(sigma)
     sigma = sigma.to(noisy.device, torch.float64).expand(batch)  # [batch]
     if not (sigma > 0).all():
         raise ValueError(f"`sigma` is {sigma.tolist()}; the deviation of the noise must be positive.")

@@ -79,6 +79,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._micro_step = 0
         self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
         self._step_starts: deque[float] = deque(maxlen=1000)
+        self._training_started: float | None = None  # time of day, in seconds
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
         self._follow_layers()
@@ -303,6 +304,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._state = self._readout = self._noise = self._takes_items = None
         self._layer_sums = self._eval_sums = self._items = None
         self._resumed_from = kwargs.get("resume_from_checkpoint")
+        # What was measured before is of another model.
+        self._training_started, self._noise_curve, self._layer_profile = time.time(), None, None
         if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
             # process would train a model of its own.

@@ -50,6 +50,14 @@ def test_the_best_exit_is_the_fastest_or_none():
     assert slow.best is None and "assistant_early_exit=None" in str(slow)
 
 
+def test_generation_is_greedy_also_where_the_model_searches_beams_by_default():
+    model, prompts = spread(llama(2)), [torch.arange(5, 11)[None]]
+    greedy = speculation_profile(model, prompts, max_new_tokens=24, repeats=1)
+    model.generation_config.num_beams = 3
+    beams = speculation_profile(model, prompts, max_new_tokens=24, repeats=1)
+    assert beams.acceptance == greedy.acceptance and beams.equal == greedy.equal == 1
+
+
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])
 def test_models_that_cannot_draft_with_their_layers_are_refused(name):
     with pytest.raises(ValueError, match="cannot draft with its"):

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
+from architectures import DECODER, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
 from tiny import bert, llama
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -67,6 +67,17 @@ def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_pa
     short.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == types[:2]
     assert short.generate(torch.tensor([[5, 6]]), do_sample=False).shape[1] <= 5
+
+
+def test_a_hybrid_cut_below_its_first_attention_runs_without_a_cache(tmp_path):
+    config = transformers.Lfm2Config(**DECODER, layer_types=["conv", "full_attention", "conv"])
+    short = truncate(transformers.Lfm2ForCausalLM(config), 1)
+    ids = torch.tensor([[5, 6, 7]])
+    short.save_pretrained(tmp_path)
+    loaded = transformers.Lfm2ForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, short(ids).logits)
+    assert loaded.generate(ids, max_new_tokens=2, min_new_tokens=2).shape == (1, 5)
 
 
 @pytest.mark.parametrize("name", REFUSED)

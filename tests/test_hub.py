@@ -173,6 +173,7 @@ cli.main(["card", sys.argv[1], "--push_to_hub", "tester/card"])
 @pytest.mark.slow
 def test_a_commit_that_fails_is_said_and_the_next_push_sends_only_what_is_missing(tmp_path):
     trained(tmp_path / "run").save_model()
+    (tmp_path / "run" / "adapter_model.bin").write_bytes(b"weights of another format")
     with serving() as hub:
         hub.faults = [("POST", "/commit/", 9, 500)]
         with pytest.raises(AssertionError, match="500 Internal Server Error"):
@@ -185,5 +186,5 @@ def test_a_commit_that_fails_is_said_and_the_next_push_sends_only_what_is_missin
         assert hub.count("PUT", "/lfs/", 200) == uploads
         files = hub.repos["tester/card"]["files"]
         assert files["model.safetensors"] == (tmp_path / "run" / "model.safetensors").read_bytes()
-        assert "training_args.bin" not in files
+        assert "training_args.bin" not in files and "adapter_model.bin" in files
         assert "Uploaded to" in run_python(PUSH, hub, tmp_path / "cache", tmp_path / "run")  # again, unchanged

@@ -13,6 +13,7 @@ from tiny import bert, classification_data, config, language_data, llama, word_t
 
 from hf_descent import DescentTrainer, cli, layer_profile
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from hf_descent.exit import load_model as load_adapted
 from hf_descent.hub import collect, plain, write_card
 from hf_descent.model_card import metrics_of, render
 
@@ -229,6 +230,58 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     trained(tmp_path / "own", own).create_model_card()
     _, text = read(tmp_path / "own")
     assert "import hf_descent.models" in text and "pip install hf_descent" in text
+    own.config.encoder_config._name_or_path = "someone/encoder"
+    trained(tmp_path / "named", own).create_model_card()
+    assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"
+    (tmp_path / "named" / "model_card.json").unlink()
+    cli.main(["card", str(tmp_path / "named")])
+    assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"
+
+
+@pytest.mark.parametrize("pooling", ["head", "mean_linear"])
+def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(pooling, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    from hf_descent.classify import ModelArguments, load_model
+
+    (tmp_path / "someone").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bert(num_labels=2).bert.save_pretrained("someone/base")
+    arguments = ModelArguments("someone/base", pooling=pooling, use_peft=True)
+    model = load_model(arguments, ["a", "b", "c"]).eval()
+    trained(tmp_path / "run", model)
+    cli.main(["card", "run", "--base_model", "someone/base"])
+    card, text = read(tmp_path / "run")
+    assert card.data.base_model == "someone/base" and card.data.library_name == "peft"
+    assert ("pip install hf_descent" in text) == (pooling != "head")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    batch = {"input_ids": torch.arange(12).reshape(2, 6)}
+    torch.testing.assert_close(names["model"].eval()(**batch).logits, model.eval()(**batch).logits)
+    if pooling == "head":
+        torch.testing.assert_close(load_adapted("run").eval()(**batch).logits, model(**batch).logits)
+
+
+def test_what_a_former_training_left_in_the_folder_is_not_said_of_this_model(tmp_path):
+    first = trained(tmp_path, eval_gammas=[0, 1])
+    curve = first.evaluate_robustness()
+    first.evaluate_layers()
+    first.save_metrics("eval", first.evaluate())
+    first.create_model_card(license="mit")
+    ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(tmp_path / "exit_profile.json")
+    (tmp_path / "exits.png").touch()
+    cli.main(["card", str(tmp_path)])
+    assert f"| 1 | {curve.mean[1]:.4g}" in read(tmp_path)[1]
+    first.train()  # the same trainer, and then another one
+    for trainer in (first, trained(tmp_path, learning_rate=0.02)):
+        trainer.create_model_card()
+        card, text = read(tmp_path)
+        assert card.data.eval_results is None and "No evaluation was recorded" in text and "exits.png" not in text
+        assert "No losses per layer were recorded" in text and "![" not in text
+        assert card.data.license == "mit"
+        assert f"| `learning_rate` | {trainer.args.learning_rate} |" in text
+    (tmp_path / "model_card.json").unlink()
+    cli.main(["card", str(tmp_path)])
+    assert "No evaluation was recorded" in read(tmp_path)[1]
 
 
 def test_the_code_of_a_card_runs(tmp_path, monkeypatch):

@@ -83,6 +83,15 @@ def test_noise_that_breaks_the_assumption_is_kept():
         assert (kept > 0.6).all() and (removed < 0.4).all()
 
 
+@pytest.mark.parametrize("combine", [True, False])
+def test_an_image_without_a_deviation_stays_as_it_is_beside_one_with_noise(combine):
+    _, y = noisy(0.3, (2, 32, 32))
+    flat = torch.full_like(y[:1], 0.25)
+    result = denoise_in_passes(lambda y: soft(y, 0.3), torch.cat([flat, y]), combine=combine)
+    torch.testing.assert_close(result.output[:1], flat, rtol=1e-5, atol=0.0)
+    assert (result.output[1:] - y).abs().mean() > 0.05
+
+
 def test_bad_arguments_to_passes_are_named():
     y = torch.randn(2, 4, 4)
     with pytest.raises(ValueError, match="`passes` is 0"):

@@ -179,6 +179,7 @@ def _generate(model, prompts, max_new_tokens, **kwargs) -> list[torch.Tensor]:
             prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=False,
+            num_beams=1,
             max_new_tokens=max_new_tokens,
             pad_token_id=model.generation_config.pad_token_id or 0,
             **kwargs,

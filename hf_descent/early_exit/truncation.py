@@ -12,7 +12,6 @@ from transformers.utils import is_peft_available
 from .. import random_state
 from ..layer_stack import _called_children
 from ..readout import Readout, output_logits, probing
-from ..tape import switched_off
 
 
 # A config field that counts layers has one of these in its name.
@@ -165,13 +164,16 @@ def _members(model, name) -> int:
 
 
 def _logits(model, inputs):
-    caches = [(module.config, "use_cache") for module in model.modules() if hasattr(module, "config")]
     with probing(model):
         try:
             return output_logits(model(**inputs))
-        except ValueError:  # no layer is left that the cache could take its length from
-            with switched_off(caches):
-                return output_logits(model(**inputs))
+        except ValueError:  # no layer is left that the cache could take its length from: it runs without one
+            for module in model.modules():
+                if getattr(getattr(module, "config", None), "use_cache", False):
+                    module.config.use_cache = False
+            if model.can_generate():
+                model.generation_config.use_cache = False
+            return output_logits(model(**inputs))
 
 
 def _rebuild(model, config) -> PreTrainedModel:

@@ -124,6 +124,10 @@ class CheckpointMixin:
         for name in ("noise_sigma", *(("num_labels", "pooling") if "Classification" in summary["model"] else ())):
             if (value := getattr(getattr(self.model, "config", None), name, None)) is not None:
                 summary[name] = value
+        if encoder := getattr(
+            getattr(getattr(self.model, "config", None), "encoder_config", None), "_name_or_path", ""
+        ):
+            summary["encoder"] = encoder
         if self._step_seconds is not None:
             summary["step_seconds"] = self._step_seconds
         return summary | ({} if self._state is None else self._state.summary())

@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForImageToImage,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedModel,
@@ -27,7 +24,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from . import models  # noqa: F401 (registers the package's own architectures)
 from .cli import parse_recipe
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, load_text_classification, tokenize
@@ -35,6 +31,7 @@ from .data.video import VideoArguments, load_clips
 from .descent_state import SUMMARY_NAME, read_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
+from .loading import architecture_of, load_model
 from .losses import IGNORE_INDEX
 from .privacy import privacy_curve
 from .problem import DescentProblem
@@ -104,14 +101,13 @@ def classification_task(name: str, args: DataArguments) -> Task:
     texts = load_text_classification(args)
     rows = _held_out(tokenize(texts, tokenizer, args.max_seq_length))
     limit = args.max_seq_length or tokenizer.model_max_length
-    model = AutoModelForSequenceClassification.from_pretrained(name)
-    return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
+    return Task(load_model(name), rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
     tokenizer = _tokenizer(name)
-    model = AutoModelForCausalLM.from_pretrained(name)
+    model = load_model(name)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = _held_out(load_alpaca(args, tokenizer))
     rows = rows.map(
@@ -144,7 +140,7 @@ TASKS = {
 
 def task_of(model: str) -> tuple[type, Any]:
     """The data arguments and the builder for a model's architecture; ValueError where there is none."""
-    (architecture,) = getattr(AutoConfig.from_pretrained(model), "architectures", None) or ["unknown"]
+    architecture = architecture_of(model)
     for ending, task in TASKS.items():
         if architecture.endswith(ending):
             return task

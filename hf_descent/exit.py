@@ -2,25 +2,16 @@
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from datasets import load_dataset
 from matplotlib.figure import Figure
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoTokenizer
 
-from . import models  # noqa: F401 (registers the package's own architectures)
 from .data.splits import FILE_TYPES
 from .data.text import DataArguments, load_text_classification, tokenize
-from .descent_state import SUMMARY_NAME, read_summary
 from .early_exit import (
     ConfidenceExit,
     ConfidenceReport,
@@ -31,6 +22,7 @@ from .early_exit import (
     truncate,
 )
 from .evaluation.scoring import Result
+from .loading import load_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
     folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(args.model), AutoTokenizer.from_pretrained(args.model)
+    if hasattr(model, "merge_and_unload"):  # an adapter: its layers are taken away with those of its base
+        model = model.merge_and_unload()
     measure = _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
     results = measure(model, tokenizer, args)
     for name, result in results.items():
@@ -76,37 +70,6 @@ def run(args: argparse.Namespace) -> None:
         truncate(model, args.save_layer).save_pretrained(target)
         tokenizer.save_pretrained(target)
     print(f"Written to {folder}")
-
-
-def load_model(name: str) -> PreTrainedModel:
-    """A text classifier or a causal language model; the adapter in a local folder is merged into its base.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    adapter = Path(name) / "adapter_config.json"
-    if adapter.is_file():
-        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-
-        kind = json.loads(adapter.read_text(encoding="utf-8"))["task_type"]
-        auto_class = {"CAUSAL_LM": AutoPeftModelForCausalLM, "SEQ_CLS": AutoPeftModelForSequenceClassification}.get(
-            kind
-        )
-        if auto_class is not None:
-            # Not in an adapter's folder otherwise: the config of the model that it adapts.
-            summary = read_summary(name) if (Path(name) / SUMMARY_NAME).is_file() else {}
-            labels = {key: summary[key] for key in ("num_labels",) if key in summary}
-            return auto_class.from_pretrained(name, **labels).merge_and_unload()
-    else:
-        kind = (AutoConfig.from_pretrained(name).architectures or [""])[0]
-        if "ForSequenceClassification" in kind:
-            return AutoModelForSequenceClassification.from_pretrained(name)
-        if kind.endswith(("ForCausalLM", "LMHeadModel")):
-            return AutoModelForCausalLM.from_pretrained(name)
-    raise ValueError(
-        f"`model` is {name!r}, a {kind or 'model of unknown class'}; the command takes text classifiers and causal "
-        "language models. `hf_descent.early_exit` takes the others."
-    )
 
 
 def _classifier(model, tokenizer, args) -> dict[str, Result]:

@@ -2,13 +2,11 @@ import json
 
 import pytest
 import torch
-import transformers
 from tiny import bert, llama, spread, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_descent import cli
-from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile, truncate
-from hf_descent.exit import load_model
+from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 
 
 def written_rows(path, count=40, labels=True):
@@ -89,27 +87,3 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--prompt_length", "40"])
     with pytest.raises(ValueError, match="`text_file` is None"):
         cli.main(["exit", str(tmp_path / "model")])
-
-
-@pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
-def test_an_adapter_is_merged_into_its_base(kind, tmp_path):
-    peft = pytest.importorskip("peft")
-    base, loader = (
-        (llama(), AutoModelForCausalLM) if kind == "CAUSAL_LM" else (bert(), AutoModelForSequenceClassification)
-    )
-    base.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(task_type=kind, init_lora_weights=False, target_modules="all-linear")
-    model = peft.get_peft_model(loader.from_pretrained(tmp_path / "base"), config).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    loaded, ids = load_model(str(tmp_path / "adapter")), torch.arange(12).reshape(2, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
-    assert len(truncate(loaded, 1).get_submodule("model.layers" if kind == "CAUSAL_LM" else "bert.encoder.layer")) == 1
-
-
-def test_models_of_other_kinds_are_refused(tmp_path):
-    transformers.ViTForImageClassification(
-        transformers.ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-    ).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a ViTForImageClassification; the command takes"):
-        load_model(str(tmp_path))

@@ -237,7 +237,7 @@ def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
 
 
 @pytest.mark.parametrize("pooling", ["head", "mean_linear"])
-def test_other_readouts_and_lora_run(smoke, pooling):
+def test_other_readouts_and_lora_run(smoke, workplace, tmp_path, pooling):
     folder = smoke("imdb-descent", "--pooling", pooling, "--use_peft", "--lora_r", "2", "--max_steps", "4")
     weights = load_file(folder / "adapter_model.safetensors")
     heads = {"classifier", "pre_classifier"} if pooling == "head" else {"classifier"}
@@ -246,6 +246,14 @@ def test_other_readouts_and_lora_run(smoke, pooling):
     assert whole == heads  # a new head is trained whole, the encoder by adapters of the rank asked for
     assert len(adapted) == 3 * 6 and all(weights[name].shape[0] == 2 for name in adapted)
     assert len(results_of(folder, "layer_profile")["losses"]) == 3
+    command = ["evaluate", str(folder), "--config", "recipes/smoke/imdb-descent.yaml", "--results_dir", str(tmp_path)]
+    cli.main([*command, "--train_file", str(workplace / "train.csv"), "--draws", "1", "--eval_gammas", "0", "1"])
+    measured, trained = (results_of(path, "noise_curve") for path in (tmp_path / folder.name, folder))
+    assert measured["losses"][0][0] == pytest.approx(trained["losses"][0][0], rel=1e-4)
+    assert measured["settings"]["sigma"] == pytest.approx(trained["settings"]["sigma"])
+    rows = ["--train_file", str(workplace / "train.csv"), "--output_dir", str(tmp_path)]
+    cli.main(["exit", str(folder), *rows, "--repeats", "1"])
+    assert len(results_of(tmp_path, "exit_profile")["losses"]) == 3
 
 
 def test_an_unrolled_transformer_takes_the_models_embeddings(smoke):

@@ -106,10 +106,16 @@ def test_the_saved_model_is_the_evaluated_one(sft, workplace):
 
 
 def test_lora_chat_and_test_rows(sft, workplace):
-    folder = sft("descent", "--use_peft", "--lora_r", "2", "--test_file", str(workplace / "train.json"), model="chat")
+    rows = str(workplace / "train.json")
+    folder = sft("descent", "--use_peft", "--lora_r", "2", "--test_file", rows, model="chat")
     weights = load_file(folder / "adapter_model.safetensors")
     assert {weight.shape[0] for name, weight in weights.items() if "lora_A" in name} == {2}
     assert results_of(folder, "descent_config")["noise_sigma"] > 0
+    command = ["evaluate", str(folder), "--config", str(SMOKE / "alpaca/descent.yaml")]
+    command += ["--train_file", rows, "--test_file", rows, "--results_dir", str(workplace / "measured")]
+    cli.main([*command, "--draws", "1", "--eval_gammas", "0", "1"])
+    measured, trained = (results_of(path, "noise_curve") for path in (workplace / "measured" / folder.name, folder))
+    assert measured["losses"][0][0] == pytest.approx(trained["losses"][0][0], rel=1e-4)
     results = results_of(folder)
     assert {"eval_layer_loss_1", "test_layer_loss_1", "test_mean_token_accuracy", "test_accuracy_auc"} <= set(results)
     assert not any(

@@ -1,0 +1,41 @@
+"""Saved runs, whole and as adapters, against what was saved."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from tiny import bert, llama
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_descent.loading import architecture_of, load_model
+
+
+@pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
+def test_an_adapter_is_put_on_its_base(kind, tmp_path):
+    peft = pytest.importorskip("peft")
+    base, loader = (
+        (llama(), AutoModelForCausalLM) if kind == "CAUSAL_LM" else (bert(), AutoModelForSequenceClassification)
+    )
+    base.config.noise_sigma = 0.5
+    base.save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type=kind, init_lora_weights=False, target_modules="all-linear")
+    model = peft.get_peft_model(loader.from_pretrained(tmp_path / "base"), config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
+    loaded, ids = load_model(str(tmp_path / "adapter")), torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+        assert not torch.equal(loaded(ids).logits, base.eval()(ids).logits)
+    assert loaded.config.noise_sigma == 0.25  # of its own training, not its base's
+    assert architecture_of(str(tmp_path / "adapter")).endswith(
+        type(base).__name__.removeprefix("Llama").removeprefix("Bert")
+    )
+
+
+def test_models_of_other_kinds_are_refused(tmp_path):
+    transformers.ViTForImageClassification(
+        transformers.ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a ViTForImageClassification; the command takes"):
+        load_model(str(tmp_path))

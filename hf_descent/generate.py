@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
-from .loading import load_model
+from .descent_state import SUMMARY_NAME, read_summary
 from .noise import EmbeddingNoise
 
 
@@ -85,8 +85,7 @@ def run(args: Namespace) -> None:
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
     answers = begin(args)
 
-    model = load_model(args.model, dtype=args.dtype)
-    model.to(args.device or torch.accelerator.current_accelerator() or "cpu")
+    model = load_model(args.model, args.dtype, args.device)
     noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else None
     with tqdm(total=len(rows), initial=len(answers), desc="Answering") as progress:
         for start in range(len(answers), len(rows), args.batch_size):
@@ -133,6 +132,17 @@ def load_instructions(path: str) -> list[dict]:
     if "instruction" not in rows.column_names:
         raise ValueError(f"{path} has no column `instruction`; it has {rows.column_names}.")
     return rows.to_list()
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
+    """A causal language model, or one with the adapter that `name` holds, in eval mode, with the `noise_sigma` of its
+    training."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    if os.path.isfile(os.path.join(name, SUMMARY_NAME)):  # an adapter's folder has no config of the model
+        sigma = read_summary(name).get("noise_sigma")
+        model.config.noise_sigma = sigma or getattr(model.config, "noise_sigma", None)
+    accelerator = torch.accelerator.current_accelerator()
+    return model.to(device or accelerator or "cpu")
 
 
 def begin(args: Namespace) -> list[dict]:

@@ -1,11 +1,12 @@
 """The text models of finished runs, whole or as an adapter beside its base, for the commands that measure them."""
 
 import json
-import os
+from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import cached_file
 
-from .descent_state import SUMMARY_NAME, read_summary
+from .descent_state import SUMMARY_NAME
 from .models import LinearReadoutForSequenceClassification  # and registers the package's other architectures
 
 
@@ -15,25 +16,24 @@ TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
 
 
 def architecture_of(name: str) -> str:
-    """The class of a saved model; of an adapter in a local folder, that of its base where known, else of its task."""
-    if not _is_adapter(name):
+    """The class of a saved model; of an adapter, that of the model it adapts where known, else of its task."""
+    adapter = _read(name, ADAPTER)
+    if adapter is None:
         return (getattr(AutoConfig.from_pretrained(name), "architectures", None) or ["unknown"])[0]
-    with open(os.path.join(name, ADAPTER), encoding="utf-8") as file:
-        task = json.load(file)["task_type"]
-    return _summary(name).get("model") or TASKS.get(task, str(task))
+    task = adapter.get("task_type")
+    return (_read(name, SUMMARY_NAME) or {}).get("model") or TASKS.get(task, f"model with an adapter of task {task}")
 
 
-def load_model(name: str, **kwargs) -> PreTrainedModel:
+def load_model(name: str) -> PreTrainedModel:
     """A text classifier or a causal language model in eval mode, with the `noise_sigma` of its training.
 
     Args:
         name (`str`): a folder, or a name on the Hub. An adapter is put on its base, by PEFT; it is not merged.
-        kwargs: of `from_pretrained` (`dtype`).
 
     Raises:
         ValueError: it is neither.
     """
-    architecture, summary = architecture_of(name), _summary(name)
+    architecture, summary = architecture_of(name), _read(name, SUMMARY_NAME) or {}
     if architecture.endswith("ForSequenceClassification"):
         auto_class = AutoModelForSequenceClassification
     elif architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -43,8 +43,8 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
             f"`model` is {name!r}, a {architecture}; the command takes text classifiers and causal language models. "
             "The functions of `hf_descent` take the others."
         )
-    if not _is_adapter(name):
-        return auto_class.from_pretrained(name, **kwargs)
+    if _read(name, ADAPTER) is None:
+        return auto_class.from_pretrained(name)
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
     # Known to the config of the model that the adapter is for, which is not in its folder.
@@ -53,16 +53,17 @@ def load_model(name: str, **kwargs) -> PreTrainedModel:
         base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
         model = PeftModel.from_pretrained(base, name)
     elif auto_class is AutoModelForCausalLM:
-        model = AutoPeftModelForCausalLM.from_pretrained(name, **kwargs)
+        model = AutoPeftModelForCausalLM.from_pretrained(name)
     else:
-        model = AutoPeftModelForSequenceClassification.from_pretrained(name, **labels, **kwargs)
+        model = AutoPeftModelForSequenceClassification.from_pretrained(name, **labels)
     model.config.noise_sigma = summary.get("noise_sigma", getattr(model.config, "noise_sigma", None))
     return model.eval()
 
 
-def _is_adapter(name: str) -> bool:
-    return os.path.isfile(os.path.join(name, ADAPTER))
-
-
-def _summary(name: str) -> dict:
-    return read_summary(name) if os.path.isfile(os.path.join(name, SUMMARY_NAME)) else {}
+def _read(name: str, file: str) -> dict | None:
+    """A json file of a folder or of a repository on the Hub; `None` where there is none."""
+    quietly = {
+        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
+    }
+    path = cached_file(name, file, **quietly)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))

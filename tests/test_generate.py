@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -143,6 +144,17 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
         output = str(tmp_path / f"{len(seen)}.json")
         cli.main(["generate", folder, "--output", output, "--instructions", str(path), "--prompt_format", form])
     assert seen == ["<user>Double.\n\n7</s><assistant>", format_prompt("Double.", "7"), format_prompt("Double.", "7")]
+
+
+def test_adapters_keep_the_deviation_of_their_training(model, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model)
+    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).save_pretrained(tmp_path / "lora")
+    (tmp_path / "lora" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
+    loaded = generate.load_model(str(tmp_path / "lora"), device="cpu")
+    assert loaded.config.noise_sigma == 0.25  # not the base model's 0.5
+    ids = torch.arange(10, 20)[None]
+    with torch.no_grad():
+        assert not torch.equal(loaded(ids).logits, AutoModelForCausalLM.from_pretrained(model)(ids).logits)
 
 
 def test_refusals_name_the_remedy(answers, tmp_path, instructions):

@@ -121,7 +121,8 @@ class CheckpointMixin:
         if self._training_started is not None:
             summary["training_started"] = self._training_started
         # Of the model's config, without which an adapter is saved.
-        for name in ("noise_sigma", *(("num_labels", "pooling") if "Classification" in summary["model"] else ())):
+        of_classifiers = ("num_labels", "pooling", "pad_token_id") if "Classification" in summary["model"] else ()
+        for name in ("noise_sigma", *of_classifiers):
             if (value := getattr(getattr(self.model, "config", None), name, None)) is not None:
                 summary[name] = value
         if encoder := getattr(

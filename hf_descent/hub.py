@@ -144,13 +144,15 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
     base = adapter.get("base_model_name_or_path") or config.get("encoder_config", {}).get("_name_or_path")
     if base and not os.path.isdir(base):
-        card["base_model"] = card.get("base_model") or base
+        card["base_model"] = facts.get("base_model") or base
     card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
-    results = _read(folder / "all_results.json") if fresh("all_results.json") else {}
     for split, prefix in (("validation", "eval_"), ("test", "test_")):
-        if found := {name: value for name, value in results.items() if name.startswith(prefix)}:
+        # Not from `all_results.json`, to which every training in the folder adds.
+        if fresh(f"{prefix}results.json"):
+            results = _read(folder / f"{prefix}results.json")
+            found = {name: value for name, value in results.items() if name.startswith(prefix)}
             card["evaluation"], card["split"] = found, split
     for name, kind in RESULTS.items():
         if fresh(f"{name}.json"):

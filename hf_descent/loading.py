@@ -50,13 +50,16 @@ def load_model(name: str) -> PreTrainedModel:
     # Known to the config of the model that the adapter is for, which is not in its folder.
     labels = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
     if architecture == LinearReadoutForSequenceClassification.__name__:
+        if "encoder" not in summary:
+            raise ValueError(f"{name}: its {SUMMARY_NAME} names no encoder; put it on its base with `PeftModel`.")
         base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
         model = PeftModel.from_pretrained(base, name)
     elif auto_class is AutoModelForCausalLM:
         model = AutoPeftModelForCausalLM.from_pretrained(name)
     else:
         model = AutoPeftModelForSequenceClassification.from_pretrained(name, **labels)
-    model.config.noise_sigma = summary.get("noise_sigma", getattr(model.config, "noise_sigma", None))
+    for field in ("noise_sigma", "pad_token_id"):
+        setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
     return model.eval()
 
 
@@ -66,4 +69,7 @@ def _read(name: str, file: str) -> dict | None:
         f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
     }
     path = cached_file(name, file, **quietly)
-    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}).") from error

@@ -29,13 +29,13 @@ RANGES = {
     "descent_alpha": (0.01, 0.5),
     "initial_loss_bound": (0.5, 4.0),
     "dual_learning_rate": (1e-3, 1e-1),
-    "resilience": (1e-2, 1.0),
+    "resilience": (1e-4, 1e-1),
 }
 GRID = {
     "descent_alpha": (0.05, 0.1, 0.2),
     "initial_loss_bound": (0.7, 1.1),
     "dual_learning_rate": (1e-3, 1e-2, 1e-1),
-    "resilience": (0.05, 0.5),
+    "resilience": (0.001, 0.05),
 }
 # What a baseline has of these; it is searched with the same number of trials.
 BASELINE_SETTINGS = {"erm": ("learning_rate",), "deep_supervision": ("learning_rate",)}

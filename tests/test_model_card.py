@@ -72,9 +72,8 @@ def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):
         profile = layer_profile(trainer.model, classification_data(16), problem=trainer.problem, tolerance=10.0)
         profile.to_json(tmp_path / name / "layer_profile.json")
         trainer.evaluate_robustness(gammas=[0, 1]).to_json(tmp_path / name / "noise_curve.json")
-        (tmp_path / name / "all_results.json").write_text(
-            json.dumps({"eval_accuracy": 0.5, "test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
-        )
+        trainer.save_metrics("eval", {"eval_accuracy": 0.5})
+        trainer.save_metrics("test", {"test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
     run = tmp_path / "descent"
     trainer.create_model_card()
     ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(run / "exit_profile.json")
@@ -116,8 +115,8 @@ def test_a_card_without_evaluations_says_so(tmp_path):
     assert "The settings of this run were not recorded" in read(tmp_path / "bare")[1]
     with pytest.raises(ValueError, match="neither `config.json` nor"):
         cli.main(["card", str(tmp_path)])
-    (tmp_path / "bare" / "all_results.json").write_text("{")
-    with pytest.raises(ValueError, match="all_results.json cannot be read"):
+    (tmp_path / "bare" / "eval_results.json").write_text("{")
+    with pytest.raises(ValueError, match="eval_results.json cannot be read"):
         cli.main(["card", str(tmp_path / "bare")])
 
 
@@ -264,7 +263,7 @@ def test_what_a_former_training_left_in_the_folder_is_not_said_of_this_model(tmp
     first = trained(tmp_path, eval_gammas=[0, 1])
     curve = first.evaluate_robustness()
     first.evaluate_layers()
-    first.save_metrics("eval", first.evaluate())
+    first.save_metrics("test", {"test_accuracy": 0.99})
     first.create_model_card(license="mit")
     ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(tmp_path / "exit_profile.json")
     (tmp_path / "exits.png").touch()
@@ -278,9 +277,10 @@ def test_what_a_former_training_left_in_the_folder_is_not_said_of_this_model(tmp
         assert "No losses per layer were recorded" in text and "![" not in text
         assert card.data.license == "mit"
         assert f"| `learning_rate` | {trainer.args.learning_rate} |" in text
+    trainer.save_metrics("eval", {"eval_accuracy": 0.5})  # into one file with the former training's
     (tmp_path / "model_card.json").unlink()
     cli.main(["card", str(tmp_path)])
-    assert "No evaluation was recorded" in read(tmp_path)[1]
+    assert [result.metric_value for result in read(tmp_path)[0].data.eval_results] == [0.5]
 
 
 def test_the_code_of_a_card_runs(tmp_path, monkeypatch):

@@ -50,6 +50,16 @@ def test_a_constant_violation_settles_at_its_positive_part_over_the_resilience(f
         assert multipliers.slacks.tolist() == pytest.approx([0.2, 0.0, 0.05], abs=5e-3)
 
 
+@pytest.mark.parametrize("optim", ["sgd", "adam"])
+def test_the_default_slacks_settle_where_they_should(optim):
+    """min (x - 1)^2 / 2 subject to x <= 0, relaxed by u^2 / (2 c): x = u = c / (1 + c)."""
+    multipliers, found = Multipliers(1, 0.02, optim=optim, resilience=0.001, resilience_form="slack"), []
+    for _ in range(6000):
+        found.append(1 - multipliers.values)
+        multipliers.step(found[-1])
+    assert torch.stack(found[-2000:]).mean().item() == pytest.approx(0.001 / 1.001, rel=0.1)
+
+
 def test_hard_constraints_keep_rising_up_to_the_cap():
     multipliers = Multipliers(2, 0.1, optim="sgd", maximum=1.5)
     for _ in range(10):

@@ -5,8 +5,9 @@ second one: seeds and blocks of data are crossed, as readers and cases are in a 
 reader studies. For each seed and block the (jackknife) share of the metric's difference is taken. Its mean over seeds
 and blocks is the difference; the variance of that mean is the seeds' part, and where the blocks differ by more than
 the interaction of seeds and blocks explains, that excess; the degrees of freedom are the seeds' own, raised by the
-data's part. It is never less than the variance over the choice of the data alone. Runs with the same seeds on both
-sides are paired by seed; otherwise the seed variances of the two sides are added (Welch).
+data's part. A verdict must stand by that variance, by the seeds' part alone and by the variance over the choice of the
+data alone, since few seeds may agree by chance. Runs with the same seeds on both sides are paired by seed; otherwise
+the seed variances of the two sides are added (Welch).
 
 All runs must have been evaluated on the same batches with the same noise (common random numbers).
 

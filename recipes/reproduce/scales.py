@@ -100,7 +100,7 @@ def _search(penalty: tuple[float, float], **problem: tuple[float, float]) -> dic
     }
 
 
-DUAL = {"dual_learning_rate": (1e-3, 1e-1), "resilience": (3e-3, 0.3)}
+DUAL = {"dual_learning_rate": (1e-3, 1e-1), "resilience": (1e-4, 1e-1)}
 # Losses of the denoisers are in units of the noisy input's own, so that they are of the order of 1 at either scale.
 VIDEO_SEARCH = _search((0.1, 10.0), descent_alpha=(0.02, 0.3), initial_loss_bound=(0.5, 2.0), **DUAL)
 VIDEO_GAMMAS = (0.0, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0)

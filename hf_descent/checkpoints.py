@@ -121,13 +121,12 @@ class CheckpointMixin:
         if self._training_started is not None:
             summary["training_started"] = self._training_started
         # Of the model's config, without which an adapter is saved.
+        config = getattr(self.model, "config", None)
         of_classifiers = ("num_labels", "pooling", "pad_token_id") if "Classification" in summary["model"] else ()
         for name in ("noise_sigma", *of_classifiers):
-            if (value := getattr(getattr(self.model, "config", None), name, None)) is not None:
+            if (value := getattr(config, name, None)) is not None:
                 summary[name] = value
-        if encoder := getattr(
-            getattr(getattr(self.model, "config", None), "encoder_config", None), "_name_or_path", ""
-        ):
+        if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
             summary["encoder"] = encoder
         if self._step_seconds is not None:
             summary["step_seconds"] = self._step_seconds

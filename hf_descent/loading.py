@@ -17,11 +17,7 @@ TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
 
 def architecture_of(name: str) -> str:
     """The class of a saved model; of an adapter, that of the model it adapts where known, else of its task."""
-    adapter = _read(name, ADAPTER)
-    if adapter is None:
-        return (getattr(AutoConfig.from_pretrained(name), "architectures", None) or ["unknown"])[0]
-    task = adapter.get("task_type")
-    return (_read(name, SUMMARY_NAME) or {}).get("model") or TASKS.get(task, f"model with an adapter of task {task}")
+    return _architecture(name, _read(name, ADAPTER), _read(name, SUMMARY_NAME) or {})
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -33,7 +29,8 @@ def load_model(name: str) -> PreTrainedModel:
     Raises:
         ValueError: it is neither.
     """
-    architecture, summary = architecture_of(name), _read(name, SUMMARY_NAME) or {}
+    adapter, summary = _read(name, ADAPTER), _read(name, SUMMARY_NAME) or {}
+    architecture = _architecture(name, adapter, summary)
     if architecture.endswith("ForSequenceClassification"):
         auto_class = AutoModelForSequenceClassification
     elif architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -43,7 +40,7 @@ def load_model(name: str) -> PreTrainedModel:
             f"`model` is {name!r}, a {architecture}; the command takes text classifiers and causal language models. "
             "The functions of `hf_descent` take the others."
         )
-    if _read(name, ADAPTER) is None:
+    if adapter is None:
         return auto_class.from_pretrained(name)
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
@@ -61,6 +58,13 @@ def load_model(name: str) -> PreTrainedModel:
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
     return model.eval()
+
+
+def _architecture(name: str, adapter: dict | None, summary: dict) -> str:
+    if adapter is None:
+        return (getattr(AutoConfig.from_pretrained(name), "architectures", None) or ["unknown"])[0]
+    task = adapter.get("task_type")
+    return summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
 
 
 def _read(name: str, file: str) -> dict | None:

@@ -47,7 +47,11 @@ def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
     metrics = trainer.evaluate()
     trainer.create_model_card(dataset="stanfordnlp/imdb", license="mit", language="en", tags="mine")
     card, text = read(tmp_path / "run")
-    assert card.data.license == "mit" and card.data.language == "en" and card.data.library_name == "transformers"
+    assert (
+        card.data.license == "mit"
+        and card.data.language == "en"
+        and card.data.to_dict()["library_name"] == "transformers"
+    )
     assert card.data.datasets == ["stanfordnlp/imdb"] and card.data.pipeline_tag == "text-classification"
     assert {"mine", "hf_descent", "descent"} <= set(card.data.tags)
     found = results_of(card)
@@ -218,7 +222,7 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM"))
     trained(tmp_path / "adapter", model, language_data(8)).create_model_card()
     card, text = read(tmp_path / "adapter")
-    assert card.data.library_name == "peft" and card.data.base_model == "someone/base"
+    assert card.data.to_dict()["library_name"] == "peft" and card.data.base_model == "someone/base"
     assert "AutoPeftModelForCausalLM" in text and "model.merge_and_unload()" in text
     masked = {"model_name": "m", "objective": "erm", "library_name": "peft", "paper": DescentTrainer._paper}
     for architecture in ("BertForMaskedLM", "BertForMultipleChoice", "ViTForImageClassification"):
@@ -250,7 +254,7 @@ def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(poolin
     trained(tmp_path / "run", model)
     cli.main(["card", "run", "--base_model", "someone/base"])
     card, text = read(tmp_path / "run")
-    assert card.data.base_model == "someone/base" and card.data.library_name == "peft"
+    assert card.data.base_model == "someone/base" and card.data.to_dict()["library_name"] == "peft"
     assert ("pip install hf_descent" in text) == (pooling != "head")
     names = {}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)

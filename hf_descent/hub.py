@@ -86,8 +86,7 @@ class ModelCardMixin:
         summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        encoder = getattr(model.config, "encoder_config", None)
-        base = summary.finetuned_from or getattr(encoder, "_name_or_path", None)
+        base = summary.finetuned_from
         # Each of a dict of data sets is logged by itself, under its own name.
         history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
         evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
@@ -142,7 +141,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card["library_name"] = "peft" if adapter else "transformers"
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
-    base = adapter.get("base_model_name_or_path") or config.get("encoder_config", {}).get("_name_or_path")
+    base = adapter.get("base_model_name_or_path") or descent.get("encoder")
     if base and not os.path.isdir(base):
         card["base_model"] = facts.get("base_model") or base
     card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")

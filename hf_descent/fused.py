@@ -20,6 +20,10 @@ from torch import nn
 from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Workspace
 
 
+# A token's weight multiplies its hidden state in the dtype of the head: float16 ends at 65504.
+LARGEST_COEFFICIENT = 64.0
+
+
 class LabelledTokens(NamedTuple):
     """The positions that carry a label, and the random part of them on which intermediate layers are read.
 
@@ -146,11 +150,14 @@ def fused_layer_losses(
     reads.append(LayerRead(hidden_states[-1], rows, targets))
     if weights is not None:
         spread = weights.detach() * expansion  # [layers]
-        for read, weight in zip(reads, spread):
+        for layer in value_only:
+            spread[layer - 1] = 0.0
+        unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
+        for read, weight in zip(reads, spread / unit):
             read.coefficients = weight.expand(len(read.rows))
         if sample is not None:
-            reads[-1].coefficients = torch.ones_like(targets, dtype=spread.dtype)
-            reads[-1].coefficients[sample] += spread[-1] - expansion
+            reads[-1].coefficients = (1 / unit).repeat(num_tokens)
+            reads[-1].coefficients[sample] += (spread[-1] - expansion) / unit
         for layer in value_only:
             reads[layer - 1].coefficients = None
 
@@ -167,8 +174,8 @@ def fused_layer_losses(
         value = torch.as_tensor(value, dtype=sums[0].dtype, device=rows.device)
         gradients = [(read.gradient, read.rows) for read in reads] + [(grad, None) for grad in reader.gradients]
         objective = _KnownGradients.apply(value, gradients, *hidden_states, *reader.parameters)
-        # Divided out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
-        objective = objective / (max(num_tokens, 1) if num_items is None else num_items)
+        # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
+        objective = objective * (unit.to(value) / (max(num_tokens, 1) if num_items is None else num_items))
     losses = reads[-1].losses
     return LayerLossSums(
         objective, torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits, reader.skipped_share()
@@ -194,7 +201,9 @@ class _KnownGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         for index, (shape, (gradient, rows)) in enumerate(zip(ctx.shapes, gradients)):
             if gradient is not None:
-                gradient = gradient.mul_(grad_value)
+                # A GPU would cast the factor (1 / tokens, loss scaling) to half precision before it multiplies.
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                gradient = wide.mul_(grad_value).to(gradient.dtype)
                 if rows is not None:
                     full = gradient.new_zeros(shape.numel() // shape[-1], shape[-1])  # [batch * seq, hidden]
                     gradient = full.index_copy_(0, rows, gradient).view(shape)

@@ -68,7 +68,7 @@ class Workspace:
 
 @dataclasses.dataclass
 class LayerRead:
-    """One layer's part: what to read, the weight of each token in the objective, and what comes of it."""
+    """One layer's part: what to read, the weight of each token up to a factor that all share, and what comes of it."""
 
     hidden: torch.Tensor  # [batch, seq, hidden]
     rows: torch.Tensor  # [tokens]
@@ -209,14 +209,8 @@ class TiledReader:
             self._sparse_products(logits_grad, *split, scaled, x_grad)
         else:
             x_grad.copy_(logits_grad @ self.weight)
-            if head_grad is None:
-                pass
-            elif head_grad.dtype == x.dtype:
-                head_grad.addmm_(logits_grad.t(), scaled)
-            elif x.device.type == "cuda":
-                torch.addmm(head_grad, logits_grad.t(), scaled, out_dtype=head_grad.dtype, out=head_grad)
-            else:
-                head_grad.addmm_(logits_grad.t().to(head_grad.dtype), scaled.to(head_grad.dtype))
+            if head_grad is not None:
+                _add_product_(head_grad, logits_grad.t(), scaled)
         x_grad.mul_(coefficients)
 
     def _split_classes(self, logits_grad, targets) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -250,7 +244,8 @@ class TiledReader:
         x_grad.addr_(rest.to(x_grad.dtype), (shares.to(self.weight.dtype) @ self.weight).to(x_grad.dtype))
         head_grad = self.gradients[0]
         if head_grad is not None:
-            head_grad.index_add_(0, classes, (kept.t() @ scaled).to(head_grad.dtype))
+            kept_grad = _add_product_(head_grad.new_zeros(len(classes), x_grad.shape[1]), kept.t(), scaled)
+            head_grad.index_add_(0, classes, kept_grad)
             head_grad.addr_(shares.to(head_grad.dtype), (rest @ scaled).to(head_grad.dtype))
 
     def _compacted_(self, tile, classes) -> torch.Tensor:
@@ -265,3 +260,12 @@ class TiledReader:
     def skipped_share(self) -> torch.Tensor:
         """Share of the logits' gradient that `gradient_threshold` left out, summed over tiles."""
         return self.skipped / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
+
+
+def _add_product_(total, left, right) -> torch.Tensor:
+    """`total += left @ right`, summed in the dtype of `total`."""
+    if total.dtype == right.dtype:
+        return total.addmm_(left, right)
+    if total.device.type == "cuda":
+        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    return total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -200,6 +200,23 @@ def test_bfloat16_accumulates_in_float32(autocast, tile_size):
         assert (got.float() - wanted).norm() <= 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("weight", [1.0, 1e5])
+@pytest.mark.parametrize("size", [None, 3])
+def test_weights_beyond_the_range_of_float16(weight, size, tile_size):
+    hidden, norm, head, labels = setting(bias=True, dtype=torch.float32)
+    tokens = labelled_tokens(labels)
+    if size is not None:
+        tokens = tokens._replace(sample=torch.arange(size))
+    found = []
+    for half in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            out = fused_layer_losses(hidden, tokens, norm, head, weight * WEIGHTS.float())
+        (1024 * out.objective).backward()  # loss scaling, which shrinks where a gradient is infinite
+        found.append([out.objective.detach(), *gradients(hidden, norm, head)])
+    for exact, got in zip(*found, strict=True):
+        assert (got - exact).norm() <= 0.01 * exact.norm()
+
+
 # ---- sampled tokens ----
 
 

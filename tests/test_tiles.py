@@ -147,6 +147,22 @@ def test_threshold_takes_classes_of_no_probability():
     assert_same_gradients(*found)
 
 
+@pytest.mark.parametrize("threshold", [None, 1e-3])
+def test_sums_over_tokens_are_not_held_in_half_precision(threshold):
+    hidden, tokens = torch.full((1, 400, 4), 200.0, requires_grad=True), labelled_tokens(torch.zeros(1, 400).long())
+    head = nn.Linear(4, VOCAB, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()[0] = -0.02  # the label is out of the question,
+        head.weight[1] = 0.02  # and another class certain
+    with torch.autocast("cpu", torch.float16):
+        loss = HeadLoss(gradient_threshold=threshold)
+        out = fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), head_loss=loss, num_items=1)
+    out.objective.backward()
+    pushes = torch.zeros(VOCAB).index_fill(0, torch.tensor([1]), 399 * 200.0)
+    pushes[0] = -pushes[1]
+    torch.testing.assert_close(head.weight.grad, pushes[:, None].expand(-1, 4), rtol=1e-3, atol=1.0)
+
+
 def test_threshold_and_smoothing_exclude_each_other():
     with pytest.raises(ValueError, match="label_smoothing"):
         HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)

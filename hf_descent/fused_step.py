@@ -25,12 +25,13 @@ class FusedStepMixin:
     _token_fraction = 1.0
     _token_statistics = False  # whether a subclass logs entropy and accuracy, which `_fused_losses` then holds
     _keeps_logits = True  # whether the caller wants the model's own logits
-    _last_draw = (-1, 0)  # step, and draws made in it
+    _last_draw = (-1, 0)  # step, and draws made in it by this run
     _skipped, _reads = 0.0, 0  # shares of gradient that the threshold left out since the last log, and their number
 
     def _find_fused_readout(self, model, inputs) -> None:
         args = self.args
         self._fused, fraction = None, args.readout_token_fraction
+        self._last_draw, self._skipped, self._reads = (-1, 0), 0.0, 0
         try:
             if self._readout_fn is not None or self.compute_loss_func is not None:
                 raise ValueError("The readout or the loss is the caller's own.")

@@ -183,6 +183,16 @@ def test_every_micro_batch_draws_its_own_tokens(tmp_path):
     assert len(draws) == len(set(draws)) == 4
 
 
+def test_a_second_run_draws_the_tokens_of_the_first(tmp_path):
+    made = trainer(tmp_path, readout_token_fraction=0.5, max_steps=1)
+    draws = []
+    generator = made._token_generator
+    made._token_generator = lambda: (draws.append(drawn := generator()), drawn)[1]
+    made.train()
+    made.train()
+    assert draws[0].initial_seed() == draws[1].initial_seed()
+
+
 def reads(monkeypatch, made):
     """Labelled and sampled tokens in the last step of a run."""
     seen = []
@@ -234,6 +244,11 @@ def test_the_log_has_the_share_of_the_gradient_left_out(tmp_path, monkeypatch):
     made.train()
     logged = [log["readout_gradient_skipped"] for log in made.state.log_history if "loss" in log]
     assert logged == pytest.approx([sum(shares[:3]) / 3, sum(shares[3:]) / 3]) and max(logged) > 0
+    made.args.max_steps = 1
+    made.train()  # ends with a read that no log has
+    made.args.max_steps = 3
+    made.train()
+    assert made.state.log_history[0]["readout_gradient_skipped"] == pytest.approx(sum(shares[7:]) / 3)
     plain = trainer(tmp_path, max_steps=1, logging_steps=1)
     plain.train()
     assert "readout_gradient_skipped" not in plain.state.log_history[0]

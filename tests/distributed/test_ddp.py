@@ -7,6 +7,7 @@ from launching import assert_same, job, launch, start
 from tiny import llama
 from train_steps import recorded_noise, train
 
+from hf_descent.fused_step import FusedStepMixin
 from hf_descent.noise import EmbeddingNoise
 
 
@@ -30,6 +31,7 @@ CASES = {
 }
 NOISY = {**LANGUAGE, "noise_gamma": 0.5, "record_noise": True, "max_steps": 4, "seed": 7}
 SCORED = {**LANGUAGE, "max_steps": 2}
+SAMPLED = {**LANGUAGE, "readout_token_fraction": 0.4}
 POISONED = {"poison": ["state", 3], "max_steps": 6}
 
 
@@ -48,6 +50,7 @@ def double(tmp_path_factory, single):
         jobs[f"{name}, resumed"] = job(task, **settings, resume_from=str(single[0] / name / "checkpoint-10"))
     jobs |= {"noise": job("language", 2, 2, **NOISY), "noise again": job("language", 2, 2, **NOISY)}
     jobs |= {"scored": job("sft", **SCORED, per_device_eval_batch_size=4)}
+    jobs |= {"sampled, 2x4": job("language", **SAMPLED), "sampled, 2x2x2": job("language", 2, 2, **SAMPLED)}
     jobs |= {"poisoned": job("classification", **POISONED)}
     jobs |= {"poisoned, stopped": job("classification", **POISONED, stop_on_nonfinite=True)}
     folder = tmp_path_factory.mktemp("double")
@@ -88,6 +91,26 @@ def test_rows_that_fill_the_last_batch_do_not_count_in_the_metrics_of_fine_tunin
     single = train(tmp_path, "sft", **SCORED, per_device_eval_batch_size=8)
     for name in ("eval_mean_token_accuracy", "eval_entropy"):
         assert double[1]["scored"][0]["metrics"][name] == pytest.approx(single[0]["metrics"][name], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "batch"), [("2x4", 4), ("2x2x2", 2)])
+def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, double, way, batch):
+    """That is, one which has the batches of both as micro-batches, and draws for each what that process draws."""
+    drawn = []
+
+    def draw(self):
+        count = 8 // batch
+        step, part = divmod(len(drawn), count)
+        drawn.append(np.random.SeedSequence(self.args.seed, spawn_key=(part % 2, step, part // 2)))
+        return torch.Generator().manual_seed(int(drawn[-1].generate_state(1, np.uint64)[0]))
+
+    monkeypatch.setattr(FusedStepMixin, "_token_generator", draw)
+    alone = train(tmp_path, "language", batch, 8 // batch, **SAMPLED)
+    assert len(drawn) == 20 * 8 // batch
+    assert_same(alone, double[1][f"sampled, {way}"])
+    with pytest.raises(AssertionError):  # so other draws would show
+        assert_same(alone, single[1]["language"])
 
 
 @pytest.mark.slow

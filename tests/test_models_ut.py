@@ -178,6 +178,16 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(plain, checkpointed)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [tiny_denoiser, tiny_classifier])
+def test_bf16_autocast_follows_full_precision(build, attention):
+    model, batch = build(attn_implementation=attention), text_batch() if build is tiny_classifier else collate(clips())
+    expected = model(**batch).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(**batch).logits
+    assert 0 < (logits - expected).abs().max() < 0.03 * expected.abs().max()
+
+
 @pytest.mark.parametrize("build", [tiny_denoiser, tiny_classifier])
 def test_stock_trainer_lowers_the_loss(build, tmp_path):
     model = build()

@@ -3,8 +3,8 @@
 Tokens are rows, Y is `[seq, hidden]`. With Z = Y V, W_ij = exp(-||z_i - z_j||^2 / 2) and D_i = sum_j W_ij (j = i
 included), layer l maps its input X to
 
-    Y  = X + attention_step * (D^-1 W X - X)        never raises -sum_ij W_ij
-    X' = ReLU(Y S + X B),  S symmetric              never raises tr(Y (I - S) Y^T) / 2 - <X B, Y>, if S >= -I
+    Y  = X + attention_step * (D^-1 W X - X)    never raises -sum_ij W_ij
+    X' = ReLU(Y S + X B),  S symmetric          never raises tr(Y (I - S) Y^T) / 2 - <X B, Y> over Y >= 0, if S >= -I
 
 With `norm_energy` the attention output is 2 D (2 D + 1)^-1 D^-1 W X, and -sum_ij W_ij + ||Z||_F^2 / 2 is never raised.
 That the sum of both energies falls over a whole layer is not guaranteed.
@@ -53,7 +53,8 @@ class UTLayer(GradientCheckpointingLayer):
         projected = hidden_states @ self.projection  # [batch, seq, hidden]
         attention = attention_function(self.config._attn_implementation)
         attended = attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
-        return torch.lerp(hidden_states, attended, self.attention_step)
+        # Autocast leaves the first iterate, the input, in float32, and torch.lerp takes no two types.
+        return torch.lerp(hidden_states, attended.to(hidden_states.dtype), self.attention_step)
 
     def combine(self, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The second half-step, from Y and X to the next iterate; all `[batch, seq, hidden]`."""

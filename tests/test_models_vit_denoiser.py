@@ -4,8 +4,11 @@ from transformers import (
     AutoConfig,
     AutoModelForImageToImage,
     BertConfig,
+    CLIPVisionConfig,
     DeiTConfig,
     Dinov2Config,
+    DINOv3ViTConfig,
+    SiglipVisionConfig,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -45,7 +48,9 @@ def to_image(tokens):
     return image
 
 
-@pytest.mark.parametrize("kind", [ViTConfig, DeiTConfig, Dinov2Config])
+@pytest.mark.parametrize(
+    "kind", [ViTConfig, DeiTConfig, Dinov2Config, DINOv3ViTConfig, CLIPVisionConfig, SiglipVisionConfig]
+)
 def test_every_layers_tokens_are_read_as_the_patches_of_an_image(kind):
     model, batch = tiny(encoder(kind)), images()
     outputs = model(**batch, output_hidden_states=True)
@@ -57,6 +62,9 @@ def test_every_layers_tokens_are_read_as_the_patches_of_an_image(kind):
     expected = sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 4
     torch.testing.assert_close(outputs.loss, expected)
     torch.testing.assert_close(layer_losses(model, batch)[-1], expected)
+    outputs.loss.backward()
+    unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert unused <= {"encoder.embeddings.mask_token"}
 
 
 def test_linear_readout_is_shared_by_the_layers():
@@ -85,12 +93,8 @@ def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
     assert torch.equal(loaded(**images()).logits, model(**images()).logits)
 
 
-def test_every_parameter_learns_and_stock_trainer_lowers_the_loss(tmp_path):
+def test_stock_trainer_lowers_the_loss(tmp_path):
     batch = images(8)
-    model = tiny().train()
-    model(**batch).loss.backward()
-    unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
-    assert not unused
     dataset = [{name: tensor[i] for name, tensor in batch.items()} for i in range(8)]
     args = TrainingArguments(
         tmp_path, max_steps=30, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True

@@ -12,6 +12,11 @@ from ..unrolling import DenoisingOutput, denoising_loss
 from .configuration_vit_denoiser import ViTDenoiserConfig
 
 
+# What the library's vision transformers call them.
+POOLERS = ("pooler", "head")
+FINAL_NORMS = ("layernorm", "norm", "post_layernorm", "rms_norm")
+
+
 class ViTForDenoising(PreTrainedModel):
     """Denoises images, each by itself, with a ViT, DeiT, DINOv2 or another encoder whose tokens are image patches.
 
@@ -63,10 +68,9 @@ class ViTForDenoising(PreTrainedModel):
 
     def _set_encoder(self, encoder: nn.Module):
         # A pooler that nothing reads has no gradient, which DistributedDataParallel refuses.
-        if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = None
-        if hasattr(encoder, "layernorm"):
-            encoder.layernorm = nn.Identity()
+        for name in (*POOLERS, *FINAL_NORMS):
+            if getattr(encoder, name, None) is not None:
+                setattr(encoder, name, nn.Identity())
         self.encoder = encoder
 
     @can_return_tuple

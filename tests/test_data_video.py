@@ -210,6 +210,22 @@ def test_decoded_once_until_the_file_changes(tmp_path, monkeypatch):
     np.testing.assert_array_equal(changed, [pixels(i, seed=5) for i in range(4)])
 
 
+def test_no_other_frames_are_reused(tmp_path, monkeypatch):
+    def first_frame(path):
+        return load_clips(arguments(train_files=[path]))["train"].with_format("numpy")[0]["frames"][0]
+
+    folder = write_frames(tmp_path / "frames", 30, ".bmp")
+    np.testing.assert_array_equal(first_frame(folder), pixels(0))
+    Image.fromarray(pixels(0, seed=5)).save(tmp_path / "frames" / "1.bmp")
+    os.utime(tmp_path / "frames" / "1.bmp", (1e9, 1e9))  # a copy that keeps its time
+    np.testing.assert_array_equal(first_frame(folder), pixels(0, seed=5))
+    for seed in (1, 2):
+        path = write_video(tmp_path / str(seed) / "video.avi", 30, seed=seed)
+        os.utime(path, (1e9, 1e9))
+        monkeypatch.chdir(os.path.dirname(path))
+        np.testing.assert_array_equal(first_frame("video.avi"), pixels(0, seed=seed))
+
+
 def test_patterns_and_missing_videos(tmp_path):
     for number in (10, 9):
         write_frames(tmp_path / f"v{number}", 1, ".png")
@@ -240,6 +256,11 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "bad.avi").write_bytes(b"no video")
     with pytest.raises(ValueError, match=r"bad\.avi cannot be read as a video"):
         load_clips(arguments(train_files=[str(tmp_path / "bad.avi")]))
+    for deep in (pixels(0).astype(np.uint16) * 257, (pixels(0) / 255).astype(np.float32)):
+        Image.fromarray(deep).save(tmp_path / "frames" / "3.tif")
+        (tmp_path / "frames" / "3.png").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=r"frames/3\.tif has pixels of mode (I;16|F).* 8 bits"):
+            load_clips(arguments(train_files=[str(tmp_path / "frames")]))
     shutil.rmtree(tmp_path / "frames")
     (tmp_path / "frames").mkdir()
     with pytest.raises(ValueError, match=r"frames holds no frames: no file ends in"):
@@ -254,6 +275,13 @@ def test_splits_without_a_clip_are_refused(tmp_path):
         load_clips(arguments(train_files=[path], split_by="video"))
 
 
+def test_a_video_of_which_no_clip_can_be_decoded_is_named(tmp_path, monkeypatch):
+    path = write_video(tmp_path / "broken.avi", 30)
+    monkeypatch.setattr("hf_descent.data.video.read_frames", lambda path, size: iter([pixels(0)] * 3))
+    with pytest.raises(ValueError, match=r"broken\.avi.*frames 0 to 22.*fewer than `num_frames` 4"):
+        load_clips(arguments(train_files=[path]))
+
+
 @pytest.mark.parametrize(
     ("values", "match"),
     [
@@ -261,6 +289,8 @@ def test_splits_without_a_clip_are_refused(tmp_path):
         ({"data_layout": "avenue", "train_files": ["x"]}, "one of the two"),
         ({"data_layout": "kinetics", "data_dir": "x"}, "choose one of avenue, ucsd, shanghaitech"),
         ({"data_layout": "ucsd"}, "needs `data_dir`"),
+        ({"data_layout": "ucsd", "data_dir": "x", "test_files": ["y"]}, "has test videos of its own"),
+        ({"train_files": ["x"], "data_dir": "x"}, "`data_dir` is 'x'"),
         ({"train_files": ["x"], "split_by": "frame"}, "choose 'video' or 'time'"),
         ({"train_files": ["x"], "validation_percentage": 0}, "must be positive"),
         ({"train_files": ["x"], "validation_percentage": 60, "later_percentage": 40}, "left to train on"),

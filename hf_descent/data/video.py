@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from datasets import Array2D, Array3D, Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.exceptions import DatasetGenerationError
+from datasets.fingerprint import Hasher
 from PIL import Image, UnidentifiedImageError
 from transformers.utils import logging
 
@@ -76,9 +77,7 @@ class VideoArguments:
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "Evaluate on this many rows of every other split, drawn at random."}
     )
-    streaming: bool = field(
-        default=False, metadata={"help": "Decode the training videos while training; nothing is cached."}
-    )
+    streaming: bool = field(default=False, metadata={"help": "Decode the videos at every pass; nothing is cached."})
     cache_dir: str | None = field(default=None, metadata={"help": "Folder for the decoded clips."})
 
     def __post_init__(self):
@@ -88,6 +87,10 @@ class VideoArguments:
             raise ValueError(f"`data_layout` is {self.data_layout!r}; choose one of {', '.join(LAYOUTS)}.")
         if self.data_layout is not None and self.data_dir is None:
             raise ValueError(f"`data_layout` {self.data_layout!r} needs `data_dir`, the folder of the data set.")
+        if self.data_layout is None and self.data_dir is not None:
+            raise ValueError(f"`data_dir` is {self.data_dir!r} without a `data_layout`; give both or neither.")
+        if self.data_layout is not None and self.test_files is not None:
+            raise ValueError(f"`data_layout` {self.data_layout!r} has test videos of its own; leave out `test_files`.")
         if self.split_by not in ("video", "time"):
             raise ValueError(f"`split_by` is {self.split_by!r}; choose 'video' or 'time'.")
         if not (self.validation_percentage > 0 <= self.later_percentage) or (
@@ -110,12 +113,12 @@ class VideoArguments:
 
 @dataclass(frozen=True)
 class VideoPart:
-    """The frames `first` to `last` (not included) of one video; `stamp` tells whether its files changed."""
+    """The frames `first` to `last` (not included) of one video; `stamp` differs where its files do."""
 
     path: str
     first: int
     last: int
-    stamp: float
+    stamp: str
 
 
 def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
@@ -230,6 +233,8 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
         for file in _frame_files(path):
             try:
                 with Image.open(file) as image:
+                    if image.mode[0] in "IF":  # which `convert` cuts off at 255
+                        raise ValueError(f"{file} has pixels of mode {image.mode}: give frames of 8 bits.")
                     image.draft("L", None)  # of a color JPEG, decode the brightness alone: a third less time
                     yield np.asarray(image.convert("L").resize((size, size), Image.Resampling.BILINEAR))
             except (UnidentifiedImageError, OSError) as error:
@@ -253,6 +258,10 @@ def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[d
         while len(clip := list(islice(frames, num_frames))) == num_frames:
             yield {"frames": np.stack(clip), "video": path, "start": start}
             start += num_frames
+        if start == first:
+            raise ValueError(
+                f"{path}: of its frames {first} to {last}, fewer than `num_frames` {num_frames} can be decoded."
+            )
 
 
 def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -366,8 +375,10 @@ def _natural(path: str | Path) -> list:
     return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]
 
 
-def _stamp(path: str) -> float:
-    return max(file.stat().st_mtime for file in (Path(path), *(_frame_files(path) if Path(path).is_dir() else ())))
+def _stamp(path: str) -> str:
+    """Differs with the place of a video, and with the names, sizes and times of its files."""
+    files = [(file.name, file.stat()) for file in (_frame_files(path) if Path(path).is_dir() else [Path(path)])]
+    return Hasher.hash([os.path.realpath(path), *((name, s.st_size, s.st_mtime_ns) for name, s in files)])
 
 
 def _import_av():

@@ -25,8 +25,8 @@ from .readout import Readout, output_logits, probing
 
 logger = logging.get_logger(__name__)
 
-# Read by the model's own loss, or by TRL's patched forward: neither has a part in a forward without logits.
-_WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
+# Read by the model's own loss, or by a forward that TRL or Liger patched: none has a part in one without logits.
+_WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "skip_logits")
 
 
 class FusedReadout:

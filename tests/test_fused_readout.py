@@ -172,6 +172,22 @@ def test_logits_on_request(keep_logits):
     torch.testing.assert_close(outputs["loss"] / len(readout.tokens(inputs).rows), expected["loss"])
 
 
+class PatchedByLiger(transformers.LlamaForCausalLM):
+    def forward(self, labels=None, skip_logits=None, **kwargs):
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits is True, but labels and shift_labels are None")
+        return super().forward(labels=labels, **kwargs)
+
+
+def test_a_trainer_that_asks_liger_for_no_logits():
+    model, inputs = PatchedByLiger(transformers.LlamaConfig(**SIZES)), batch()
+    readout = FusedReadout.probe(model, inputs)
+    with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum):
+        outputs = model(**inputs, skip_logits=True)  # as Trainer's evaluation calls it with `use_liger_kernel`
+        expected = model(**inputs)
+    assert torch.equal(outputs["loss"], expected["loss"])
+
+
 def test_gradient_checkpointing():
     model, inputs = build(), batch()
     readout = FusedReadout.probe(model, inputs)

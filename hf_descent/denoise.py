@@ -124,10 +124,12 @@ class ImageTask:
     """Rows are frames, made into images by the model's own processor; a clip is a batch of them."""
 
     def __init__(self, model_name_or_path: str):
-        self.processor = AutoImageProcessor.from_pretrained(model_name_or_path)
-        # One scale for all channels, or the RMSE would weigh them differently.
-        self.mean, self.std = (float(np.mean(getattr(self.processor, name))) for name in ("image_mean", "image_std"))
-        self.processor.image_mean, self.processor.image_std = [self.mean] * 3, [self.std] * 3
+        self.processor = processor = AutoImageProcessor.from_pretrained(model_name_or_path)
+        self.mean, self.std = 0.0, 1.0
+        if processor.do_normalize:
+            # One scale for all channels, or the RMSE would weigh them differently.
+            self.mean, self.std = float(np.mean(processor.image_mean)), float(np.mean(processor.image_std))
+            processor.image_mean, processor.image_std = [self.mean] * 3, [self.std] * 3
         self.pixel_range = 1 / self.std
         self.collate = partial(collate_images, image_processor=self.processor)
 
@@ -197,7 +199,8 @@ def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments)
     if isinstance(rows, Dataset):
         rows = rows.shuffle(seed=args.split_seed)
         return rows if limit is None else rows.select(range(min(limit, len(rows))))
-    rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER) if split == "train" else rows
+    if split == "train" or limit is not None:
+        rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
     return rows if limit is None else rows.take(limit)
 
 
@@ -256,7 +259,7 @@ def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: M
 
 def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
     """Draws one clip: `strip.png` and `clip.gif`."""
-    models = {trainer.args.objective: trainer.accelerator.unwrap_model(trainer.model)}
+    models = {"this model": trainer.accelerator.unwrap_model(trainer.model)}
     if args.compare_with is not None:
         other = AutoModelForImageToImage.from_pretrained(args.compare_with).to(trainer.args.device)
         models = {os.path.basename(os.path.normpath(args.compare_with)): other} | models

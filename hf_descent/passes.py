@@ -56,7 +56,8 @@ def denoise_in_passes(
 
     Args:
         denoise (`Callable`): a batch to its estimate, same shape: `lambda y: model(pixel_values=y).logits`.
-        noisy (`torch.Tensor` `[batch, ...]`): the input; of floating type.
+        noisy (`torch.Tensor` `[batch, ...]`): the input; float32 or float64, as also the denoiser should compute: the
+            divergence is a difference of outputs that lower precision rounds away.
         passes (`int`): how often the denoiser is applied, k >= 1.
         sigma (`float` or `torch.Tensor` `[batch]`, *optional*): deviation of the noise. Estimated by
             [`estimate_sigma`] where not given, for which the last two dimensions must be height and width.
@@ -65,10 +66,13 @@ def denoise_in_passes(
         seed (`int`): of these draws.
 
     Raises:
-        ValueError: `passes` or `draws` below 1, a `sigma` that is not positive, an output of another shape.
+        ValueError: `passes` or `draws` below 1, an input of another type, a `sigma` that is not positive, an output of
+            another shape.
     """
     if passes < 1 or draws < 1:
         raise ValueError(f"`passes` is {passes} and `draws` is {draws}; both must be at least 1.")
+    if noisy.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"`noisy` is of {noisy.dtype}; give it in float32.")
     batch = len(noisy)
     if sigma is None:  # of a flat image it is 0: the least that can be divided by, which keeps the image as it is
         sigma = estimate_sigma(noisy).reshape(batch, -1).median(1).values.clamp(min=torch.finfo(torch.float32).tiny)

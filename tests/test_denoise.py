@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import av
@@ -16,7 +17,7 @@ from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor,
 
 from hf_descent import cli
 from hf_descent.data.video import VideoArguments, load_clips, patch_rows, split_videos
-from hf_descent.denoise import ImageTask, ModelArguments, PatchTask, measure_sigma, some_clips
+from hf_descent.denoise import ImageTask, ModelArguments, PatchTask, draw_rows, measure_sigma, some_clips
 from hf_descent.denoise_report import classical_rmse, plot_strip, save_gif, table
 from hf_descent.tune import without_test_rows
 
@@ -134,7 +135,7 @@ def test_training_beats_the_noisy_input_and_constraints_hold(smoke):
 def test_another_model_joins_the_pictures(smoke, tmp_path):
     folder = smoke("recipes/smoke/video-ut/erm.yaml", "--classical_clips", "0", "--max_steps", "2")
     alone = Image.open(folder / "clip.gif").size
-    other = folder.rename(tmp_path / "plain")
+    other = folder.rename(tmp_path / "descent")  # also under the name of the objective
     folder = smoke("recipes/smoke/video-ut/descent.yaml", "--classical_clips", "0", "--compare_with", str(other))
     assert alone == (3 * 32, 32)  # noisy, denoised, clean
     assert Image.open(folder / "clip.gif").size == (4 * 32, 32)
@@ -144,6 +145,19 @@ def test_streaming(smoke):
     folder = smoke("recipes/smoke/video-ut/descent.yaml", "--streaming", "true", "--max_eval_samples", "20")
     results = results_of(folder)
     assert results["epoch"] > 0 and results["test_rmse@0.15"] > 0
+
+
+def test_rows_of_a_stream_are_drawn_at_random(workplace):
+    args = VideoArguments(
+        train_files=[str(workplace / "train.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
+        split_gap=0, streaming=True, max_train_samples=10, max_eval_samples=10,
+    )  # fmt: skip
+    for split, clips in load_clips(args).items():
+        rows = patch_rows(clips, 8)
+        drawn = draw_rows(rows, split, args)
+        given = [torch.stack([row["pixel_values"] for row in islice(r, 20)]) for r in (drawn, drawn, rows)]
+        assert len(given[0]) == 10 and torch.equal(given[0], given[1])
+        assert not torch.equal(given[0], given[2][:10])
 
 
 def test_an_interrupted_run_ends_like_a_straight_one(smoke, tmp_path):
@@ -172,10 +186,11 @@ def test_tuning_reads_no_test_videos(workplace, tmp_path):
     assert rest == {name: whole[name] for name in ("train", "validation")} != whole
 
 
-def test_inputs_and_frames_are_inverse(workplace):
+def test_inputs_and_frames_are_inverse(workplace, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 32, 32), dtype=np.uint8)
     args = VideoArguments(train_files=["x"], num_frames=4, frame_size=32, patch_size=8, split_by="time")
-    for task in (PatchTask(args), ImageTask(str(workplace / "vit"))):
+    ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=False).save_pretrained(tmp_path)
+    for task in (PatchTask(args), ImageTask(str(workplace / "vit")), ImageTask(str(tmp_path))):
         clip = task.preprocess(pixels)
         np.testing.assert_allclose(clip, pixels / 255, atol=1e-6)
         noisy = 2 * clip - 0.5  # noise leaves the range of pixels

@@ -96,6 +96,9 @@ def test_bad_arguments_to_passes_are_named():
     y = torch.randn(2, 4, 4)
     with pytest.raises(ValueError, match="`passes` is 0"):
         denoise_in_passes(torch.nn.Identity(), y, 0)
+    for dtype in (torch.bfloat16, torch.uint8):
+        with pytest.raises(ValueError, match=f"`noisy` is of {dtype}; give it in float32"):
+            denoise_in_passes(torch.nn.Identity(), y.to(dtype))
     with pytest.raises(ValueError, match="`sigma` is"):
         denoise_in_passes(torch.nn.Identity(), y, sigma=0.0)
     with pytest.raises(ValueError, match=r"gave \[2, 4\] for an input of \[2, 4, 4\]"):

@@ -4,9 +4,9 @@
         -- --train_files clip.avi --test_files other.avi --split_by time --later_percentage 20 --max_steps 600
 
 Every cell is a run of `hf-descent denoise` on the recipe, with the arguments after `--`; a run whose results exist is
-not run again. Prints mean and standard deviation over seeds: mean RMSE over the test levels (0-255), RMSE at the
-training level, loss of the last layer and largest violation, for each split, and in how many of the runs every layer
-is feasible (violation at most 0.01 f_0); a cell with fewer seeds says so.
+not run again, so other arguments need another `--output_dir`. Prints mean and standard deviation over seeds: mean RMSE
+over the test levels (0-255), RMSE at the training level, loss of the last layer and largest violation, for each split,
+and in how many of the runs every layer is feasible (violation at most 0.01 f_0); a cell with fewer seeds says so.
 """
 
 import argparse
@@ -58,6 +58,12 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("runs/video-depths"))
     parser.add_argument("flags", nargs="*", help="after `--`: arguments of every run")
     args = parser.parse_args()
+    made_with = args.output_dir / f"{args.recipe}-flags.json"
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    if not made_with.is_file():
+        made_with.write_text(json.dumps(args.flags))
+    if json.loads(made_with.read_text()) != args.flags:
+        parser.error(f"`--output_dir` {args.output_dir} holds runs with other arguments after `--`; give another one.")
 
     cells = defaultdict(list)
     for seed in args.seeds:

@@ -130,6 +130,45 @@ def test_a_run_is_pushed_through_failures_and_loads_without_the_package(tmp_path
         assert "LABEL_" in run_python(LOAD, hub, tmp_path / "user", tmp_path / "logits.pt", package=False)
 
 
+OWN_MODELS = """
+import torch
+from transformers import AutoModelForImageToImage, AutoModelForSequenceClassification, ViTConfig
+from hf_descent import models
+
+encoder = ViTConfig(
+    hidden_size=48, patch_size=4, image_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+)
+for auto, model in (
+    (AutoModelForImageToImage, models.UTForVideoDenoising(models.UTConfig(hidden_size=4))),
+    (
+        AutoModelForSequenceClassification,
+        models.UTForSequenceClassification(models.UTConfig(hidden_size=4, vocab_size=5)),
+    ),
+    (AutoModelForImageToImage, models.DustForVideoDenoising(models.DustConfig(hidden_size=4, dictionary_size=6))),
+    (AutoModelForImageToImage, models.ViTForDenoising(models.ViTDenoiserConfig(encoder_config=encoder))),
+):
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter)
+    name = "tester/" + model.config.model_type + type(model).__name__
+    model.push_to_hub(name)
+    loaded = auto.from_pretrained(name)
+    assert type(loaded) is type(model)
+    for key, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[key]), key
+    print(name)
+"""
+
+
+@pytest.mark.slow
+def test_own_models_are_pushed_and_loaded_by_the_auto_classes_without_remote_code(tmp_path):
+    with serving() as hub:
+        names = run_python(OWN_MODELS, hub, tmp_path / "cache").split()
+        assert len(names) == 4 and set(names) <= hub.repos.keys()
+        for name in names:
+            files = hub.repos[name]["files"]
+            assert {"config.json", "model.safetensors"} <= files.keys() and b"auto_map" not in files["config.json"]
+
+
 RECIPE = """
 import sys
 from hf_descent import cli

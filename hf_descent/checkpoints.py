@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from .configs import DescentArguments
-from .descent_state import STATE_NAME, SUMMARY_NAME, read_summary, write_summary
+from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
 from .noise import inner_model
 from .selection import best_candidate
 
@@ -112,14 +112,21 @@ class CheckpointMixin:
             write_summary(output_dir or self.args.output_dir, self._run_summary())
 
     def _run_summary(self) -> dict:
-        """What tells this run from others, plain training included, and what a step of it costs."""
-        summary = {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
-        summary["arguments"] = training_arguments(self.args)
-        summary |= {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
-        if has_length(self.train_dataset):
-            summary["train_rows"] = len(self.train_dataset)
-        if self._training_started is not None:
-            summary["training_started"] = self._training_started
+        """What tells this run from others, plain training included, and what a step of it costs.
+
+        Of a model that this trainer did not train: what its own training wrote, if anything.
+        """
+        trained = self._training_started is not None
+        if not trained and (saved := self._saved_summary()):
+            return saved
+        summary = {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
+        if trained:
+            summary |= {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
+            summary |= {"arguments": training_arguments(self.args), "training_started": self._training_started}
+            if has_length(self.train_dataset):
+                summary["train_rows"] = len(self.train_dataset)
+            if self._readout_fn is not None:
+                summary["readout"] = getattr(self._readout_fn, "__name__", type(self._readout_fn).__name__)
         # Of the model's config, without which an adapter is saved.
         config = getattr(self.model, "config", None)
         of_classifiers = ("num_labels", "pooling", "pad_token_id") if "Classification" in summary["model"] else ()
@@ -130,7 +137,13 @@ class CheckpointMixin:
             summary["encoder"] = encoder
         if self._step_seconds is not None:
             summary["step_seconds"] = self._step_seconds
-        return summary | ({} if self._state is None else self._state.summary())
+        return summary | (self._state.summary() if trained and self._state is not None else {})
+
+    def _saved_summary(self) -> dict:
+        # The name of an adapted model is that of its base.
+        config = None if hasattr(self.model, "peft_config") else getattr(self.model, "config", None)
+        names = (getattr(config, "_name_or_path", ""), os.path.abspath(self.args.output_dir))  # no name on the Hub
+        return next((summary for name in names if (summary := find_json(name, SUMMARY_NAME))), {})
 
 
 def training_arguments(args: DescentArguments) -> dict:

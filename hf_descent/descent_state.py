@@ -215,11 +215,10 @@ class DescentState(ReportMixin):
 
     def take_saved_problem(self, name: str) -> None:
         """For a model that is only evaluated: the problem that it was trained on, where `name`'s files tell."""
-        if self.problem is not None or not name:
+        if self.problem is not None:
             return
-        missing_is_fine = {f"_raise_exceptions_for_{kind}": False for kind in ("missing_entries", "connection_errors")}
-        path = cached_file(name, SUMMARY_NAME, **missing_is_fine)
-        if path is not None and "alpha" in (summary := read_summary(os.path.dirname(path))):
+        summary = find_json(name, SUMMARY_NAME)
+        if summary.get("num_layers") == self.num_layers:  # it may have been cut since
             self._set_problem(summary["alpha"], summary["initial_loss_bound"], summary["constrained_layers"])
 
     def _load_fixed_multipliers(self) -> None:
@@ -338,9 +337,9 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def write_summary(folder: str, summary: dict) -> None:
-    """Write `descent_config.json` beside the weights: `summary` and the versions of the libraries."""
+    """Write `descent_config.json` beside the weights: `summary` and, where it has none, the libraries' versions."""
     libraries = (hf_descent, torch, transformers)
-    summary = summary | {"versions": {library.__name__: str(library.__version__) for library in libraries}}
+    summary = {"versions": {library.__name__: str(library.__version__) for library in libraries}} | summary
     # FSDP writes sharded weights later, and so makes no folder for whole ones.
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
@@ -349,9 +348,25 @@ def write_summary(folder: str, summary: dict) -> None:
 
 def read_summary(folder: str) -> dict:
     """The `descent_config.json` of a run; ValueError naming the file when it is missing or unreadable."""
-    path = os.path.join(folder, SUMMARY_NAME)
+    return read_json(os.path.join(folder, SUMMARY_NAME))
+
+
+def read_json(path: str | os.PathLike) -> dict:
+    """What a json file holds; ValueError naming the file when it is missing or unreadable."""
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); give the folder of a constrained run.") from error
+        raise ValueError(f"{path} cannot be read ({error}); write it again, or name another run.") from error
+
+
+def find_json(name: str, file: str) -> dict:
+    """A json file of a folder or of a repository on the Hub; empty where there is none. ValueError as above."""
+    quietly = {
+        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
+    }
+    try:
+        path = cached_file(name, file, **quietly)
+    except OSError:  # nor is there such a repository: the model was loaded from a folder that is gone
+        path = None
+    return {} if path is None else read_json(path)

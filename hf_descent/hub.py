@@ -19,7 +19,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
 from .configs import DescentArguments
-from .descent_state import SUMMARY_NAME, write_summary
+from .descent_state import SUMMARY_NAME, read_json, write_summary
 from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
 from .evaluation.scoring import Result
@@ -79,6 +79,7 @@ class ModelCardMixin:
 
     def _card_facts(self, given: dict[str, Any]) -> dict[str, Any]:
         """What this trainer knows of its run that no file in the folder says."""
+        trained = self._training_started is not None  # else the settings are not the model's
         if "dataset_name" in given:
             given["dataset"] = given.pop("dataset_name")
         tags = given.pop("tags", None) or []
@@ -101,8 +102,8 @@ class ModelCardMixin:
             "tags": summary.tags,
             "pipeline_tag": (_listed(summary.tasks) or [None])[0],
             "architecture": type(model).__name__,
-            "objective": self.args.objective,
-            "settings": {name: getattr(self.args, name) for name in SETTINGS},
+            "objective": self.args.objective if trained else None,
+            "settings": {name: getattr(self.args, name) for name in SETTINGS} if trained else None,
             "paper": self._paper,
             "evaluation": {name: value for entry in last for name, value in entry.items()} or None,
         }
@@ -136,8 +137,9 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         "paper": DescentMixin._paper,
     }
     fresh = partial(_is_fresh, folder, descent.get("training_started", 0.0))
-    card |= {name: it for name, it in _read(folder / CARD_DATA_NAME).items() if name in SAID or fresh(CARD_DATA_NAME)}
-    card |= {name: value for name, value in facts.items() if value is not None}
+    known = {name: it for name, it in _read(folder / CARD_DATA_NAME).items() if name in SAID or fresh(CARD_DATA_NAME)}
+    card |= known | {name: value for name, value in facts.items() if value is not None}
+    card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "peft" if adapter else "transformers"
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
@@ -231,12 +233,7 @@ def _figures(card) -> dict[str, Figure]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON ({error}); write it again, or remove it.") from error
+    return read_json(path) if path.is_file() else {}
 
 
 def _is_fresh(folder: Path, started: float, name: str) -> bool:

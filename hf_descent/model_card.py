@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 INTRODUCTIONS = {
-    "descent": "In training every layer was constrained to lower the task loss, read by the model's own head.",
+    "descent": "In training {layers} constrained to lower the task loss, read by {head}.",
     "erm": "No layer was constrained: this is plain training, the baseline of the constrained models.",
 }
 INTRODUCTIONS |= dict.fromkeys(
@@ -70,11 +70,14 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         objective=card["objective"],
         introduction=_introduction(card),
         usage=_usage(card, auto_class),
+        head=_head(card),
+        readout=(card.get("descent") or {}).get("readout"),
         needs_package=card.get("needs_package"),
         metrics=_metric_table(card, baseline),
         noise=_noise_table(noise, baseline),
         noise_note=_noise_note(noise, (card.get("settings") or {}).get("noise_gamma")),
         layers=_layer_table(card, layers, baseline),
+        layer_noise=layers.get("gamma"),
         descending=_descending(layers),
         verdict=_verdict(card, layers),
         exits=_exit_table(exits),
@@ -103,11 +106,14 @@ def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
 
 def _introduction(card) -> str:
     layers = (card.get("settings") or {}).get("constrained_layers")
-    if card["objective"] == "descent" and layers:
-        return f"In training layers {_cell(layers)} were constrained to lower the task loss, read by the model's head."
     return INTRODUCTIONS.get(
         card["objective"], "This objective weighs the losses of all layers, as a baseline of the constrained models."
-    )
+    ).format(layers=f"layers {_cell(layers)} were" if layers else "every layer was", head=_head(card))
+
+
+def _head(card) -> str:
+    readout = (card.get("descent") or {}).get("readout")
+    return f"a readout of the run's own (`{readout}`)" if readout else "the model's own head"
 
 
 def _task(card) -> tuple[str | None, str | None]:

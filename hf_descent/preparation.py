@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
-from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, read_summary
+from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, find_json
 from .losses import IGNORE_INDEX, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .readout import Readout, has_router_loss, output_logits, probing
@@ -258,9 +258,7 @@ class PreparationMixin:
 
     def _saved_sigma(self) -> float | None:
         """That of the run resumed from. Adapters and sharded weights are saved without the model's config."""
-        if self._resumed_from is None or not os.path.isfile(os.path.join(self._resumed_from, SUMMARY_NAME)):
-            return None
-        return read_summary(self._resumed_from).get("noise_sigma")
+        return find_json(self._resumed_from or "", SUMMARY_NAME).get("noise_sigma")
 
     def _loss_takes_items(self, model, inputs) -> bool:
         """Whether the loss honours `num_items_in_batch`, found out once on a real batch."""

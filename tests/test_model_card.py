@@ -287,6 +287,41 @@ def test_what_a_former_training_left_in_the_folder_is_not_said_of_this_model(tmp
     assert [result.metric_value for result in read(tmp_path)[0].data.eval_results] == [0.5]
 
 
+def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path):
+    run = tmp_path / "run"
+    trained(run, learning_rate=0.03).create_model_card(tags="mine")
+    before = json.loads((run / "descent_config.json").read_text())
+    model = type(bert()).from_pretrained(run)
+    for folder in (run, tmp_path / "elsewhere"):
+        trainer = DescentTrainer(model, config(folder), eval_dataset=classification_data(8))
+        metrics = trainer.evaluate()
+        trainer.save_model()
+        trainer.create_model_card()
+        assert json.loads((folder / "descent_config.json").read_text()) == before
+        card, text = read(folder)
+        assert "| `learning_rate` | 0.03 |" in text and f"| {before['multipliers'][0]:.4g} |" in text
+        assert results_of(card)["loss"] == pytest.approx(metrics["eval_loss"])
+        assert ("mine" in card.data.tags) == (folder == run)
+    DescentTrainer(bert(), config(tmp_path / "other"), eval_dataset=classification_data(8)).create_model_card()
+    _, text = read(tmp_path / "other")
+    assert "The settings of this run were not recorded" in text and "no layer was constrained" in text
+
+
+def test_a_card_names_a_readout_of_the_run_s_own_and_the_noise_of_its_layers(tmp_path):
+    def pooled(model, hidden, inputs):
+        return model.classifier(hidden.mean(1))
+
+    data = classification_data(16)
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=data, eval_dataset=data, readout=pooled)
+    trainer.train()
+    trainer.evaluate_layers(gamma=0.5)
+    trainer.create_model_card()
+    _, text = read(tmp_path)
+    assert "read by a readout of the run's own (`pooled`)" in text and "the model's own head on" not in text
+    assert "What was trained is a readout of the run's own" in text
+    assert "on the output of layer l, at noise gamma 0.5." in text
+
+
 def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
     trained(tmp_path / "run").create_model_card()
     _, text = read(tmp_path / "run")

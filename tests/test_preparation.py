@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertForSequenceClassification, default_data_collator
 
 from hf_descent import DescentTrainer
+from hf_descent.early_exit import truncate
 from hf_descent.noise import estimate_sigma
 
 
@@ -30,6 +32,18 @@ class Weighted(BertForSequenceClassification):
         if labels is not None:
             outputs["loss"] = 50 * F.cross_entropy(outputs.logits, labels)
         return outputs
+
+
+def test_a_model_that_was_cut_or_whose_folder_is_gone_is_evaluated_without_the_problem_of_its_training(tmp_path):
+    trainer = make(tmp_path / "run", bert(), classification_data(8), dual_warmup_steps=1, max_steps=4)
+    trainer.train()
+    trainer.save_model()
+    whole, cut, gone = (BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(3))
+    for model, known in ((whole, True), (truncate(cut, 2), False), (gone, False)):
+        if model is gone:
+            shutil.rmtree(tmp_path / "run")
+        metrics = make(tmp_path / "evaluation", model, classification_data(8)).evaluate()
+        assert ("eval_max_violation" in metrics) == known and "eval_layer_loss_2" in metrics
 
 
 def regression_rows(count=40):

@@ -1,7 +1,9 @@
 """`hf-descent classify`: fine-tune a text classifier, then report it per layer and under noise."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from datasets import DatasetDict
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, PreTrainedModel, set_seed
@@ -11,7 +13,7 @@ from .configs import DescentConfig
 from .data.text import DataArguments, load_text_classification, tokenize
 from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
-from .trainer import DescentTrainer
+from .trainer import DescentMixin, DescentTrainer
 
 
 POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
@@ -82,13 +84,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         processing_class=tokenizer,
         compute_metrics=accuracy_of,
     )
-    metrics = trainer.train(resume_from_checkpoint=resume).metrics
-    trainer.save_model()
-    trainer.save_state()
-    trainer.save_metrics("train", metrics)
-    report(trainer, dataset)
-    if args.push_to_hub:
-        trainer.push_to_hub()  # what was saved before is without these results
+    train_and_report(trainer, resume, partial(report, trainer, dataset))
 
 
 def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
@@ -107,6 +103,17 @@ def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
             "afresh in it with `--overwrite_output_dir`, or name another."
         )
     return resume
+
+
+def train_and_report(trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None]) -> None:
+    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so."""
+    metrics = trainer.train(resume_from_checkpoint=resume).metrics
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", metrics)
+    report()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()  # what was saved before is without the results
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
@@ -151,15 +158,17 @@ def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
     return metric.compute(predictions=logits.argmax(-1), references=prediction.label_ids)
 
 
-def report(trainer: DescentTrainer, dataset: DatasetDict) -> None:
+def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> None:
     """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
     args = trainer.args
     tables = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
         metrics = trainer.evaluate(dataset[split], metric_key_prefix=prefix)
+        # TRL calls its own metrics `eval_...` whatever the prefix.
+        metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
         trainer.save_metrics(prefix, metrics)
-        tables[0] += f"\n{split:10} {metrics[f'{prefix}_accuracy']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
+        tables[0] += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
 
     # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
     results = {"layer_profile": trainer.evaluate_layers(dataset[split])}

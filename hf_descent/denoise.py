@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel, set_seed
 
-from .classify import resume_choice
+from .classify import resume_choice, train_and_report
 from .configs import DescentConfig
 from .data.video import (
     VideoArguments,
@@ -177,20 +177,20 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         data_collator=task.collate,
         processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
     )
-    metrics = trainer.train(resume_from_checkpoint=resume).metrics
-    trainer.save_model()
-    trainer.save_state()
-    trainer.save_metrics("train", metrics)
+    train_and_report(trainer, resume, partial(report_all, trainer, task, rows, clips, model_args))
+
+
+def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:
+    """Reports on every split but the training one, writes the result files and draws a clip of the last."""
+    folder, is_main = trainer.args.output_dir, trainer.is_world_process_zero()
     for name in [name for name in rows if name != "train"]:
         results = report(trainer, task, name, rows[name], clips[name], model_args)
-        if name == ("test" if "test" in rows else "validation") and trainer.is_world_process_zero():
+        if name == ("test" if "test" in rows else "validation") and is_main:
             for kind, result in results.items():
-                result.to_json(os.path.join(args.output_dir, f"{kind}.json"))
-    if trainer.is_world_process_zero():
+                result.to_json(os.path.join(folder, f"{kind}.json"))
+    if is_main:
         draw(trainer, task, clips[name], model_args)
-        print(f"Written to {args.output_dir}")
-    if args.push_to_hub:
-        trainer.push_to_hub()  # what was saved before is without these results
+        print(f"Written to {folder}")
 
 
 def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset:

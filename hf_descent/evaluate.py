@@ -28,7 +28,7 @@ from .cli import parse_recipe
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, load_text_classification, tokenize
 from .data.video import VideoArguments, load_clips
-from .descent_state import SUMMARY_NAME, read_summary
+from .descent_state import SUMMARY_NAME, find_json
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
 from .loading import architecture_of, load_model
@@ -195,7 +195,7 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
-    summary = read_summary(name) if os.path.isfile(os.path.join(name, SUMMARY_NAME)) else {}
+    summary = find_json(name, SUMMARY_NAME)
     gamma_train = summary.get("noise_gamma")
     gamma_train = gamma_train[-1] if isinstance(gamma_train, list) else gamma_train
     shared = {

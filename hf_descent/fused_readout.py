@@ -168,9 +168,14 @@ class FusedReadout:
         name = type(self.model).__name__
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         replayed, fused = [], []
-        own = self.model(**inputs)
-        if not isinstance(own, dict) or own.get("loss") is None:
-            raise ValueError(f"{name} returns no loss by name.")
+
+        def keep(layer, outputs, hidden):
+            if not isinstance(outputs, dict) or outputs.get("loss") is None:
+                raise ValueError(f"{name} returns no loss by name.")
+            replayed.append(outputs["loss"].float())
+
+        with Readout.probe(self.model, inputs).attach(keep, layers=layers):
+            own = self.model(**inputs)
         own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
         del own  # with its logits
         self.shifts_labels = shifts_labels(self.model, inputs)
@@ -181,10 +186,6 @@ class FusedReadout:
             sums = read(self.tokens(inputs))
             fused.append(sums.sums[[layer - 1 for layer in layers]] / max(sums.num_tokens, 1))
 
-        with Readout.probe(self.model, inputs).attach(
-            lambda layer, outputs, hidden: replayed.append(outputs["loss"].float()), layers=layers
-        ):
-            self.model(**inputs)
         try:
             with self.attach(score):
                 self.model(**inputs)

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
-from .descent_state import SUMMARY_NAME, read_summary
+from .loading import load_model
 from .noise import EmbeddingNoise
 
 
@@ -71,8 +71,8 @@ def run(args: Namespace) -> None:
     """Answers every instruction.
 
     Raises:
-        ValueError: the output exists, or was begun with other settings; the instructions lack their column; a prompt
-            fills the model's positions.
+        ValueError: the output exists, or was begun with other settings; the instructions lack their column; the model
+            writes no text; a prompt fills its positions.
     """
     if os.path.exists(args.output):
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
@@ -85,7 +85,10 @@ def run(args: Namespace) -> None:
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
     answers = begin(args)
 
-    model = load_model(args.model, args.dtype, args.device)
+    model = load_model(args.model, args.dtype)
+    if not model.can_generate():
+        raise ValueError(f"`model` is {args.model!r}, a {type(model).__name__}; give a causal language model.")
+    model = model.to(args.device or torch.accelerator.current_accelerator() or "cpu")
     noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else None
     with tqdm(total=len(rows), initial=len(answers), desc="Answering") as progress:
         for start in range(len(answers), len(rows), args.batch_size):
@@ -132,17 +135,6 @@ def load_instructions(path: str) -> list[dict]:
     if "instruction" not in rows.column_names:
         raise ValueError(f"{path} has no column `instruction`; it has {rows.column_names}.")
     return rows.to_list()
-
-
-def load_model(name: str, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
-    """A causal language model, or one with the adapter that `name` holds, in eval mode, with the `noise_sigma` of its
-    training."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    if os.path.isfile(os.path.join(name, SUMMARY_NAME)):  # an adapter's folder has no config of the model
-        sigma = read_summary(name).get("noise_sigma")
-        model.config.noise_sigma = sigma or getattr(model.config, "noise_sigma", None)
-    accelerator = torch.accelerator.current_accelerator()
-    return model.to(device or accelerator or "cpu")
 
 
 def begin(args: Namespace) -> list[dict]:

@@ -151,31 +151,33 @@ def _eval_results(card, task) -> list[EvalResult]:
 
 
 def _usage(card, auto_class) -> str:
-    name, architecture = card.get("repo_id") or card["model_name"], card["architecture"]
-    imports = "import hf_descent.models  # registers the architecture\n" if card.get("needs_package") else ""
-    if auto_class is None and card["library_name"] != "peft":
-        module = "hf_descent.models" if card.get("needs_package") else "transformers"
-        return f'from {module} import {architecture}\n\nmodel = {architecture}.from_pretrained("{name}")'
-    library = "transformers"
-    if card["library_name"] == "peft":
-        library = "peft"
-        kind = (auto_class or "").removeprefix("AutoModelFor")
-        auto_class = f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel"
+    name, architecture, descent = card.get("repo_id") or card["model_name"], card["architecture"], card.get("descent")
+    descent, own, adapted = descent or {}, card.get("needs_package"), card["library_name"] == "peft"
     # An adapter is saved without the config of the model that it adapts.
-    descent = card.get("descent") or {}
-    labels = f", num_labels={descent['num_labels']}" if library == "peft" and "num_labels" in descent else ""
-    names = [auto_class]
-    lines = [f'model = {auto_class}.from_pretrained("{name}"{labels})']
-    if library == "peft" and card.get("needs_package"):
-        imports, names = f"from hf_descent.models import {architecture}\n", ["PeftModel"]
+    labels = f", num_labels={descent['num_labels']}" if adapted and "num_labels" in descent else ""
+    imports: dict[str, list[str]] = {}  # names of each module
+    lines = []
+    if adapted and own:
+        imports |= {"hf_descent.models": [architecture], "peft": ["PeftModel"]}
         encoder = f'"{card.get("base_model") or "ENCODER"}", "{descent.get("pooling")}"{labels}'
         lines = [f"base = {architecture}.from_encoder({encoder})"]
         lines += [f'model = PeftModel.from_pretrained(base, "{name}")']
+    else:
+        module, class_name = "transformers", auto_class
+        if adapted:
+            kind = (auto_class or "").removeprefix("AutoModelFor")
+            module, class_name = "peft", f"AutoPeftModelFor{kind}" if kind in PEFT_TASKS else "AutoPeftModel"
+        elif auto_class is None:
+            module, class_name = "hf_descent.models" if own else module, architecture
+        imports[module] = [class_name]
+        lines = [f'model = {class_name}.from_pretrained("{name}"{labels})']
     if card.get("has_tokenizer"):
+        imports.setdefault("transformers", []).append("AutoTokenizer")
         lines.append(f'tokenizer = AutoTokenizer.from_pretrained("{name}")')
-        imports += "from transformers import AutoTokenizer\n" if library == "peft" else ""
-        names += ["AutoTokenizer"] if library == "transformers" else []
-    return "\n".join([f"{imports}from {library} import {', '.join(names)}", "", *lines])
+    head = [f"from {module} import {', '.join(names)}" for module, names in imports.items()]
+    if own and "hf_descent.models" not in imports:
+        head.insert(0, "import hf_descent.models  # registers the architecture")
+    return "\n".join([*head, "", *lines])
 
 
 def _exit_usage(card, exits, layers, task) -> str:

@@ -63,6 +63,11 @@ class PreparationMixin:
                 "FSDP1 keeps no parameter whole where the layers are read; set `fsdp_version: 2` in the accelerate "
                 "config (or in `fsdp_config`)."
             )
+        if any(getattr(adapter, "orth_reg_weight", 0) for adapter in getattr(self.model, "peft_config", {}).values()):
+            raise ValueError(
+                "AdaLoRA adds a penalty on its matrices to the loss, which would count as a loss of every layer; set "
+                "`orth_reg_weight=0` in its config, or use LoRA."
+            )
         sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
         if split := [name for name, size in sizes.items() if size > 1]:
             raise ValueError(

@@ -69,5 +69,7 @@ def test_the_depth_is_put_back_where_drafting_is_refused():
     with pytest.raises(ValueError, match="cannot draft"):
         check_self_speculation(model, torch.tensor([[5, 6, 7]]))
     assert model.config.num_hidden_layers == LAYERS
+    with pytest.raises(ValueError, match="has a single layer"):
+        speculation_profile(llama(num_layers=1), [torch.tensor([[5, 6, 7]])])
     with pytest.raises(ValueError, match="0 `prompts`"):
         speculation_profile(llama(), [])

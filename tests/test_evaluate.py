@@ -1,6 +1,7 @@
 """`hf-descent evaluate` on saved models: the numbers are those of the library's functions, the files are all there."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -103,6 +104,20 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
     assert not (name / "certificate.json").exists()
     assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
+
+
+def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, monkeypatch):
+    """From the Hub's cache, as it lies there after a download."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--someone--run"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(workplace / "run-1", repository / "snapshots" / ("0" * 40))
+    flags = ["--draws", "1", "--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
+    cli.main(["evaluate", "someone/run", "--config", str(workplace / "recipe.yaml"), *flags])
+    assert Certificate.from_json(tmp_path / "results" / "run" / "certificate_gamma_0.5.json").gamma == 0.5
+    assert NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
 
 
 def test_completions_of_a_language_model(tmp_path):

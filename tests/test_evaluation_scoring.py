@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCAB, bert, classification_data, language_data, llama
+from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import (
@@ -42,6 +42,23 @@ def causal_xlnet():
 def token_classifier():
     torch.manual_seed(0)
     return BertForTokenClassification(BertConfig(**CONFIG, num_labels=VOCAB))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicted(scale):
+    model, data = spread(llama()), language_data(8)
+
+    def scaled(outputs, labels):
+        return scale * model.loss_function(outputs["logits"], labels, vocab_size=model.config.vocab_size)
+
+    batch = default_data_collator(data)
+    with torch.no_grad():
+        hits = model(**batch).logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]
+    expected = hits.sum() / (batch["labels"][:, 1:] != -100).sum()
+    found, own = (layer_profile(model, data, layer_loss_fn=loss) for loss in (scaled, None))
+    assert found.values[-1] == pytest.approx(expected.item())
+    np.testing.assert_array_equal(found.values, own.values)
+    np.testing.assert_allclose(found.losses, scale * own.losses, rtol=1e-5)
 
 
 def test_clean_level_equals_a_naive_loop_and_stock_evaluation(tmp_path):

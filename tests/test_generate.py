@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import tokenizer
+from tiny import bert, tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_descent import EmbeddingNoise, cli, generate
@@ -146,21 +146,34 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
     assert seen == ["<user>Double.\n\n7</s><assistant>", format_prompt("Double.", "7"), format_prompt("Double.", "7")]
 
 
-def test_adapters_keep_the_deviation_of_their_training(model, tmp_path):
+def test_adapters_answer_under_the_noise_of_their_training(answers, model, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(model)
-    get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).save_pretrained(tmp_path / "lora")
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "lora")
+    tok = tokenizer(False)
+    tok.save_pretrained(tmp_path / "lora")
     (tmp_path / "lora" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
-    loaded = generate.load_model(str(tmp_path / "lora"), device="cpu")
-    assert loaded.config.noise_sigma == 0.25  # not the base model's 0.5
-    ids = torch.arange(10, 20)[None]
-    with torch.no_grad():
-        assert not torch.equal(loaded(ids).logits, AutoModelForCausalLM.from_pretrained(model)(ids).logits)
+    row = answers(model=str(tmp_path / "lora"), max_samples=1, gamma=1.5)[0]
+    ids = tok(format_prompt(ROWS[0]["instruction"]), return_tensors="pt").input_ids
+    found = []
+    for sigma in (0.25, 0.5):  # its own, not the base model's
+        noise = EmbeddingNoise(adapted, 1.5, seed=0, sigma=sigma)
+        noise.reseed(0)
+        with noise:
+            tokens = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+        found.append(tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    assert row["output"] == found[0] != found[1] and row["generator"] == "lora-gamma1.5"
 
 
 def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     small = save_model(tmp_path / "small", max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"A prompt has \d+ tokens and LlamaForCausalLM 64 positions"):
         answers(model=small)
+    bert().save_pretrained(tmp_path / "classifier")
+    tokenizer(False).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):
+        answers("y.json", model=str(tmp_path / "classifier"))
     Path(instructions).write_text(json.dumps([{"question": "a"}]))
     with pytest.raises(ValueError, match=r"no column `instruction`; it has \['question'\]"):
         answers("x.json")

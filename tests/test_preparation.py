@@ -46,6 +46,19 @@ def test_a_model_that_was_cut_or_whose_folder_is_gone_is_evaluated_without_the_p
         assert ("eval_max_violation" in metrics) == known and "eval_layer_loss_2" in metrics
 
 
+def test_a_penalty_in_the_loss_is_no_loss_of_the_layers(tmp_path):
+    peft = pytest.importorskip("peft")
+    for weight in (0.5, 0.0):
+        adapter = peft.AdaLoraConfig(
+            task_type="SEQ_CLS", target_modules=["query"], total_step=8, orth_reg_weight=weight
+        )
+        model = peft.get_peft_model(bert(), adapter)
+        if weight:
+            with pytest.raises(ValueError, match="set `orth_reg_weight=0`"):
+                make(tmp_path, model, classification_data(40))
+    make(tmp_path, model, classification_data(40), max_steps=5).train()
+
+
 def regression_rows(count=40):
     return [{**row, "labels": float(row["labels"])} for row in classification_data(count)]
 

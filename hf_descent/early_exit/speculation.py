@@ -138,7 +138,7 @@ def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:
         prompt (`torch.Tensor`): token ids `[1, seq]`.
 
     Raises:
-        ValueError: where the model does not stop there, or does so without its final norm.
+        ValueError: where the model does not stop there, or does so without its final norm; or has a single layer.
     """
     name = type(model).__name__
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
@@ -148,6 +148,8 @@ def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:
     inputs = {"input_ids": prompt.to(next(model.parameters()).device)}
     with probing(model):
         truth = layer_logits(model, inputs)
+        if len(truth) == 1:
+            raise ValueError(f"{name} has a single layer, and so none to draft with.")
         whole = config.num_hidden_layers
         try:
             for layer in range(1, len(truth)):

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from ..descent_state import SUMMARY_NAME, read_summary
+from ..descent_state import SUMMARY_NAME, find_json
 from .profile import LayerProfile
 from .robustness import NoiseCurve
 
@@ -75,7 +75,7 @@ class Run:
             NoiseCurve.from_json(path),
             None if clean is None else LayerProfile.from_json(clean),
             sorted((LayerProfile.from_json(path) for path in noisy), key=lambda profile: profile.gamma),
-            read_summary(folder) if os.path.isfile(os.path.join(folder, SUMMARY_NAME)) else {},
+            find_json(folder, SUMMARY_NAME),
             history,
         )
 

@@ -151,8 +151,11 @@ class Scorer:
 
     def _shifts(self, logits, labels, outputs, inputs) -> bool:
         if self._shifts_labels is None:
-            # A batch without labels leaves it to the next one.
-            self._shifts_labels = finds_shift(logits, labels, self._loss(outputs, inputs))
+            # By the model's own loss where there is one: a loss of one's own may be on any scale. A batch without
+            # labels leaves it to the next one.
+            loss = outputs.get("loss")
+            loss = self._loss(outputs, inputs) if loss is None else loss
+            self._shifts_labels = finds_shift(logits, labels, loss)
         return bool(self._shifts_labels)
 
 

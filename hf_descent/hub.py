@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from matplotlib.figure import Figure
 from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
@@ -87,7 +89,6 @@ class ModelCardMixin:
         summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base = summary.finetuned_from
         # Each of a dict of data sets is logged by itself, under its own name.
         history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
         evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
@@ -95,7 +96,7 @@ class ModelCardMixin:
         return {
             "model_name": summary.model_name,
             "repo_id": self.hub_model_id,
-            "base_model": base if base and not os.path.isdir(base) else None,
+            "base_model": _hub_id(summary.finetuned_from),
             "datasets": _listed(summary.dataset),
             "language": summary.language,
             "license": summary.license,
@@ -144,7 +145,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
     base = adapter.get("base_model_name_or_path") or descent.get("encoder")
-    if base and not os.path.isdir(base):
+    if base := _hub_id(base):
         card["base_model"] = facts.get("base_model") or base
     card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
@@ -243,6 +244,15 @@ def _is_fresh(folder: Path, started: float, name: str) -> bool:
         logger.warning_once(f"{path} is older than the training of this folder's model: its card leaves it out.")
         return False
     return path.is_file()
+
+
+def _hub_id(name: str | None) -> str | None:
+    """`name` where it may be one on the Hub, not a folder of this machine or of another."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return None if os.path.isdir(name) else name
 
 
 def _listed(value: str | list[str] | None) -> list[str] | None:

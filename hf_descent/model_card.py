@@ -182,7 +182,10 @@ def _usage(card, auto_class) -> str:
 
 def _exit_usage(card, exits, layers, task) -> str:
     losses = layers.get("losses") or _numbered(card.get("evaluation") or {}, "layer_loss_")
-    layer = exits.get("cheapest") or max(1, len(losses) // 2)
+    count = len(exits.get("values") or losses)
+    layer = exits.get("cheapest") or count
+    if layer == count:  # the last one is no exit
+        layer = max(1, count // 2)
     classifier = str(task).endswith("-classification") and task != "token-classification"
     model = "model"
     if card["library_name"] == "peft":

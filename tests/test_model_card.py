@@ -80,9 +80,7 @@ def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):
         trainer.save_metrics("test", {"test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
     run = tmp_path / "descent"
     trainer.create_model_card()
-    ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(
-        run / "exit_profile.json"
-    )  # no early one
+    ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(run / "exit_profile.json")
     ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 1.0, 2.0, 2.0, 0.1, "entropy", 8).to_json(
         run / "confidence_exit.json"
     )
@@ -101,11 +99,8 @@ def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):
     assert "| metric, test data | value | erm |" in text and "| accuracy | 0.25 | 0.25 |" in text
     assert results_of(card)["accuracy"] == 0.25 and card.data.eval_results[0].dataset_split == "test"
     assert "- A toy." in text and card.data.license == "mit" and "**Feasible**" in text
-    assert (
-        "truncate(model, 1)" in text
-        and "| 2 | 0.6 | 1.50x |" in text
-        and "accuracy 0.6900 (0.7000 without early exit)" in text
-    )
+    assert "truncate(model, 1)" in text  # no early exit keeps 99 %
+    assert "| 2 | 0.6 | 1.50x |" in text and "accuracy 0.6900 (0.7000 without early exit)" in text
     assert "| 1 | 50.0% | not timed |" in text and "| 2 | 90.0% | 1.50x |" in text
     assert "| `objective` | descent | erm |" in text and (run / "layers.png").is_file()
     again = text

@@ -67,7 +67,7 @@ def denoise_in_passes(
 
     Raises:
         ValueError: `passes` or `draws` below 1, an input of another type, a `sigma` that is not positive, an output of
-            another shape.
+            another shape or type.
     """
     if passes < 1 or draws < 1:
         raise ValueError(f"`passes` is {passes} and `draws` is {draws}; both must be at least 1.")
@@ -128,8 +128,7 @@ def _run(denoise, noisy, passes) -> torch.Tensor:
     found = [noisy]
     for _ in range(passes):
         found.append(denoise(found[-1]))
-        if found[-1].shape != noisy.shape:
-            raise ValueError(
-                f"`denoise` gave {list(found[-1].shape)} for an input of {list(noisy.shape)}; both must be equal."
-            )
+        given, wanted = (f"{x.dtype} {list(x.shape)}" for x in (found[-1], noisy))
+        if given != wanted:
+            raise ValueError(f"`denoise` gave {given} for an input of {wanted}; both must be equal.")
     return torch.stack([estimate.flatten(1).double() for estimate in found])

@@ -248,11 +248,13 @@ def _is_fresh(folder: Path, started: float, name: str) -> bool:
 
 def _hub_id(name: str | None) -> str | None:
     """`name` where it may be one on the Hub, not a folder of this machine or of another."""
+    if not name or os.path.isdir(name):
+        return None
     try:
         validate_repo_id(name)
     except HFValidationError:
         return None
-    return None if os.path.isdir(name) else name
+    return name
 
 
 def _listed(value: str | list[str] | None) -> list[str] | None:

@@ -45,10 +45,10 @@ def relative(path):
 
 COMMANDS = [
     line
-    for readme in sorted(RECIPES.rglob("README.md"))
+    for readme in (ROOT / "README.md", *sorted(RECIPES.rglob("README.md")))
     for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
     for line in block.splitlines()
-    if not line.startswith("python -m recipes.reproduce ")  # tests/test_reproduce.py has these
+    if not line.startswith(("python -m recipes.reproduce ", "python3 -m venv "))  # tested elsewhere
 ]
 
 

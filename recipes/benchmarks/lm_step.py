@@ -1,17 +1,18 @@
-"""Time and peak memory of a constrained step on a language model, as ratios to plain training, from one run.
+"""Time and peak memory of a constrained step on a language model (or classifier), as ratios to plain training.
 
     python recipes/benchmarks/lm_step.py                                # 8 layers, hidden 256, vocabulary 32k, CPU
     python recipes/benchmarks/lm_step.py --hidden 4096 --intermediate 14336 --layers 32 --heads 32 --kv_heads 8 \
         --vocab 128256 --batch 1 --length 2048 --bf16 --lora --arms erm exact subsampled          # Llama-3.1-8B, GPU
     python recipes/benchmarks/lm_step.py --model path/to/model --text_file texts.parquet --text_column text \
         --arms erm naive exact threshold          # a trained model on real text, where the gradient threshold pays
+    python recipes/benchmarks/lm_step.py --classes 2 --vocab 1000       # a BERT classifier, its layers read by replay
 
-Every arm trains the same model, of random weights where none is given, in a process of its own, so that its peak
-memory is its own; the arms take turns round by round, so that a noisy machine slows all of them. A figure is the
-median over all timed steps, from the trainer's `on_step_begin` to its `on_step_end`: forward, backward, optimizer and
-dual step. Processor time of the same steps stands below wall time: a busy machine disturbs it less (with `--threads
-1` least). The floor is the count of operations in matrix products divided by the rate of the largest one, measured in
-the same rounds.
+All figures come from one run. Every arm trains the same model, of random weights where none is given, in a process of
+its own, so that its peak memory is its own; the arms take turns round by round, so that a noisy machine slows all of
+them. A figure is the median over all timed steps, from the trainer's `on_step_begin` to its `on_step_end`: forward,
+backward, optimizer and dual step. Processor time of the same steps stands below wall time: a busy machine disturbs it
+less (with `--threads 1` least). The floor is the count of operations in matrix products divided by the rate of the
+largest one, measured in the same rounds.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import tempfile
 import time
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -58,22 +60,30 @@ class Clock(transformers.TrainerCallback):
         self.steps.append((time.perf_counter() - self.start[0], time.process_time() - self.start[1]))
 
 
+def parts(model):
+    """The layers, and the loss of a hidden state."""
+    if hasattr(model, "bert"):
+        return model.bert.encoder.layer, lambda hidden, labels: F.cross_entropy(
+            model.classifier(model.dropout(model.bert.pooler(hidden))), labels
+        )
+    return model.model.layers, lambda hidden, labels: model.loss_function(
+        logits=model.lm_head(model.model.norm(hidden)), labels=labels, vocab_size=model.config.vocab_size
+    )
+
+
 class NaiveTrainer(transformers.Trainer):
     """The constrained objective as anyone would write it: all hidden states, all logits."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        layers, read = parts(model)
         hidden_states = []
         hooks = [
-            layer.register_forward_hook(lambda module, args, output: hidden_states.append(output))
-            for layer in model.model.layers
+            layer.register_forward_hook(lambda module, args, output: hidden_states.append(output)) for layer in layers
         ]
         outputs = model(**inputs)
         for hook in hooks:
             hook.remove()
-        head = {"labels": inputs["labels"], "vocab_size": model.config.vocab_size}
-        losses = [
-            model.loss_function(logits=model.lm_head(model.model.norm(state)), **head) for state in hidden_states[:-1]
-        ]
+        losses = [read(state, inputs["labels"]) for state in hidden_states[:-1]]
         losses = torch.stack([*losses, outputs.loss])  # [layers]
         return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses
 
@@ -88,7 +98,14 @@ def build_model(options):
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if options.bf16 else torch.float32
-    if options.model:
+    if options.classes:
+        config = transformers.BertConfig(
+            vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.intermediate,
+            num_hidden_layers=options.layers, num_attention_heads=options.heads, num_labels=options.classes,
+            max_position_embeddings=options.length,
+        )  # fmt: skip
+        model = transformers.BertForSequenceClassification(config).to(device, dtype)
+    elif options.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
     else:
         config = transformers.LlamaConfig(
@@ -114,7 +131,8 @@ def build_trainer(name, options, callbacks):
         "gradient_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
     ids = token_ids(options)
-    data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    labels = [index % options.classes for index in range(len(ids))] if options.classes else ids
+    data = Dataset.from_dict({"input_ids": ids, "labels": labels})
     common = {"model": build_model(options), "train_dataset": data, "callbacks": callbacks}
     if name == "sft":
         from trl import SFTConfig, SFTTrainer
@@ -170,15 +188,16 @@ def run_arm(name, options):
 
 
 def run_floor(options):
-    """Operations of the plain step, operations of one product with the head, and its rate."""
+    """Operations of the plain step, operations of the largest product (with a language model's head), and its rate."""
     model = build_model(options)
     ids = torch.randint(options.vocab, (options.batch, options.length), device=model.device)
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=ids[:, 0] % options.classes if options.classes else ids).loss.backward()
     tokens = options.batch * (options.length - 1)
     rows = torch.randn(tokens, options.hidden, device=model.device, dtype=model.dtype)
-    weight = model.get_output_embeddings().weight.detach()
-    scores, product, seconds = rows @ weight.t(), 2 * tokens * options.hidden * options.vocab, []
+    largest = model.bert.encoder.layer[0].intermediate.dense if options.classes else model.get_output_embeddings()
+    weight = largest.weight.detach()
+    scores, product, seconds = rows @ weight.t(), 2 * tokens * weight.numel(), []
     for _ in range(10):
         start = time.perf_counter(), time.process_time()
         torch.mm(rows, weight.t(), out=scores)
@@ -190,7 +209,8 @@ def run_floor(options):
 
 def report(options, arms, floors):
     plain, product = floors[0]["erm"], floors[0]["product"]
-    products = (options.layers - 1) * (2 if options.lora else 3)  # with the head, beyond those of the plain step
+    # With the head, beyond those of the plain step; that of a classifier is too small to count.
+    products = 0 if options.classes else (options.layers - 1) * (2 if options.lora else 3)
     peak = {name: statistics.median(run["peak"] for run in runs) for name, runs in arms.items()}
     for clock, title in enumerate(("wall time", "processor time")):
         rate = product / statistics.median(pair[clock] for floor in floors for pair in floor["seconds"])
@@ -224,11 +244,13 @@ def main():
     parser.add_argument("--text_column", default="text")
     for name in ("bf16", "lora", "checkpointing"):
         parser.add_argument(f"--{name}", action="store_true")
-    default = [name for name in ARMS if name != "threshold"]  # which pays on a trained model only
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, "floor"], default=default)
+    parser.add_argument("--classes", type=int, default=0, help="of a BERT classifier in the language model's place")
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, "floor"])
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.arms is None:  # the threshold pays on a trained model only
+        options.arms = ["erm", "naive", "exact"] if options.classes else [arm for arm in ARMS if arm != "threshold"]
     if options.model:
         config = transformers.AutoConfig.from_pretrained(options.model)
         options.layers, options.hidden, options.vocab = (

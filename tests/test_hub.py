@@ -162,7 +162,8 @@ for auto, model in (
 @pytest.mark.slow
 def test_own_models_are_pushed_and_loaded_by_the_auto_classes_without_remote_code(tmp_path):
     with serving() as hub:
-        names = run_python(OWN_MODELS, hub, tmp_path / "cache").split()
+        words = run_python(OWN_MODELS, hub, tmp_path / "cache").split()
+        names = [word for word in words if word.startswith("tester/")]  # DeepSpeed logs among them
         assert len(names) == 4 and set(names) <= hub.repos.keys()
         for name in names:
             files = hub.repos[name]["files"]

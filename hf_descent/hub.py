@@ -147,7 +147,9 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     base = adapter.get("base_model_name_or_path") or descent.get("encoder")
     if base := _hub_id(base):
         card["base_model"] = facts.get("base_model") or base
-    card["descent"], card["versions"] = descent, descent.get("versions") or card.get("versions")
+    # `base_model` names the encoder; this may be a folder of the machine.
+    card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
+    card["versions"] = descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
     for split, prefix in (("validation", "eval_"), ("test", "test_")):

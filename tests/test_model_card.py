@@ -234,6 +234,7 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     trained(tmp_path / "own", own).create_model_card()
     _, text = read(tmp_path / "own")
     assert "import hf_descent.models" in text and "pip install hf_descent" in text
+    assert str(tmp_path) not in (tmp_path / "own" / "model_card.json").read_text()
     own.config.encoder_config._name_or_path = "someone/encoder"
     trained(tmp_path / "named", own).create_model_card()
     assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"

@@ -124,6 +124,20 @@ def test_what_is_not_given_is_left_out():
         reproduce.main(["figure1", "--scale", "cpu", "--collect_only"])
 
 
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--set", "max_steps"], "'max_steps' is not NAME=VALUE"),
+        (["--model", "distilbrt", "path"], "`--model distilbrt`: the names are distilbert,"),
+        (["--data", "imbd", "path"], "`--data imbd`: the names are imdb,"),
+    ],
+)
+def test_mistaken_words_are_named(words, match, capsys):
+    with pytest.raises(SystemExit):
+        reproduce.main(["table4", "--dry_run", *words])
+    assert match in capsys.readouterr().err
+
+
 def test_the_best_of_several_depths_is_chosen_on_validation_rows(tmp_path):
     options = Options(SCALES["cpu"], tmp_path, seeds=(0, 1))
     ways = [Way("ut", "clips", "descent", 0.15, layers) for layers in (3, 5)]
@@ -173,7 +187,8 @@ def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, mo
     rows = str(workplace / "train.csv")
     argv = ["figure1", "--scale", "cpu", "--output_dir", str(workplace / "out"), "--data", "imdb", rows, rows]
     argv += ["--model", "distilbert", str(workplace / "model"), "--arms", "erm+noise", "descent", "--seeds", "0", "1"]
-    argv += ["--n_trials", "2", "--set", *SETTINGS.split()]
+    first, *others = SETTINGS.split()
+    argv += ["--n_trials", "2", "--set", first, "--set", *others]
     options = Options(SCALES["cpu"], workplace / "out" / "cpu", seeds=(0, 1))
     descent = Way("distilbert", "imdb", "descent", 1.0)
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -45,15 +46,33 @@ def parser() -> argparse.ArgumentParser:
         f"between them, or the folder of a published layout alone; NAME: {', '.join((*TEXT, 'alpaca', *VIDEO))}, or "
         "alpaca_eval with a file of instructions",
     )
-    found.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="set in every run")
+    found.add_argument(
+        "--set", nargs="+", action="extend", default=[], type=setting, metavar="NAME=VALUE", help="set in every run"
+    )
     found.add_argument("--dry_run", action="store_true", help="list the commands and what is finished; run nothing")
     found.add_argument("--collect_only", action="store_true", help="collect the panels that are finished; run nothing")
     return found
 
 
+def setting(word: str) -> tuple[str, Any]:
+    """What one word after `--set` says."""
+    name, sign, value = word.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"{word!r} is not NAME=VALUE, as in max_steps=100")
+    return name, yaml.safe_load(value)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Raises ValueError where nothing is left of the table, or a folder holds a run with other settings."""
-    args = parser().parse_args(argv)
+    command = parser()
+    args = command.parse_args(argv)
+    for flag, given, known in (
+        ("model", args.model, MODELS),
+        ("data", args.data, (*TEXT, "alpaca", "alpaca_eval", *VIDEO)),
+    ):
+        for name, *_ in given:
+            if name not in known:
+                command.error(f"`--{flag} {name}`: the names are {', '.join(known)}.")
     table = TABLES[args.table]
     options = Options(
         SCALES[args.scale],
@@ -62,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         {name: paths for name, *paths in args.data},
         tuple(args.seeds),
         args.n_trials,
-        {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in args.set)},
+        dict(args.set),
     )
     arms = [arm for arm in ARMS if arm in args.arms]
     panels, left_out = possible(table.panels(options.scale, arms), options, args.panels)

@@ -15,11 +15,10 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from .cli import parse_recipe
-from .data.video import LAYOUTS
+from .data.video import layout_patterns
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -200,8 +199,7 @@ def without_test_rows(data_args: Any) -> Any:
     """The same data without its test rows, so that every report of a command is on validation rows."""
     changes = {name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
     if getattr(data_args, "data_layout", None) is not None:  # a published layout has its own test videos
-        training = Path(data_args.data_dir) / LAYOUTS[data_args.data_layout]["train"]
-        changes |= {"data_layout": None, "data_dir": None, "train_files": [str(training)]}
+        changes |= {"data_layout": None, "data_dir": None, "train_files": layout_patterns(data_args)["train"]}
     return replace(data_args, **changes)
 
 

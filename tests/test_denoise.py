@@ -174,8 +174,9 @@ def test_an_interrupted_run_ends_like_a_straight_one(smoke, tmp_path):
 
 
 def test_tuning_reads_no_test_videos(workplace, tmp_path):
+    tmp_path = tmp_path / "my [videos]"
     for name, folder in (("train", "training_videos"), ("train", "training_videos"), ("test", "testing_videos")):
-        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
         number = len(list((tmp_path / folder).iterdir()))
         (tmp_path / folder / f"{number}.avi").write_bytes((workplace / f"{name}.avi").read_bytes())
     sizes = {"num_frames": 4, "frame_size": 32, "patch_size": 8}

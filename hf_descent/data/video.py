@@ -162,8 +162,7 @@ def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos that make each split; ValueError where there is nothing, or nothing long enough."""
     if args.data_layout is not None:
-        folder = Path(glob.escape(args.data_dir))
-        patterns = {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
+        patterns = layout_patterns(args)
     else:
         patterns = {"train": args.train_files, "test": args.test_files or []}
     whole = {
@@ -196,6 +195,12 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         }
     parts |= {split: videos for split, videos in whole.items() if split == "test"}
     return {name: _long_enough(name, of_split, args.num_frames) for name, of_split in parts.items()}
+
+
+def layout_patterns(args: VideoArguments) -> dict[str, list[str]]:
+    """The patterns of a published layout's training and test videos."""
+    folder = Path(glob.escape(args.data_dir))
+    return {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
 
 
 def find_videos(patterns: Sequence[str]) -> list[str]:

@@ -109,8 +109,8 @@ class ConfidenceExit:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
 
         Raises:
-            ValueError: no threshold is set; the model has no shared readout or is no classifier; or the samples of a
-                batch cannot be told apart in what its layers take and give.
+            ValueError: no threshold is set; `layers` has one that may not be left; the model has no shared readout or
+                is no classifier; or the samples of a batch cannot be told apart in what its layers take and give.
         """
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
@@ -124,13 +124,19 @@ class ConfidenceExit:
                 return self._run(reader, inputs)
 
     def _run(self, reader, inputs):
-        exits = range(1, reader.num_layers) if self.layers is None else self.layers
-        tape = _ShrinkingTape(reader, inputs, self._batch_dims, frozenset(exits), self._is_sure)
+        exits = self._exits(reader.num_layers)
+        tape = _ShrinkingTape(reader, inputs, self._batch_dims, exits, self._is_sure)
         with taped(tape, lambda args, kwargs, outputs: None):
             logits = _class_logits(self.model(**inputs))
         if tape.logits is not None:
             logits = torch.where((tape.exit_layers < reader.num_layers)[:, None], tape.logits, logits)
         return ModelOutput(logits=logits, exit_layers=tape.exit_layers)
+
+    def _exits(self, num_layers: int) -> frozenset[int]:
+        exits = frozenset(range(1, num_layers) if self.layers is None else self.layers)
+        if wrong := sorted(exits.difference(range(1, num_layers))):
+            raise ValueError(f"`layers` has {wrong}; layers that may be left are 1 to {num_layers - 1}.")
+        return exits
 
     def calibrate(
         self,
@@ -175,9 +181,8 @@ class ConfidenceExit:
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
         unsure = self._uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
-        for layer in range(1, len(unsure)):
-            if self.layers is not None and layer not in self.layers:
-                unsure[layer - 1] = np.inf
+        kept = [layer - 1 for layer in range(1, len(unsure)) if layer not in self._exits(len(unsure))]
+        unsure[kept] = np.inf
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         self.check(first)
         return self

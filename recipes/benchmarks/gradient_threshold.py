@@ -13,8 +13,8 @@ import time
 from functools import partial
 
 import torch
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from lm_step import token_ids
+from transformers import AutoModelForCausalLM
 
 from hf_descent.fused import HeadLoss, Workspace, fused_layer_losses, labelled_tokens
 
@@ -35,20 +35,14 @@ def measured(read, states, weights, head):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("text_file", help="parquet, json, jsonl or csv")
+    parser.add_argument("text_file", help="parquet, json, jsonl, csv or txt")
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--thresholds", type=float, nargs="+", default=[1e-3, 1e-2])
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).train()
-    tokenizer, ids = AutoTokenizer.from_pretrained(options.model), []
-    kind = options.text_file.rsplit(".", 1)[-1].replace("jsonl", "json")
-    for text in load_dataset(kind, data_files=options.text_file, split="train")[options.text_column]:
-        ids += tokenizer(text)["input_ids"]
-        if len(ids) >= options.length:
-            break
-    labels = torch.tensor(ids[: options.length])[None]  # [1, seq]
+    labels = torch.tensor(token_ids(options, 1))  # [1, length]
     norm, head, tokens, workspace = model.model.norm, model.lm_head, labelled_tokens(labels), Workspace()
 
     hidden_states = []

@@ -130,7 +130,7 @@ def build_trainer(name, options, callbacks):
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "gradient_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
-    ids = token_ids(options)
+    ids = token_ids(options, options.batch * options.steps)
     labels = [index % options.classes for index in range(len(ids))] if options.classes else ids
     data = Dataset.from_dict({"input_ids": ids, "labels": labels})
     common = {"model": build_model(options), "train_dataset": data, "callbacks": callbacks}
@@ -148,9 +148,8 @@ def build_trainer(name, options, callbacks):
     return trainer_class(args=DescentConfig(**settings, **DESCENT, **fraction, **threshold), **common)
 
 
-def token_ids(options):
-    """Rows of tokens, random or of the text given; enough for all steps."""
-    rows = options.batch * options.steps
+def token_ids(options, rows):
+    """Rows of tokens, random or of the text given."""
     if not options.text_file:
         return torch.randint(options.vocab, (rows, options.length)).tolist()
     from datasets import load_dataset

@@ -1,6 +1,6 @@
 """What a sample of the tokens costs in noise: violations estimated on part of the tokens against all of them.
 
-    python recipes/benchmarks/token_fraction.py MODEL TEXTS.parquet [--column text --batch 4 --length 256]
+    python recipes/benchmarks/token_fraction.py MODEL TEXTS.parquet [--text_column text --batch 4 --length 256]
 
 MODEL is a causal language model of the Hub or a folder, TEXTS a parquet, csv or json file. For each fraction the table
 gives the standard deviation of the estimate of g_l = f_l - (1 - alpha) f_(l-1) about its value on all tokens of the
@@ -12,33 +12,23 @@ import argparse
 
 import torch
 import transformers
-from datasets import load_dataset
+from lm_step import token_ids
 
 from hf_descent.fused_readout import FusedReadout
-
-
-def batches(options, tokenizer):
-    kind = options.texts.rsplit(".", 1)[-1].replace("jsonl", "json")
-    texts = load_dataset(kind, data_files=options.texts, split="train")[options.column]
-    ids = [token for text in texts[: 4 * options.batches * options.batch] for token in tokenizer(text)["input_ids"]]
-    size = options.batch * options.length
-    for start in range(0, min(len(ids) - size + 1, options.batches * size), size):
-        yield torch.tensor(ids[start : start + size]).view(options.batch, options.length)
 
 
 @torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("texts")
-    parser.add_argument("--column", default="text")
+    parser.add_argument("text_file", help="parquet, json, jsonl, csv or txt")
+    parser.add_argument("--text_column", default="text")
     for name, default in (("batch", 4), ("length", 256), ("batches", 20), ("draws", 10)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--alpha", type=float, default=0.05)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.0625, 0.03125])
     options = parser.parse_args()
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 
     full, sampled = [], {fraction: [] for fraction in options.fractions}
     generator, readout = torch.Generator().manual_seed(0), None
@@ -53,7 +43,7 @@ def main():
             drawn = [violations(read(readout.tokens(inputs, fraction, generator))) for _ in range(options.draws)]
             draws.append(torch.stack(drawn) - full[-1])  # [draws, layers - 1]
 
-    for ids in batches(options, tokenizer):
+    for ids in torch.tensor(token_ids(options, options.batches * options.batch)).split(options.batch):
         inputs = {"input_ids": ids, "labels": ids}
         readout = readout or FusedReadout.probe(model, inputs)
         with readout.attach(on_forward):

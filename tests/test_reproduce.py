@@ -1,6 +1,8 @@
 """`python -m recipes.reproduce`: its tables name commands that exist; a tiny one is run, resumed and collected."""
 
+import hashlib
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -8,13 +10,16 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from test_recipes import save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
 from hf_descent import cli
 from recipes.reproduce import __main__ as reproduce
 from recipes.reproduce.collect import best, published, render
-from recipes.reproduce.runner import Options, train_job, tune_job
+from recipes.reproduce.facts import fingerprints
+from recipes.reproduce.runner import Job, Options, train_job, tune_job
 from recipes.reproduce.scales import ARMS, MODELS, SCALES
 from recipes.reproduce.tables import TABLES, Way, searched
 
@@ -96,6 +101,37 @@ def test_every_arm_has_the_same_number_of_trials_and_none_reads_test_rows():
         assert all(hasattr(parsed[-1], name) for name in space)
 
 
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("arms", [["erm+noise"], ["erm+noise", "descent"]])
+def test_without_noise_the_noisy_baseline_is_plain_training(table, arms):
+    for panel in TABLES[table].panels(SCALES["gpu"], arms):
+        assert len(panel.groups) >= (len(arms) if "by-" not in panel.name else 1)
+        if panel.name.endswith("-gamma0"):
+            assert list(panel.groups) == ["erm", *arms[1:]]
+            assert {way.gamma for (way,) in panel.groups.values()} == {0.0}
+
+
+def test_models_come_from_the_hub_where_nothing_else_is_said():
+    ways = [Way(model, "ucsd", "erm", 0.0) for model in ("vit", "ut")]
+    assert [Options(SCALES["gpu"], Path("out")).missing(way) for way in ways] == ["--data ucsd"] * 2
+    given = {"ucsd": ["folder"]}
+    assert [Options(SCALES["gpu"], Path("out"), data=given).missing(way) for way in ways] == [None, None]
+    assert [Options(SCALES["cpu"], Path("out"), data=given).missing(way) for way in ways] == ["--model vit", None]
+
+
+def test_what_is_set_is_not_searched(tmp_path):
+    way = Way("distilbert", "imdb", "descent", 0.4)
+    options = Options(SCALES["cpu"], tmp_path, {"distilbert": "m"}, settings={"dual_learning_rate": 0.07})
+    tuned = tune_job(searched(options.scale, way), options)
+    found = json.loads(cli.parse_arguments(tuned.words)[1][1].search_space)
+    assert {"learning_rate", "resilience"} <= found.keys() and "dual_learning_rate" not in found
+    tuned.folder.mkdir(parents=True)
+    settings = dict.fromkeys(found, 0.01)
+    (tuned.folder / "study.json").write_text(json.dumps({"trials": [{"settings": settings}]}))
+    args = cli.parse_arguments(train_job(way, 0, options).words)[1][-1]
+    assert (args.dual_learning_rate, args.resilience) == (0.07, 0.01)
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("model", ["distilbert", "roberta", "ut-text", "ut", "dust", "vit"])
 def test_training_commands_parse(scale, model):
@@ -140,14 +176,30 @@ def test_mistaken_words_are_named(words, match, capsys):
 
 def test_the_best_of_several_depths_is_chosen_on_validation_rows(tmp_path):
     options = Options(SCALES["cpu"], tmp_path, seeds=(0, 1))
-    ways = [Way("ut", "clips", "descent", 0.15, layers) for layers in (3, 5)]
-    for way, errors in zip(ways, ((9.0, 7.0), (8.0, 7.5))):
+    ways = [Way("ut", "clips", "descent", 0.15, layers) for layers in (7, 3, 5)]
+    for way, errors in zip(ways, ((6.0, math.nan), (9.0, 7.0), (8.0, 7.5))):
         for seed, error in enumerate(errors):
             folder = options.run_folder(way, seed)
             folder.mkdir(parents=True)
             results = {"validation_mean_rmse": error, "test_mean_rmse": 20 - error}
             (folder / "all_results.json").write_text(json.dumps(results))
-    assert best(ways, options) == ways[1]
+    assert best(ways, options) == ways[2]
+
+
+def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path):
+    job = Job(["classify"], tmp_path, "train")
+    assert job.resumption() == ["--overwrite_output_dir", "true"]
+    for step, state in ((4, "{}"), (8, '{"global_step"')):  # killed while it wrote the second
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+        save_file({"weight": torch.zeros(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+    assert job.resumption() == ["--resume_from_checkpoint", str(tmp_path / "checkpoint-4")]
+
+
+def test_every_file_of_the_data_is_named(tmp_path):
+    (tmp_path / "a.avi").write_bytes(b"a")
+    (found,) = fingerprints({"clips": [f"{tmp_path}/a.avi,{tmp_path}/b*.avi", "c.avi"]}).values()
+    assert found == [f"a.avi ({hashlib.sha256(b'a').hexdigest()[:12]})", "b*.avi", "c.avi"]
 
 
 # ---- a tiny table from end to end ----
@@ -241,12 +293,24 @@ def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, mo
     assert panel["groups"]["descent"]["feasible"] != [None, None] == panel["groups"]["erm+noise"]["feasible"]
     assert result["seeds"] == [0, 1] and re.fullmatch(r"train.csv \(\w{12}\)", result["data"]["imdb"][0])
     assert {"commit", "machine", "versions"} <= result.keys()
+    assert result["runs"] == [{name: result[name] for name in ("commit", "date", "versions", "machine")}]
     text = (folder / "results.md").read_text()
     assert text == render(result)
     assert "AUC over [0, 3]" in text and f"commit {result['commit']}" in text and panel["verdicts"][0] in text
     for name in re.findall(r"\]\((.*?\.png)\)", text):
         assert (folder / name).is_file()
     assert "metric_against_noise.png" in panel["figures"] and "layer_losses.png" in panel["figures"]
+
+    # One arm alone, its record of another commit; what the others left is not shown.
+    record = options.run_folder(descent, 1) / "train.job.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"commit": "0123456"}))
+    assert any(name.startswith("duals_") for name in panel["figures"])
+    reproduce.main([*argv, "--arms", "descent", "--panels", "imdb", "--collect_only"])
+    alone = json.loads((folder / "results.json").read_text())
+    assert alone["panels"][0]["groups"] == {"descent": panel["groups"]["descent"]}
+    assert alone["panels"][0]["verdicts"] == alone["panels"][0]["figures"] == []
+    text = (folder / "results.md").read_text()
+    assert re.search(r"run at commit [^ ]+, 0123456 on", text) and "the parts with `imdb` in their name" in text
 
     with pytest.raises(ValueError, match=r"seed-0 was made by .*remove that folder, or name another"):
         reproduce.main([*argv, "max_steps=6", "--n_trials", "0", "--collect_only"])

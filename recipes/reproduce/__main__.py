@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "alpaca_eval with a file of instructions",
     )
     found.add_argument(
-        "--set", nargs="+", action="extend", default=[], type=setting, metavar="NAME=VALUE", help="set in every run"
+        "--set", nargs="+", action="extend", default=[], type=setting, metavar="NAME=VALUE", help="set in every run, and not searched"
     )
     found.add_argument("--dry_run", action="store_true", help="list the commands and what is finished; run nothing")
     found.add_argument("--collect_only", action="store_true", help="collect the panels that are finished; run nothing")
@@ -82,9 +82,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         tuple(args.seeds),
         args.n_trials,
         dict(args.set),
+        args.panels,
     )
     arms = [arm for arm in ARMS if arm in args.arms]
-    panels, left_out = possible(table.panels(options.scale, arms), options, args.panels)
+    panels, left_out = possible(table.panels(options.scale, arms), options)
 
     def of(chosen: Sequence[Panel]):
         return jobs(chosen, options, table.shows == "answers", table.shows == "settings")
@@ -106,11 +107,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"Written to {collect(args.table, table, panels, options, left_out)}")
 
 
-def possible(panels, options: Options, wanted: str) -> tuple[list[Panel], dict[str, str]]:
+def possible(panels, options: Options) -> tuple[list[Panel], dict[str, str]]:
     """The panels that can be run with what is given, and of the others what they lack."""
     found, left_out = [], {}
     for panel in panels:
-        if wanted in panel.name:
+        if options.panels in panel.name:
             lacking = {options.missing(way) for ways in panel.groups.values() for way in ways} - {None}
             if lacking:
                 left_out[panel.name] = f"needs {' and '.join(sorted(lacking))}"

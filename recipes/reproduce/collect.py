@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from hf_descent import cli
 from hf_descent.evaluation.comparison import Run
 
 from .facts import facts, fingerprints
-from .runner import Options
+from .runner import Options, jobs
 from .tables import Panel, Table, Way
 
 
@@ -43,7 +44,9 @@ def collect(name: str, table: Table, panels: Sequence[Panel], options: Options, 
         "models": dict(options.models),
         "data": fingerprints(options.data),
         "settings": dict(options.settings),
+        "only_panels": options.panels,
         **facts(),
+        "runs": origins(table, panels, options),
         "left_out": dict(left_out),
         "panels": [],
     }
@@ -60,6 +63,15 @@ def collect(name: str, table: Table, panels: Sequence[Panel], options: Options, 
     return folder
 
 
+def origins(table: Table, panels: Sequence[Panel], options: Options) -> list[dict[str, Any]]:
+    """The different facts under which the panels' commands were last started: of other commits or machines than this
+    one, where the runs went on over days."""
+    done = jobs(panels, options, table.shows == "answers", table.shows == "settings")
+    records = [json.loads(job.record.read_text()) for job in done]
+    found = [{name: record[name] for name in facts()} for record in records]
+    return [each for index, each in enumerate(found) if each not in found[:index]]
+
+
 def study(found: Way, options: Options) -> dict[str, Any]:
     """The search's best trial, at which level it was judged, and of how many trials."""
     path = options.study_folder(found) / "study.json"
@@ -71,11 +83,19 @@ def study(found: Way, options: Options) -> dict[str, Any]:
 
 def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
     """The panel's comparison, and what is known of each group; figures go into a folder of its own."""
-    ways = {group: best(found, options) for group, found in panel.groups.items()}
+    ways = {}
+    for group, found in panel.groups.items():
+        way = best(found, options)
+        ways[group if len(found) == 1 else f"{group}, {way.layers} layers"] = way
     folders = {group: [options.run_folder(found, seed) for seed in options.seeds] for group, found in ways.items()}
     words = [f"{group}={run}" for group, runs in folders.items() for run in runs]
-    cli.main(["compare", *words, "--output_dir", str(folder / panel.name)])
-    comparison = json.loads((folder / panel.name / "comparison.json").read_text())
+    for figure in (folder / panel.name).glob("*.png"):
+        figure.unlink()  # of other arms, perhaps
+    verdicts = []
+    if len(folders) > 1:  # `--arms` may leave one
+        cli.main(["compare", *words, "--output_dir", str(folder / panel.name)])
+        comparison = json.loads((folder / panel.name / "comparison.json").read_text())
+        verdicts = [each["text"] for each in comparison["differences"]]
 
     summary, title = SUMMARIES[next(iter(ways.values())).spec.command]
     groups = {}
@@ -101,7 +121,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         "summary_title": title,
         "metric": runs[0].curve.metric,
         "groups": groups,
-        "verdicts": [each["text"] for each in comparison["differences"]],
+        "verdicts": verdicts,
         "figures": sorted(path.name for path in (folder / panel.name).glob("*.png")),
     }
 
@@ -113,7 +133,8 @@ def best(ways: Sequence[Way], options: Options) -> Way:
 
     def validation(found: Way) -> float:
         results = [options.run_folder(found, seed) / "all_results.json" for seed in options.seeds]
-        return float(np.mean([json.loads(path.read_text())["validation_mean_rmse"] for path in results]))
+        error = float(np.mean([json.loads(path.read_text())["validation_mean_rmse"] for path in results]))
+        return error if math.isfinite(error) else math.inf  # a run that diverged compares with nothing
 
     return min(ways, key=validation)
 
@@ -156,13 +177,16 @@ def render(result: Mapping[str, Any]) -> str:
     lines = [
         f"# {result['title']}",
         "",
-        f"`{result['table']}`, {result['date']}, commit {result['commit']}, {result['machine']}; seeds "
+        f"`{result['table']}`, collected {result['date']} at commit {result['commit']}; run at commit "
+        f"{_different(result['runs'], 'commit')} on {_different(result['runs'], 'machine')}; seeds "
         f"{_listed(result['seeds'])}; searches of {result['n_trials']} runs per arm on validation rows.",
         "",
         f"Data: {'; '.join(data)}.",
     ]
     if result["settings"]:
         lines += ["", f"Set in every run: {_settings(result['settings'])}."]
+    if result["only_panels"]:
+        lines += ["", f"Of this table, the parts with `{result['only_panels']}` in their name alone."]
     for panel in result["panels"]:
         lines += ["", f"## {panel['name']}", "", *(_comparison(panel) if "verdicts" in panel else _searches(panel))]
     for panel, entries in result.get("answers", {}).items():
@@ -239,6 +263,10 @@ def _settings(values: Mapping[str, Any]) -> str:
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(str, values))
+
+
+def _different(runs: Sequence[Mapping[str, Any]], name: str) -> str:
+    return _listed(dict.fromkeys(run[name] for run in runs))
 
 
 def _words(name: str) -> str:

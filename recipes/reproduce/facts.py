@@ -60,7 +60,7 @@ def fingerprints(data: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     found = {}
     for name, paths in data.items():
         found[name] = []
-        for path in map(Path, paths):
+        for path in (Path(part) for words in paths for part in words.split(",")):
             digest = ""
             if path.is_file():
                 with path.open("rb") as file:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_descent import cli
+from hf_descent.checkpoints import newest_complete_checkpoint
 
 from .facts import facts
 from .scales import ARMS, VIDEO, Scale
@@ -31,7 +32,8 @@ class Options:
         models, data (mapping): name -> path, or paths (training, test and perhaps validation), in place of the Hub.
         seeds (`tuple[int, ...]`): of the training; the search has its recipe's.
         n_trials (`int`): runs of each search; 0 takes the recipes' settings.
-        settings (mapping): set in every run, over everything else but what an ablation fixes.
+        settings (mapping): set in every run, over everything else but what an ablation fixes; not searched.
+        panels (`str`): only those with this in their name.
     """
 
     scale: Scale
@@ -41,6 +43,7 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2)
     n_trials: int = 5
     settings: Mapping[str, Any] = field(default_factory=dict)
+    panels: str = ""
 
     def run_folder(self, found: Way, seed: int) -> Path:
         return self.folder / found.name / f"seed-{seed}"
@@ -50,11 +53,10 @@ class Options:
 
     def missing(self, found: Way) -> str | None:
         """What the command line would have to give for this way of training, where it does not."""
-        if found.data in VIDEO or self.scale.needs_paths:
-            if found.data not in self.data:
-                return f"--data {found.data}"
-            if found.model not in self.models and found.model not in ("ut", "dust"):
-                return f"--model {found.model}"
+        if found.data not in self.data and (found.data in VIDEO or self.scale.needs_paths):
+            return f"--data {found.data}"
+        if found.model not in self.models and found.model not in ("ut", "dust") and self.scale.needs_paths:
+            return f"--model {found.model}"
         return None
 
 
@@ -95,7 +97,8 @@ class Job:
         return record["finished"]
 
     def run(self) -> None:
-        """Runs the command from where it was; its record says when it was begun and, in the end, what it took."""
+        """Runs the command from where it was; its record says with what it was last started and, in the end, how long
+        that took."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = {"words": self.words, "finished": False, **facts()}
         _write(self.record, record)
@@ -111,12 +114,10 @@ class Job:
         """Flags by which a training run goes on from its last whole checkpoint."""
         if self.kind != "train":
             return []
-        # The state is written last.
-        whole = [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
-        if whole:
-            newest = max(whole, key=lambda path: int(path.name.rsplit("-", 1)[1]))
-            return ["--resume_from_checkpoint", str(newest)]
-        return ["--overwrite_output_dir", "true"]
+        try:
+            return ["--resume_from_checkpoint", newest_complete_checkpoint(str(self.folder))]
+        except ValueError:  # there is none
+            return ["--overwrite_output_dir", "true"]
 
 
 def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, search_only: bool = False) -> Iterator[Job]:
@@ -164,9 +165,14 @@ def flags(found: Way, options: Options) -> dict[str, Any]:
 def tune_job(found: Way, options: Options) -> Job:
     folder = options.study_folder(found)
     given = flags(found, options) | {"n_trials": options.n_trials, "output_dir": folder}
-    space = {"learning_rate": found.spec.learning_rates, **options.scale.search[found.spec.command][found.arm]}
-    given["search_space"] = json.dumps(space)
+    given["search_space"] = json.dumps(search_space(found, options))
     return Job(["tune", found.spec.command, "--config", recipe(found), *words(given)], folder, "tune")
+
+
+def search_space(found: Way, options: Options) -> dict[str, tuple[float, float]]:
+    """What is searched, with its ranges: nothing that `--set` fixes."""
+    space = {"learning_rate": found.spec.learning_rates, **options.scale.search[found.spec.command][found.arm]}
+    return {name: values for name, values in space.items() if name not in options.settings}
 
 
 def train_job(found: Way, seed: int, options: Options) -> Job:
@@ -212,8 +218,7 @@ def chosen(found: Way, options: Options) -> dict[str, Any]:
     path = options.study_folder(found) / "study.json"
     if path.is_file():
         return json.loads(path.read_text())["trials"][0]["settings"]
-    space = options.scale.search[found.spec.command][found.arm]
-    return dict.fromkeys(["learning_rate", *space], f"BEST_OF:{path}")
+    return dict.fromkeys(search_space(found, options), f"BEST_OF:{path}")
 
 
 def words(given: Mapping[str, Any]) -> list[str]:

@@ -81,9 +81,9 @@ def searched(scale: Scale, found: Way) -> Way:
 
 def side_by_side(scale, arms, model, data, gamma=None, layers=None) -> Panel:
     """All arms in one setting; without noise the baseline is plain ERM, which "erm+noise" then is as well."""
-    arms = [arm for arm in arms if gamma != 0 or arm != "erm+noise"]
-    groups = {arm: (way(scale, model, data, arm, gamma, layers),) for arm in arms}
-    found = next(iter(groups.values()))[0]
+    found = [way(scale, model, data, arm, gamma, layers) for arm in arms]
+    groups = {each.arm if gamma == 0 else arm: (each,) for arm, each in zip(arms, found)}
+    found = found[0]
     depth = "" if found.layers is None else f"-{found.layers}"
     level = scale.gammas[found.spec.command][-1] if gamma is None else gamma
     return Panel(f"{data}-{found.model}{depth}-gamma{level:g}", groups)

@@ -13,8 +13,10 @@ import importlib
 import json
 import math
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from .cli import parse_recipe
@@ -118,7 +120,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     Raises:
         ValueError: a search space that is no JSON mapping; the command leaves no noise curve; the folder holds the
-            study of another search. ImportError: no Optuna.
+            study of another search; no trial has a finite metric; several processes. ImportError: no Optuna.
     """
     try:
         import optuna
@@ -126,6 +128,10 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
     from .checkpoints import training_arguments
 
+    if args.world_size > 1:
+        raise ValueError(
+            f"Each of {args.world_size} processes would make a search of its own: leave out `--launch`."
+        )
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args.objective)
     data_args = without_test_rows(data_args)
@@ -142,16 +148,10 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         trial.set_user_attr("greater_is_better", result["greater_is_better"])
         return result["value"] if result["greater_is_better"] else -result["value"]
 
-    if tune_args.search == "grid":
-        sampler = optuna.samplers.GridSampler(ranges, seed=args.seed)
-    else:
-        # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
-        sampler = optuna.samplers.GPSampler(seed=args.seed, n_startup_trials=2)
     os.makedirs(args.output_dir, exist_ok=True)
     study = optuna.create_study(
         storage=f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
         study_name="hf_descent",
-        sampler=sampler,
         direction="maximize",
         load_if_exists=True,
     )
@@ -166,10 +166,26 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
             **training_arguments(args),
         },
     )
-    states = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)  # a killed or failed run is made again
-    finished = study.get_trials(deepcopy=False, states=states)
-    study.optimize(objective, n_trials=max(0, tune_args.n_trials - len(finished)))
+    state = optuna.trial.TrialState
+    for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+        study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
+    # A killed or failed run is made again. One sampler for each run, so that a search that goes on is the same search.
+    finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+    if tune_args.search == "grid":
+        grid = [dict(zip(ranges, values)) for values in product(*ranges.values())]
+        random.Random(args.seed).shuffle(grid)
+        made = [trial.params for trial in finished]
+        left = [{name: [value] for name, value in settings.items()} for settings in grid if settings not in made]
+        samplers = [optuna.samplers.GridSampler(cell) for cell in left[: max(0, tune_args.n_trials - len(finished))]]
+    else:
+        # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
+        numbers = range(len(finished), tune_args.n_trials)
+        samplers = [optuna.samplers.GPSampler(seed=args.seed + n, n_startup_trials=2) for n in numbers]
+    for study.sampler in samplers:
+        study.optimize(objective, n_trials=1)
     ranked = rank(study.trials)
+    if not ranked:
+        raise ValueError(f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates.")
     trials = [
         {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
         for trial in ranked

@@ -1,6 +1,7 @@
 """Search spaces, and `hf-descent tune` on a tiny recipe."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import optuna
@@ -103,6 +104,56 @@ def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, m
     cli.main(argv)
     trials = json.loads((tmp_path / "study.json").read_text())["trials"]
     assert sorted(trial["trial"] for trial in trials) == [1, 2]  # the killed one is made up for
+
+
+def judged_by_settings(monkeypatch, stop_at=None, value=None):
+    """Replaces training by a formula of the settings, which it lists; raises in the run of that number."""
+    seen = []
+
+    def run(model_args, data_args, args):
+        seen.append({name: getattr(args, name) for name in ("learning_rate", "resilience")})
+        if len(seen) - 1 == stop_at:
+            raise KeyboardInterrupt
+
+    def judge(folder, gamma):
+        distance = abs(math.log(seen[-1]["learning_rate"] / 2e-4)) + abs(math.log(seen[-1]["resilience"] / 0.01))
+        found = -distance if value is None else value
+        return {"value": found, "clean": 0.0, "feasible": None, "greater_is_better": True}
+
+    monkeypatch.setattr("hf_descent.classify.run", run)
+    monkeypatch.setattr(tune, "judge", judge)
+    return seen
+
+
+@pytest.mark.parametrize("search", ["bayes", "grid"])
+@pytest.mark.parametrize("stop_at", [1, 3])
+def test_an_interrupted_search_is_the_same_search(command, tmp_path, monkeypatch, search, stop_at):
+    space = {"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}
+    if search == "grid":
+        space = {name: [low, 2 * low, high] for name, (low, high) in space.items()}
+    argv = [*command, "--search", search, "--search_space", json.dumps(space), "--n_trials", "5"]
+    straight = judged_by_settings(monkeypatch)
+    cli.main([*argv, "--output_dir", str(tmp_path / "straight")])
+    assert len({tuple(settings.values()) for settings in straight}) == len(straight) == 5
+
+    first = judged_by_settings(monkeypatch, stop_at=stop_at)
+    with pytest.raises(KeyboardInterrupt):
+        cli.main([*argv, "--output_dir", str(tmp_path / "stopped")])
+    second = judged_by_settings(monkeypatch)
+    cli.main([*argv, "--output_dir", str(tmp_path / "stopped")])
+    assert first[:-1] + second == straight
+
+
+def test_a_search_without_a_finite_metric_says_so(command, tmp_path, monkeypatch):
+    judged_by_settings(monkeypatch, value=math.nan)
+    with pytest.raises(ValueError, match="none of the 2 trials is finite"):
+        cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "2"])
+    assert not (tmp_path / "study.json").exists()
+
+
+def test_a_search_runs_in_one_process(tmp_path):
+    with pytest.raises(ValueError, match="Each of 2 processes would make a search of its own"):
+        tune.run(None, tune.TuneArguments(), None, None, SimpleNamespace(world_size=2))
 
 
 def test_a_grid_makes_every_combination_once(command, tmp_path):

@@ -47,7 +47,13 @@ def parser() -> argparse.ArgumentParser:
         "alpaca_eval with a file of instructions",
     )
     found.add_argument(
-        "--set", nargs="+", action="extend", default=[], type=setting, metavar="NAME=VALUE", help="set in every run, and not searched"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=setting,
+        metavar="NAME=VALUE",
+        help="set in every run, and not searched",
     )
     found.add_argument("--dry_run", action="store_true", help="list the commands and what is finished; run nothing")
     found.add_argument("--collect_only", action="store_true", help="collect the panels that are finished; run nothing")

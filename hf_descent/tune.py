@@ -129,9 +129,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     from .checkpoints import training_arguments
 
     if args.world_size > 1:
-        raise ValueError(
-            f"Each of {args.world_size} processes would make a search of its own: leave out `--launch`."
-        )
+        raise ValueError(f"Each of {args.world_size} processes would make a search of its own: leave out `--launch`.")
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args.objective)
     data_args = without_test_rows(data_args)

@@ -86,7 +86,9 @@ def test_arms_of_one_setting_share_all_but_their_objective():
     values = {name: [str(each[name]) for each in arguments.values()] for name in arguments["erm"]}
     differing = {name for name, found in values.items() if len(set(found)) > 1}
     problem = {"resilience_form", "slack_restart", "dual_warmup_steps", "dual_optim", "logging_dir"}
-    assert differing - problem == {"noise_gamma", "objective", "output_dir"}
+    assert differing - problem == {"noise_gamma", "eval_gammas", "objective", "output_dir"}
+    # Only a run that sees noise, in training or after it, measures sigma; the levels of all tests are in units of it.
+    assert all(each["noise_gamma"] or each["eval_gammas"] for each in arguments.values())
 
 
 def test_every_arm_has_the_same_number_of_trials_and_none_reads_test_rows():

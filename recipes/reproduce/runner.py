@@ -179,7 +179,8 @@ def train_job(found: Way, seed: int, options: Options) -> Job:
     folder = options.run_folder(found, seed)
     given = flags(found, options) | chosen(found, options) | dict(found.overrides)
     if found.spec.command != "denoise":  # which reports its RMSE on validation rows at these levels
-        given["eval_gammas"] = "[]"  # `evaluate` follows
+        # `evaluate` follows. A level makes a run without noise measure sigma before training, as those with noise do.
+        given["eval_gammas"] = "[]" if found.gamma else "[0.0]"
     given |= {"seed": seed, "output_dir": folder}
     return Job([found.spec.command, "--config", recipe(found), *words(given)], folder, "train")
 

@@ -24,11 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import nn
 
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
-from .noise import EmbeddingNoise, inner_model
+from .noise import TABLE_CHUNK, EmbeddingNoise, inner_model
 
 
 class PrivateEmbeddings(EmbeddingNoise):
@@ -88,9 +89,12 @@ def gamma_of_epsilon(epsilon: float, delta: float, clip_norm: float, sigma: floa
 
 
 def median_norm(model: nn.Module) -> float:
-    """Median norm of the rows of the model's embedding table, a `clip_norm` that depends on no one's text."""
-    weight = inner_model(model).get_input_embeddings().weight
-    return weight.detach().float().norm(dim=1).quantile(0.5).item()
+    """Median norm of the embeddings of the whole vocabulary, a `clip_norm` that depends on no one's text."""
+    lookup = inner_model(model).get_input_embeddings()  # which may scale what its table holds
+    ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
+    with torch.no_grad():
+        norms = [lookup(chunk).float().norm(dim=1) for chunk in ids.split(TABLE_CHUNK)]
+    return torch.cat(norms).quantile(0.5).item()
 
 
 @dataclass

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import norm
 from tiny import bert, classification_data
+from transformers import MBartConfig, MBartForSequenceClassification
 
 from hf_descent import noise_curve
 from hf_descent.privacy import (
@@ -107,3 +108,14 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="`epsilon` is -1"):
         gamma_of_epsilon(-1, 1e-5, 1.0, 1.0)
     assert median_norm(model) > 0
+
+
+def test_the_norm_is_that_of_what_the_model_looks_up():
+    model = MBartForSequenceClassification(
+        MBartConfig(
+            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, scale_embedding=True,
+        )
+    )  # fmt: skip
+    norms = model.get_input_embeddings().weight.detach().norm(dim=1) * 4  # scaled by the root of 16
+    assert median_norm(model) == pytest.approx(norms.median().item(), rel=0.05)

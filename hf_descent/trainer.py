@@ -121,13 +121,18 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
     # ---- one optimizer step ----
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        self._step_starts.append(time.perf_counter())
+        start = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches:  # of data without a length Trainer goes on asking
+            self._step_starts.append(start)
         self._micro_step = 0
         self._items = None
         if self._reads_layers and self._readout is None and batches and self._count_items(batches[0]) is not None:
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
+        if self._layer_sums is not None:
+            # Not after a step: where data without a length end within one, Trainer adds the rest to the next one.
+            self._layer_sums.zero_()
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
@@ -264,7 +269,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         if self._layer_sums is None:
             return
         # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
-        layer_losses, self._layer_sums = self._reduce(self._layer_sums), torch.zeros_like(self._layer_sums)
+        layer_losses = self._reduce(self._layer_sums)
         if not self.accelerator.optimizer_step_was_skipped:
             self._state.dual_step(layer_losses, self.state.global_step)
         if self.args.stop_on_nonfinite and self._state.has_faults:
@@ -303,6 +308,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._follow_layers()
         self._state = self._readout = self._noise = self._takes_items = None
         self._layer_sums = self._eval_sums = self._items = None
+        self._step_starts.clear()
         self._resumed_from = kwargs.get("resume_from_checkpoint")
         # What was measured before is of another model.
         self._training_started, self._noise_curve, self._layer_profile = time.time(), None, None
@@ -311,6 +317,12 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             # process would train a model of its own.
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
+
+    def _finalize_training(self, *args, **kwargs):
+        if self._reads_layers and self._state is None:
+            # Resumed after its last epoch, Trainer reads no batch on which to find the layers.
+            self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
+        return super()._finalize_training(*args, **kwargs)
 
     # ---- logs and search ----
 

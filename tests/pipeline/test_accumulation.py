@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tiny import InOrder, bert, classification_data, config, language_data, llama
+from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
+from torch.utils.data import IterableDataset
 
 
 def run(tmp_path, model, data, batch, **arguments):
     args = config(
         tmp_path,
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=8 // batch,
         max_steps=5,
         optim="sgd",
         learning_rate=0.1,
@@ -17,7 +17,7 @@ def run(tmp_path, model, data, batch, **arguments):
         descent_alpha=0.4,
         dual_learning_rate=0.2,
         fixed_multipliers=[0.5, 0.3, 0.7],
-        **arguments,
+        **{"gradient_accumulation_steps": 8 // batch, **arguments},
     )
     trainer = InOrder(model, args, train_dataset=data)
     trainer.train()
@@ -54,6 +54,25 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
     trainer, _ = run(tmp_path, llama(), data, 1, objective="descent")
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from classification_data(24)
+
+
+def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_path):
+    """24 rows are a step of 16 and half of one; Trainer keeps the gradient of the half for the epoch after."""
+    trainer, logs = run(tmp_path, bert(), Stream(), 8, objective="descent", gradient_accumulation_steps=2)
+    model, rows = bert().eval(), classification_data(24)[:16]
+    assert len(logs) == 5
+    for log in logs[:2]:
+        with torch.no_grad():
+            expected = naive_layer_losses(model, next(batches(rows, 16))).tolist()
+        losses = [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)]
+        assert losses == pytest.approx(expected, rel=0.02)
+    seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)
+    assert trainer._step_seconds > 0.05 * seconds  # Trainer asks for batches after the last, too
 
 
 def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_their_number_or_not(tmp_path):

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer, checkpoints
 from hf_descent.checkpoints import newest_complete_checkpoint
-from hf_descent.descent_state import STATE_NAME, SUMMARY_NAME
+from hf_descent.descent_state import STATE_NAME, SUMMARY_NAME, read_summary
 
 
 SETTINGS = {
@@ -226,12 +226,19 @@ def test_killed_during_saves_and_resumed_until_done_equals_straight(tmp_path):
         assert torch.equal(tensor, final[name]), name
 
 
-def test_a_run_resumed_at_its_end_takes_no_step(tmp_path, caplog):
-    finished = make(arguments(tmp_path, lr_scheduler_type="constant"))
+@pytest.mark.parametrize(
+    ("steps", "length"),
+    [(12, {"max_steps": 12}), (10, {"max_steps": -1, "num_train_epochs": 2})],
+    ids=["steps", "epochs"],
+)
+def test_a_run_resumed_at_its_end_takes_no_step(tmp_path, caplog, steps, length):
+    finished = make(arguments(tmp_path, lr_scheduler_type="constant", **length))
     finished.train()
-    resumed = make(arguments(tmp_path, lr_scheduler_type="constant"))
+    resumed = make(arguments(tmp_path, lr_scheduler_type="constant", **length))
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 12 and "never act" not in caplog.text
+    resumed.save_model()
+    assert read_summary(tmp_path)["multipliers"] == finished.multipliers.values.tolist()
+    assert resumed.state.global_step == steps and "never act" not in caplog.text
     assert torch.equal(finished.multipliers.values, resumed.multipliers.values)
     for (name, a), b in zip(finished.model.state_dict().items(), resumed.model.state_dict().values()):
         assert torch.equal(a, b), name

@@ -21,6 +21,7 @@ from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_lay
 from .layer_stack import LayerStack, intercepted, tensors
 from .losses import ignores_masked_labels, shifts_labels
 from .readout import Readout, output_logits, probing
+from .tape import present_autocast
 
 
 logger = logging.get_logger(__name__)
@@ -111,7 +112,7 @@ class FusedReadout:
             nonlocal depth
             if module is self._head:
                 # Mixed precision ends with the model's forward, before the layers are read.
-                self._autocast = _present_autocast(args[0].device.type)
+                self._autocast = present_autocast(args[0].device.type)
                 return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
             depth += 1  # `__call__` on its way to `forward`, or a layer inside a layer
             try:
@@ -206,11 +207,6 @@ class FusedReadout:
         _require_close(own_loss, expected, precision, f"{name}: its loss is not the cross-entropy of tokens")
 
 
-def _present_autocast(device_type: str) -> torch.autocast:
-    """Mixed precision as it is now, to be entered again once the model's forward has left it."""
-    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
-
-
 def _text_config(model):
     """The config of the language model; a model that is not from transformers may have none."""
     config = getattr(model, "config", None)
@@ -250,7 +246,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             running.discard(id(module))
         if id(module) in layer_ids:
             last = stack.hidden_state(output)  # [batch, seq, hidden]
-            autocast = _present_autocast(last.device.type)
+            autocast = present_autocast(last.device.type)
             tail.clear()
         elif began_with is last:
             tail.append((module, tensors((args, kwargs)), tensors(output)))

@@ -130,6 +130,7 @@ class Readout:
         tape = Tape(self.model, self._stack, layers_only=self.readout is not None)
 
         def read_out(args, kwargs, outputs):
+            self._autocast = tape.autocast
             for layer in layers:
                 hidden = self._stack.hidden_state(tape.layer_outputs[layer - 1])  # [batch, seq, width]
                 if self.readout is None and layer == self.num_layers and not has_router_loss(outputs):
@@ -153,7 +154,7 @@ class Readout:
 
         def check(layer, outputs, hidden):
             with torch.enable_grad():
-                foreign = set(_leaves(self.readout(self.model, hidden.detach(), inputs))) - own
+                foreign = set(_leaves(self._user_outputs(hidden.detach(), inputs)["logits"])) - own
             if foreign:
                 raise ValueError(
                     f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have, so they "
@@ -165,11 +166,13 @@ class Readout:
             self.model(**inputs)
 
     def _user_outputs(self, hidden, inputs):
-        logits = self.readout(self.model, hidden, inputs)
+        with self._autocast:  # as if the model called it
+            logits = self.readout(self.model, hidden, inputs)
+            mixed = torch.is_autocast_enabled(hidden.device.type)
         if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or logits.dim() == 0:
             got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
             raise ValueError(f"`readout` returned {got}: return a floating tensor of logits, [batch, ...].")
-        return ModelOutput(logits=logits)
+        return ModelOutput(logits=logits.float() if mixed else logits)
 
 
 def _check_replay(model, stack, inputs):

@@ -109,6 +109,7 @@ class Tape:
                 self.layer_outputs.append(output)
             if is_last:
                 self.in_tail = True
+                self.autocast = present_autocast(self.stack.hidden_state(output).device.type)
                 self.random_states = random_state.torch_states(self.devices)
         return output
 
@@ -142,6 +143,11 @@ def taped(tape, on_record):
         for handle in handles:
             handle.remove()
         tape.stop()
+
+
+def present_autocast(device_type: str) -> torch.autocast:
+    """Mixed precision as it is now, to be entered again once the model's forward has left it."""
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
 
 def check_layerdrop(model, stack):

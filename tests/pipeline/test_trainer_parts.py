@@ -14,7 +14,7 @@ from tiny import (
     naive_layer_losses,
     truncated,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import AlbertConfig, AlbertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from hf_descent import DescentTrainer
 
@@ -157,6 +157,23 @@ def test_a_readout_of_ones_own_scores_every_layer_and_gives_the_predictions(tmp_
     unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in DATA_TEST]
     for data in (DATA_TEST, unlabelled):
         torch.testing.assert_close(torch.tensor(trainer.predict(data).predictions), logits[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_readout_of_ones_own_computes_in_mixed_precision_as_the_model_s_own(tmp_path):
+    """ALBERT's layers give bfloat16 there, which a float32 head could not take."""
+
+    def head(model, hidden, inputs):
+        return model.classifier(torch.tanh(model.albert.pooler(hidden[:, 0])))
+
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 8, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    model = AlbertForSequenceClassification(AlbertConfig(vocab_size=40, num_hidden_layers=2, num_labels=3, **sizes))
+    own, replayed = (
+        DescentTrainer(model, config(tmp_path, bf16=True, max_steps=1), train_dataset=DATA, **readout)
+        for readout in ({"readout": head}, {})
+    )
+    assert own.evaluate(DATA_TEST)["eval_layer_loss_1"] == replayed.evaluate(DATA_TEST)["eval_layer_loss_1"]
+    own.train()
 
 
 def test_a_layer_loss_reads_attributes_or_keys(tmp_path):

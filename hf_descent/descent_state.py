@@ -83,6 +83,9 @@ class DescentState(ReportMixin):
             device=device,
         )
         self.problem: DescentProblem | None = None
+        # Whether warm-up is to find the problem, for which a given f_0 needs no statistics of labels.
+        given = max_steps > 0 and args.initial_loss_bound != "auto" and args.objective not in ("erm", "fixed")
+        self.awaits_problem = given or constant_predictor is not None
         self._warmed_up = args.objective in ("erm", "fixed")  # neither measures anything
         self._index: torch.Tensor | None = None
         if args.objective == "fixed":

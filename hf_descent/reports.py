@@ -51,7 +51,7 @@ class ReportMixin:
             metrics[f"{prefix}_feasible"] = float(feasible)
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
             metrics[f"{prefix}_feasible_score"] = score
-        elif self.constant_predictor is not None:  # in the warm-up of "auto"
+        elif self.awaits_problem:
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE}
         return metrics
 

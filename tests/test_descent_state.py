@@ -92,13 +92,18 @@ def test_auto_bound_of_a_weighted_loss_is_its_best_constant_prediction(tmp_path)
     assert trainer.problem.initial_loss_bound == pytest.approx(loss.item(), rel=0.02)
 
 
-def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path):
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels)
+
+
+@pytest.mark.parametrize(("bound", "loss"), [("auto", None), (1.1, own_loss)])
+def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path, bound, loss):
     args = config(
-        tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=4, max_steps=6,
+        tmp_path, descent_alpha="auto", initial_loss_bound=bound, dual_warmup_steps=4, max_steps=6,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
         metric_for_best_model="feasible_score",
     )  # fmt: skip
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST, layer_loss_fn=loss)
     trainer.train()
     scores = [log["eval_feasible_score"] for log in trainer.state.log_history if "eval_loss" in log]
     assert scores[0] < -1e6 < scores[-1] and not trainer.state.best_model_checkpoint.endswith("-2")

@@ -68,6 +68,11 @@ class CheckpointMixin:
     def _determine_best_metric(self, metrics, trial):
         if self.args.metric_for_best_model not in ("best_candidate", "eval_best_candidate"):
             return super()._determine_best_metric(metrics, trial)
+        if "eval_feasible" not in metrics:
+            raise ValueError(
+                f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, but the evaluation has no "
+                "`eval_max_violation`: give one `eval_dataset`, not several, and an `objective` with constraints."
+            )
         # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
         seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}
         if not seen:

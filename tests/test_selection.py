@@ -37,3 +37,15 @@ def test_a_run_keeps_the_best_candidate(tmp_path):
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best - 1], rel=1e-5)
     assert np.unique(losses).size > 1
+
+
+@pytest.mark.parametrize("case", ["no constraints", "several data sets"])
+def test_a_run_without_candidates_says_so(tmp_path, case):
+    data = classification_data(16)
+    args = config(
+        tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, metric_for_best_model="best_candidate",
+        objective="erm" if case == "no constraints" else "descent",
+    )  # fmt: skip
+    held_out = {"a": data, "b": data} if case == "several data sets" else data
+    with pytest.raises(ValueError, match="has no `eval_max_violation`: give one `eval_dataset`"):
+        DescentTrainer(bert(num_layers=2), args, train_dataset=data, eval_dataset=held_out).train()

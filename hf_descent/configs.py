@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,6 +231,10 @@ class DescentArguments:
             raise ValueError(
                 "`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list."
             )
+        if not isinstance(self.fixed_multipliers, str | list | None):
+            raise ValueError(
+                f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
+            )
         if self.is_auto and self.dual_warmup_steps == 0 and self.objective not in ("erm", "fixed", "deep_supervision"):
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
@@ -284,6 +289,8 @@ def _parse(name: str, value: Any) -> Any:
     """A Python value from itself, an array or its JSON text; "auto", None and a folder of multipliers stay."""
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, tuple | list):
         return [item.item() if hasattr(item, "item") else item for item in value]
     if not isinstance(value, str) or value == "auto" or (name == "fixed_multipliers" and not value.startswith("[")):

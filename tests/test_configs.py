@@ -79,12 +79,18 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
+        ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
         ({"readout_gradient_threshold": 0.01, "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):
     with pytest.raises(ValueError, match=match):
         DescentConfig(str(tmp_path), **arguments)
+
+
+def test_fixed_multipliers_may_be_a_path(tmp_path):
+    args = DescentConfig(str(tmp_path), objective="fixed", fixed_multipliers=tmp_path)
+    assert args.fixed_multipliers == str(tmp_path)
 
 
 def test_conversion_keeps_data_parallel_off(tmp_path, monkeypatch):

@@ -254,7 +254,7 @@ class PreparationMixin:
             with probing(model):
                 transformers.set_seed(self.args.seed)
                 batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(data))
-                moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES).to(self.args.device))
+                moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES))
             sigma = deviation_from_moments(moments)
             logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
         if config is not None:

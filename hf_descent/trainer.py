@@ -300,7 +300,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         return self.compute_loss_func is None and self.label_smoother is None and self._readout_fn is None
 
     def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, "sum") if self.args.world_size > 1 else tensor
+        return self.accelerator.reduce(tensor.to(self.args.device), "sum") if self.args.world_size > 1 else tensor
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -229,6 +230,13 @@ def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
         DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         found.append(model.config.noise_sigma)
     assert found[0] == found[1] > 0
+
+
+def test_the_deviation_s_moments_go_to_no_device_in_one_process(tmp_path, monkeypatch):
+    """Apple's knows no float64."""
+    moments = SimpleNamespace(tolist=lambda: [8.0, 0.0, 32.0])
+    monkeypatch.setattr("hf_descent.preparation.signal_moments", lambda *args: moments)
+    assert make(tmp_path, bert(), DATA, noise_gamma=0.5).noise_sigma() == 2.0
 
 
 def test_training_without_noise_measures_the_deviation_for_the_tests_under_noise(tmp_path):

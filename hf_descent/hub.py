@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from matplotlib.figure import Figure
@@ -203,8 +204,7 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
         return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1]}
     if name == "layer_profile":
         fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "descending_share")
-        ratios = sorted(result.ratios.ravel())
-        median = ratios[len(ratios) // 2] if ratios else None
+        median = np.median(result.ratios) if result.ratios.size else None
         return {field: getattr(result, field) for field in fields} | {"ratio_median": median}
     if name == "exit_profile":
         fields = ("metric", "values", "speedups", "batch_size", "device")

@@ -223,8 +223,8 @@ def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):
         run.curve.settings["sigma"] = sigma
     assert "sigma" not in str(compare([save_run(tmp_path / run.arm, run) for run in runs]))
     runs[1].curve.settings["sigma"] = 0.06
-    found = str(compare([save_run(tmp_path / run.arm, run) for run in runs]))
-    assert "in units of sigma, which differs: 0.05 in erm, 0.06 in descent." in found
+    found = compare([save_run(tmp_path / run.arm, run) for run in runs])
+    assert "in units of sigma, which differs: 0.05 in erm, 0.06 in descent." in found.to_dict()["note"] in str(found)
 
 
 def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):

@@ -11,6 +11,8 @@ from hub_server import check_card, serving
 from tiny import bert, classification_data, config, word_tokenizer
 
 from hf_descent import DescentTrainer
+from hf_descent.evaluation import LayerProfile
+from hf_descent.hub import collect
 
 
 TESTS = Path(__file__).parent
@@ -101,6 +103,13 @@ for loader, name, logits in (
 print(pipeline("text-classification", model="tester/constrained")("w1 w2 w3"))
 assert not any(name.startswith("hf_descent") for name in sys.modules)
 """
+
+
+def test_the_median_ratio_of_a_card_is_that_of_the_profile(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    profile = LayerProfile("accuracy", [1.0, 0.5], [0.5, 0.5], [[1.0, 0.2], [1.0, 0.8]])
+    profile.to_json(tmp_path / "layer_profile.json")
+    assert collect(tmp_path)["layer_profile"]["ratio_median"] == 0.5 == profile.to_dict()["ratio_median"]
 
 
 @pytest.mark.slow

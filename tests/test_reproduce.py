@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -17,7 +18,7 @@ from transformers.trainer import Trainer
 
 from hf_descent import cli
 from recipes.reproduce import __main__ as reproduce
-from recipes.reproduce.collect import best, published, render
+from recipes.reproduce.collect import best, published, render, study
 from recipes.reproduce.facts import fingerprints
 from recipes.reproduce.runner import Job, Options, train_job, tune_job
 from recipes.reproduce.scales import ARMS, MODELS, SCALES
@@ -132,6 +133,15 @@ def test_what_is_set_is_not_searched(tmp_path):
     (tuned.folder / "study.json").write_text(json.dumps({"trials": [{"settings": settings}]}))
     args = cli.parse_arguments(train_job(way, 0, options).words)[1][-1]
     assert (args.dual_learning_rate, args.resilience) == (0.07, 0.01)
+
+
+def test_a_search_that_was_not_asked_for_is_not_shown(tmp_path):
+    way, best_trial = Way("ut", "clips", "descent", 0.15, 5), {"value": 1.0, "settings": {"learning_rate": 0.1}}
+    options = Options(SCALES["cpu"], tmp_path)
+    options.study_folder(way).mkdir(parents=True)
+    (options.study_folder(way) / "study.json").write_text(json.dumps({"gamma": 0.15, "trials": [best_trial]}))
+    assert study(way, options) == {"gamma": 0.15, "trials": 1, **best_trial}
+    assert study(way, replace(options, n_trials=0)) == {}
 
 
 @pytest.mark.parametrize("scale", SCALES)

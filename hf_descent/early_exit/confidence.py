@@ -175,8 +175,6 @@ class ConfidenceExit:
                 first = inputs if first is None else first
                 reader = Readout.probe(self.model, inputs)
                 logits.append(torch.stack(read_layers(reader, inputs, _class_logits)).float())  # [layers, batch, cls]
-        if not labels:
-            raise ValueError("`dataset` is empty; give labelled validation data.")
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
         unsure = self._uncertainty(logits).cpu().numpy()  # [layers, samples]
@@ -202,8 +200,6 @@ class ConfidenceExit:
         """
         batches = list(load_batches(self.model, dataset, data_collator, processing_class, batch_size))
         with evaluating(self.model) as device:
-            if not batches:
-                raise ValueError("`dataset` is empty; give labelled data.")
             labels = torch.cat([_labels(batch) for batch in batches])
             batches = [_without_labels(batch) for batch in batches]
             outputs = [self(**batch) for batch in batches]
@@ -321,9 +317,10 @@ class _ShrinkingTape(Tape):
 def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
     """Where samples lie in the tensors that layers take and give: the dimension that doubles when the batch does."""
     batch_size = rows_of(reader.model, inputs)
-    doubled = {
-        name: torch.cat([value, value]) if _is_batched(value, batch_size) else value for name, value in inputs.items()
+    rows = {
+        name: value for name, value in inputs.items() if torch.is_tensor(value) and value.shape[:1] == (batch_size,)
     }
+    doubled = {**inputs, **{name: torch.cat([value, value]) for name, value in rows.items()}}
     seen: list[dict[str, torch.Size]] = []
 
     def log(module, call, *args, **kwargs):
@@ -398,7 +395,3 @@ def _labels(inputs) -> torch.Tensor:
 
 def _without_labels(inputs) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if "label" not in name}
-
-
-def _is_batched(value, batch_size) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == batch_size

@@ -138,11 +138,14 @@ def exit_profile(
 
 
 def load_batches(model, dataset, data_collator, processing_class, batch_size) -> Iterator[dict[str, Any]]:
-    """Batches of `dataset` in its own order, collated as `Trainer` collates, on the model's device."""
+    """Batches of `dataset` in its own order, collated as `Trainer` collates, on the model's device; ValueError where
+    there are none."""
     collate = prepare_collator(model, data_collator, processing_class)
-    device = next(model.parameters()).device
+    device, batch = next(model.parameters()).device, None
     for _, batch in numbered_batches(dataset, collate, batch_size):
         yield send_to_device(dict(batch), device)
+    if batch is None:
+        raise ValueError("`dataset` is empty; give labelled held-out data.")
 
 
 def rows_of(model: nn.Module, batch: Mapping[str, Any]) -> int:

@@ -284,7 +284,7 @@ class Comparison:
         return max((level for level in levels if level is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: of each group folders, summaries (mean, deviation over seeds) and cost; and the verdicts."""
+        """Plain values: each group's folders, summaries (mean, deviation over seeds) and cost; verdicts; a note."""
         groups = {}
         for name, runs in self.groups.items():
             values = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
@@ -292,7 +292,7 @@ class Comparison:
             values |= {"clean": _clean(runs), "feasible": _feasible(runs), "step_seconds": _cost(runs)}
             groups[name] = values
         verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
-        return {"groups": groups, "differences": verdicts}
+        return {"groups": groups, "differences": verdicts, "note": self._sigma_note()}
 
     def __str__(self) -> str:
         width = max(len(name) for name in self.groups) + 2

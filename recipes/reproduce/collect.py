@@ -73,9 +73,10 @@ def origins(table: Table, panels: Sequence[Panel], options: Options) -> list[dic
 
 
 def study(found: Way, options: Options) -> dict[str, Any]:
-    """The search's best trial, at which level it was judged, and of how many trials."""
+    """The search's best trial, at which level it was judged, and of how many trials; nothing where none was asked
+    for."""
     path = options.study_folder(found) / "study.json"
-    if not path.is_file():
+    if not (options.n_trials and path.is_file()):
         return {}
     values = json.loads(path.read_text())
     return {"gamma": values["gamma"], "trials": len(values["trials"]), **values["trials"][0]}
@@ -96,6 +97,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         cli.main(["compare", *words, "--output_dir", str(folder / panel.name)])
         comparison = json.loads((folder / panel.name / "comparison.json").read_text())
         verdicts = [each["text"] for each in comparison["differences"]]
+        verdicts += [comparison["note"]] if comparison["note"] else []
 
     summary, title = SUMMARIES[next(iter(ways.values())).spec.command]
     groups = {}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import DynamoBackend, broadcast_object_list, send_to_device
 from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
@@ -53,10 +53,11 @@ class PreparationMixin:
             )
         if args.fp16 and args.device.type == "cpu":
             raise ValueError("`fp16=True` has no effect on CPU; use `bf16=True` or full precision.")
-        if args.torch_compile:
+        if args.torch_compile or self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
                 "`torch_compile=True` is not supported with layer losses, which run the model's tail once per layer; "
-                "set `torch_compile=False`, or compile the layers yourself."
+                "set `torch_compile=False` (and no `dynamo_backend` in the accelerate config), or compile the layers "
+                "yourself."
             )
         if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
             raise ValueError(

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.utils import DynamoBackend
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -244,6 +245,13 @@ def test_settings_that_do_not_fit_are_refused_before_the_first_step(tmp_path, ar
     with pytest.raises(ValueError, match=match):
         DescentTrainer(bert(), config(tmp_path, **arguments), train_dataset=DATA).train()
     assert not (tmp_path / "checkpoint-1").exists()
+
+
+def test_compilation_by_accelerate_s_config_is_refused_too(tmp_path, monkeypatch):
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA)
+    monkeypatch.setattr(trainer.accelerator.state.dynamo_plugin, "backend", DynamoBackend.EAGER)
+    with pytest.raises(ValueError, match="no `dynamo_backend` in the accelerate config"):
+        trainer.train()
 
 
 def test_data_parallel_is_refused(tmp_path):

@@ -144,10 +144,14 @@ class CheckpointMixin:
             summary["step_seconds"] = self._step_seconds
         return summary | (self._state.summary() if trained and self._state is not None else {})
 
-    def _saved_summary(self) -> dict:
+    def _loaded_from(self) -> str:
+        """The folder or the name on the Hub of the model; empty where unknown."""
         # The name of an adapted model is that of its base.
         config = None if hasattr(self.model, "peft_config") else getattr(self.model, "config", None)
-        names = (getattr(config, "_name_or_path", ""), os.path.abspath(self.args.output_dir))  # no name on the Hub
+        return getattr(config, "_name_or_path", "")
+
+    def _saved_summary(self) -> dict:
+        names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
         return next((summary for name in names if (summary := find_json(name, SUMMARY_NAME))), {})
 
 

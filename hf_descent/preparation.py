@@ -129,7 +129,7 @@ class PreparationMixin:
         elif self._resumed_from is not None:
             logger.warning(f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up.")
         elif not self.is_in_train:
-            state.take_saved_problem(getattr(getattr(model, "config", None), "_name_or_path", ""))
+            state.take_saved_problem(self._loaded_from())
         self._layer_sums = torch.zeros(num_layers, device=device)
         self._eval_sums = torch.zeros(num_layers + 1, device=device)
         self._state = state

@@ -35,12 +35,16 @@ class Weighted(BertForSequenceClassification):
         return outputs
 
 
-def test_a_model_that_was_cut_or_whose_folder_is_gone_is_evaluated_without_the_problem_of_its_training(tmp_path):
+def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_without_the_problem_of_its_training(
+    tmp_path,
+):
+    peft = pytest.importorskip("peft")
     trainer = make(tmp_path / "run", bert(), classification_data(8), dual_warmup_steps=1, max_steps=4)
     trainer.train()
     trainer.save_model()
-    whole, cut, gone = (BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(3))
-    for model, known in ((whole, True), (truncate(cut, 2), False), (gone, False)):
+    whole, cut, other, gone = (BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(4))
+    adapted = peft.get_peft_model(other, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    for model, known in ((whole, True), (truncate(cut, 2), False), (adapted, False), (gone, False)):
         if model is gone:
             shutil.rmtree(tmp_path / "run")
         metrics = make(tmp_path / "evaluation", model, classification_data(8)).evaluate()

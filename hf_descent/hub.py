@@ -93,7 +93,10 @@ class ModelCardMixin:
         # Each of a dict of data sets is logged by itself, under its own name.
         history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
         evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-        last = [entry for entry in evaluations if entry["step"] == evaluations[-1]["step"]]
+        # Training may end by loading the best model, which was evaluated at a step of its own.
+        loaded = self.args.load_best_model_at_end and history and "train_runtime" in history[-1]
+        best = self.state.best_global_step if loaded else None
+        last = [entry for entry in evaluations if entry["step"] == (best or evaluations[-1]["step"])]
         return {
             "model_name": summary.model_name,
             "repo_id": self.hub_model_id,

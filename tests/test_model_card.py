@@ -136,6 +136,18 @@ def test_a_card_names_the_results_of_several_data_sets_and_no_time_as_a_metric(t
     assert "No losses per layer" in text  # there are two of each
 
 
+def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
+    steps = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    rows = classification_data(16)
+    settings = config(tmp_path, max_steps=6, learning_rate=0.5, load_best_model_at_end=True, **steps)
+    trainer = DescentTrainer(bert(), settings, train_dataset=rows, eval_dataset=classification_data(16, seed=5))
+    trainer.train()
+    assert trainer.state.best_global_step < 6  # at such a rate training only spoils the model
+    trainer.create_model_card()
+    logged = results_of(read(tmp_path)[0])["loss"]
+    assert logged == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+
+
 def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
     bert().save_pretrained(tmp_path)
     noise = {"metric": "accuracy", "gammas": [0, 1], "mean": [0.9, 0.8], "draws": 1, "gamma_train": 0.5}

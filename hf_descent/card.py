@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_name", help="title of the card; by default as it was, or the folder's name")
     parser.add_argument("--base_model", help="id on the Hub of the model that was fine-tuned")
     parser.add_argument("--datasets", nargs="+", help="ids on the Hub of the data sets trained on")
+    parser.add_argument("--test_data", help="name of what the results are on, where it is not the first of these")
     parser.add_argument("--license", help="id of the licence, such as apache-2.0")
     parser.add_argument("--language", nargs="+", help="codes of the languages, such as en")
     parser.add_argument("--limits", nargs="+", help="further limits of the model, one sentence each")
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: the folder holds no model, or a file of it cannot be read.
     """
-    names = ("model_name", "base_model", "datasets", "license", "language", "limits")
+    names = ("model_name", "base_model", "datasets", "test_data", "license", "language", "limits")
     facts = {name: getattr(args, name) for name in names}
     repo_id = collect(args.run).get("repo_id")
     if args.push_to_hub:

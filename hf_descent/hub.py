@@ -43,7 +43,8 @@ RESULTS: dict[str, type[Result]] = {
 }
 FIGURES = ("layers.png", "noise.png", "exits.png")
 # What people say of a model; the rest of a card is of one training.
-SAID = ("model_name", "repo_id", "base_model", "datasets", "language", "license", "tags", "pipeline_tag", "limits")
+SAID = ("model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag")
+SAID += ("limits",)
 SETTINGS = [
     "learning_rate",
     "per_device_train_batch_size",
@@ -120,8 +121,9 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     Args:
         folder (`str` or `Path`): output folder of a run.
         baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
-        facts: what replaces what was known: `model_name`, `base_model`, `datasets`, `license`, `language`, `tags`,
-            `split`, `limits` (a list of sentences), ...; `None` replaces nothing.
+        facts: what replaces what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data`
+            (its name, where it is not the first of these), `license`, `language`, `tags`, `split`, `limits` (a list of
+            sentences), ...; `None` replaces nothing.
 
     Raises:
         ValueError: the folder holds no model, or a file of it cannot be read.

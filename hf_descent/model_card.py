@@ -127,7 +127,8 @@ def _task(card) -> tuple[str | None, str | None]:
 
 def _eval_results(card, task) -> list[EvalResult]:
     """One entry for each metric, each noise level and each area under the noise curve; only finite numbers."""
-    names = card.get("datasets") or []
+    tested = card.get("test_data")
+    names = [tested] if tested else card.get("datasets") or []
     where = {
         "task_type": task or "other",
         "dataset_type": names[0] if names else "unknown",
@@ -239,14 +240,14 @@ def _layer_table(card, layers, baseline) -> str:
     losses = layers.get("losses") or _numbered(card.get("evaluation") or {}, "layer_loss_")
     if not losses:
         return ""
-    descent = card.get("descent") or {}
-    columns = {"layer": range(1, len(losses) + 1), "f_l": losses}
+    descent, numbers = card.get("descent") or {}, range(1, len(losses) + 1)
+    columns = {"layer": numbers, "f_l": losses}
     if layers.get("values"):
         columns[layers["metric"]] = layers["values"]
-    if layers.get("violations"):
-        columns["violation"] = layers["violations"]
-    if len(descent.get("multipliers") or []) == len(losses):
-        columns["multiplier"] = descent["multipliers"]
+    constrained = descent.get("constrained_layers") or numbers
+    for name, values in (("violation", layers.get("violations")), ("multiplier", descent.get("multipliers"))):
+        if len(values or []) == len(losses):
+            columns[name] = [value if layer in constrained else None for layer, value in zip(numbers, values)]
     other = (baseline.get("layer_profile") or {}).get("losses") or []
     rows = [list(row) for row in zip(*columns.values())]
     if len(other) != len(losses):
@@ -276,6 +277,8 @@ def _verdict(card, layers) -> str:
         return "Feasibility was not asked for: no layer was constrained."
     evaluation, descent = card.get("evaluation") or {}, card.get("descent") or {}
     violation, feasible, source = layers.get("max_violation"), layers.get("feasible"), "held-out data"
+    if violation is not None:
+        source += f" at noise gamma {layers['gamma']:g}" if layers.get("gamma") else " without noise"
     for prefix in ("test", "eval", "train"):
         if violation is None:
             violation, feasible = (evaluation.get(f"{prefix}_{name}") for name in ("max_violation", "feasible"))

@@ -152,8 +152,28 @@ def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
     bert().save_pretrained(tmp_path)
     noise = {"metric": "accuracy", "gammas": [0, 1], "mean": [0.9, 0.8], "draws": 1, "gamma_train": 0.5}
     settings = {"constrained_layers": [2, 3], "noise_gamma": [0.1, 0.5]}
-    write_card(tmp_path, objective="descent", settings=settings, noise_curve=noise, evaluation={"eval_loss": 1.0})
-    _, text = read(tmp_path)
+    values = {"constrained_layers": [2, 3], "multipliers": [0.0, 0.7, 0.0]}
+    (tmp_path / "descent_config.json").write_text(json.dumps(values))
+    layers = {
+        "metric": "accuracy",
+        "losses": [0.9, 0.6, 0.5],
+        "values": [0.5, 0.6, 0.7],
+        "violations": [0.0, -0.1, 0.25],
+    }
+    layers |= {"max_violation": 0.25, "feasible": False, "gamma": 0.0}
+    facts = {
+        "settings": settings,
+        "noise_curve": noise,
+        "datasets": ["a/road"],
+        "test_data": "people",
+    }
+    write_card(tmp_path, objective="descent", evaluation={"eval_loss": 1.0}, layer_profile=layers, **facts)
+    card, text = read(tmp_path)
+    assert "| 1 | 0.9 | 0.5 | - | - |\n| 2 | 0.6 | 0.6 | -0.1 | 0.7 |\n| 3 | 0.5 | 0.7 | 0.25 | 0 |" in text
+    assert "**Not feasible** on held-out data without noise: the largest violation is 0.25" in text
+    assert card.data.datasets == ["a/road"] and {result.dataset_name for result in card.data.eval_results} == {
+        "people"
+    }
     assert "In training layers 2 3 were constrained" in text and "every layer" not in text
     assert "Trained at gamma between 0.1 and 0.5." in text
     write_card(tmp_path, objective="hinge")

@@ -11,12 +11,13 @@ from itertools import islice
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel, set_seed
 
 from .classify import resume_choice, train_and_report
 from .configs import DescentConfig
 from .data.video import (
     VideoArguments,
+    check_patch_size,
     collate,
     collate_images,
     frame_rows,
@@ -25,9 +26,10 @@ from .data.video import (
     patch_rows,
     to_patches,
 )
-from .denoise_report import classical_rmse, plot_strip, restore, save_gif, table
+from .denoise_report import classical_rmse, import_restoration, plot_strip, restore, save_gif, table
 from .evaluation.scoring import Result
 from .models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
+from .noise import deviation_from_moments, moments_of
 from .trainer import DescentTrainer
 
 
@@ -102,6 +104,7 @@ class PatchTask:
 
     def __init__(self, data_args: VideoArguments):
         self.patch_size, self.frame_size = data_args.patch_size, data_args.frame_size
+        check_patch_size(self.frame_size, self.patch_size)
         self.collate = collate
 
     def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
@@ -158,6 +161,10 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         ValueError: the videos do not fit the arguments, or the output folder is not empty.
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
+    if model_args.classical_clips:
+        import_restoration()  # which is needed after the training
+    if model_args.compare_with is not None:
+        AutoConfig.from_pretrained(model_args.compare_with)
     set_seed(args.seed)
     task = ImageTask(model_args.model_name_or_path) if model_args.architecture == "vit" else PatchTask(data_args)
     with args.main_process_first(desc="decoding the videos"):
@@ -206,9 +213,8 @@ def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments)
 
 def measure_sigma(rows: Dataset | IterableDataset, task: PatchTask | ImageTask) -> float:
     """Deviation of the clean signal in the model's units, from the first rows."""
-    batches = (task.collate(list(batch))["pixel_values"].double() for batch in _batched(islice(rows, SIGMA_ROWS), 64))
-    count, total, square = np.sum([(x.numel(), x.sum(), x.square().sum()) for x in batches], axis=0)
-    return float(np.sqrt(square / count - (total / count) ** 2))
+    batches = (task.collate(list(batch))["pixel_values"] for batch in _batched(islice(rows, SIGMA_ROWS), 64))
+    return deviation_from_moments(sum(moments_of(batch) for batch in batches))
 
 
 def build_model(

@@ -33,17 +33,14 @@ def classical_rmse(
     Raises:
         ImportError: scikit-image is not installed.
     """
-    try:
-        from skimage.restoration import denoise_nl_means, denoise_wavelet
-    except ImportError as error:
-        raise ImportError("The classical denoisers are scikit-image's: `pip install hf_descent[video]`.") from error
+    restoration = import_restoration()
 
     def wavelet(clip, deviation):
-        return denoise_wavelet(clip, sigma=deviation, wavelet="db2")
+        return restoration.denoise_wavelet(clip, sigma=deviation, wavelet="db2")
 
     def nl_means(clip, deviation):
-        options = {"patch_size": 5, "patch_distance": 6, "fast_mode": True}
-        return np.stack([denoise_nl_means(frame, h=0.8 * deviation, sigma=deviation, **options) for frame in clip])
+        options = {"patch_size": 5, "patch_distance": 6, "fast_mode": True, "h": 0.8 * deviation, "sigma": deviation}
+        return np.stack([restoration.denoise_nl_means(frame, **options) for frame in clip])
 
     denoisers = {"noisy": lambda clip, deviation: clip, "wavelet": wavelet, "nl_means": nl_means}
     curves = {name: [] for name in denoisers}
@@ -57,6 +54,14 @@ def classical_rmse(
                 metric.add_batch(predictions=result, references=clean)
             curves[name].append(metric.compute(scale=scale)["rmse"])
     return curves
+
+
+def import_restoration():
+    try:
+        from skimage import restoration
+    except ImportError as error:
+        raise ImportError("The classical denoisers are scikit-image's: `pip install hf_descent[video]`.") from error
+    return restoration
 
 
 def table(columns: Mapping[str, Sequence[float]], gammas: Sequence[float]) -> str:

@@ -274,7 +274,7 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
-        moments += _moments(signal)
+        moments += moments_of(signal)
     return moments
 
 
@@ -314,7 +314,8 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
     return math.sqrt(variance)
 
 
-def _moments(values: torch.Tensor) -> torch.Tensor:
+def moments_of(values: torch.Tensor) -> torch.Tensor:
+    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU."""
     values = values.detach().cpu().double()
     return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()])  # [3]
 
@@ -353,7 +354,7 @@ def _table_deviation(lookup: nn.Module) -> float:
     if padding is not None:
         ids = ids[ids != padding]
     with torch.no_grad():
-        return deviation_from_moments(sum(_moments(lookup(chunk)) for chunk in ids.split(TABLE_CHUNK)))
+        return deviation_from_moments(sum(moments_of(lookup(chunk)) for chunk in ids.split(TABLE_CHUNK)))
 
 
 def inner_model(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -198,6 +199,23 @@ def test_inputs_and_frames_are_inverse(workplace, tmp_path):
         np.testing.assert_allclose(task.frames(task.inputs(noisy)), noisy, atol=1e-6)
 
 
+def test_what_is_needed_after_the_training_is_asked_for_before_it(smoke, workplace, monkeypatch):
+    monkeypatch.setattr("hf_descent.denoise.DescentTrainer.train", lambda *args, **kwargs: pytest.fail("trained"))
+    with pytest.raises(ValueError, match="Unrecognized model in"):
+        smoke(RECIPES[0], "--classical_clips", "0", "--compare_with", str(workplace))
+    monkeypatch.setitem(sys.modules, "skimage", None)
+    with pytest.raises(ImportError, match=r"pip install hf_descent\[video\]"):
+        smoke(RECIPES[0])
+
+
+def test_frames_that_cannot_be_cut_are_refused_where_they_are_to_be_cut(workplace):
+    args = VideoArguments(train_files="x", frame_size=32, patch_size=7)
+    assert args.train_files == ["x"]  # as a recipe may have it
+    with pytest.raises(ValueError, match="32 pixels .* `patch_size` 7"):
+        PatchTask(args)
+    ImageTask(str(workplace / "vit"))  # whose patches are the model's
+
+
 def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
     shutil.copytree(workplace / "vit", tmp_path / "vit")
     ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(tmp_path / "vit")
@@ -217,6 +235,9 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
     expected = np.stack(clips.with_format("numpy")["frames"][:]).astype(float).std() / 255
     assert measure_sigma(patch_rows(clips, 8), PatchTask(args)) == pytest.approx(expected, rel=1e-5)
     assert clips["start"][-1] == 44  # 12 clips
+    black = patch_rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}), 8)
+    with pytest.raises(ValueError, match="clean signal has variance 0"):
+        measure_sigma(black, PatchTask(args))
     assert [row["start"] for row in some_clips(clips, 2)] == [12, 36]
 
 

@@ -14,6 +14,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
+    YolosConfig,
 )
 
 from hf_descent import layer_logits, layer_losses
@@ -114,6 +115,8 @@ def test_what_does_not_fit_is_refused():
         ViTDenoiserConfig(loss_scale=0)
     with pytest.raises(ValueError, match=r"bert.*square patches"):
         tiny(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
+    with pytest.raises(ValueError, match="yolos encoder ends in detection tokens"):
+        tiny(encoder(YolosConfig, image_size=[16, 16], num_detection_tokens=5))
     with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*multiples of the patch size, 4"):
         tiny()(torch.rand(2, 3, 16, 18))
     with pytest.raises(ValueError, match=r"\[2, 1, 16, 16\].*\[batch, 3, height, width\]"):

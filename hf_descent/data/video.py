@@ -6,6 +6,7 @@ in two of them. Noise is not added here but by the trainer, on the fly (`Embeddi
 """
 
 import glob
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +21,13 @@ import torch
 from datasets import Array2D, Array3D, Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers.utils import logging
 
 
 logger = logging.get_logger(__name__)
 
+BYTES_AT_ONCE = 2**28  # of rows that are held or written together; Arrow has no place for 2**31
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
 # As the sets are published. The masks in UCSD's Test/Test001_gt are no frames.
 LAYOUTS = {
@@ -108,7 +110,9 @@ class VideoArguments:
                 raise ValueError(f"`{name}` is {value}; give a positive number or leave it out.")
         if self.split_gap < 0:
             raise ValueError(f"`split_gap` is {self.split_gap}; give 0 or more frames.")
-        check_patch_size(self.frame_size, self.patch_size)
+        for name in ("train_files", "test_files"):
+            if isinstance(getattr(self, name), str):  # of a YAML file
+                setattr(self, name, [getattr(self, name)])
 
 
 @dataclass(frozen=True)
@@ -152,8 +156,9 @@ def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
         if args.streaming:
             splits[name] = IterableDataset.from_generator(read_clips, **given)
             continue
+        given |= {"cache_dir": args.cache_dir, "writer_batch_size": _rows_at_once(features["frames"].shape)}
         try:
-            splits[name] = Dataset.from_generator(read_clips, cache_dir=args.cache_dir, **given)
+            splits[name] = Dataset.from_generator(read_clips, **given)
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # what is wrong is which file, not that there is no data set
     return (IterableDatasetDict if args.streaming else DatasetDict)(splits)
@@ -224,8 +229,9 @@ def count_frames(path: str) -> int:
     try:
         with av.open(path) as container:
             return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
-    except (av.error.FFmpegError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read as a video ({error or 'no video stream'}).") from error
+    except (av.error.FFmpegError, IndexError) as error:  # without a video stream there is no first one
+        reason = "no video stream" if isinstance(error, IndexError) else error
+        raise ValueError(f"{path} cannot be read as a video ({reason}).") from error
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
@@ -239,11 +245,12 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
             try:
                 with Image.open(file) as image:
                     if image.mode[0] in "IF":  # which `convert` cuts off at 255
-                        raise ValueError(f"{file} has pixels of mode {image.mode}: give frames of 8 bits.")
+                        raise ValueError(f"pixels of mode {image.mode}: give frames of 8 bits")
                     image.draft("L", None)  # of a color JPEG, decode the brightness alone: a third less time
-                    yield np.asarray(image.convert("L").resize((size, size), Image.Resampling.BILINEAR))
-            except (UnidentifiedImageError, OSError) as error:
+                    frame = np.asarray(image.convert("L").resize((size, size), Image.Resampling.BILINEAR))
+            except (OSError, ValueError, Image.DecompressionBombError) as error:
                 raise ValueError(f"{file} cannot be read as an image ({error}).") from error
+            yield frame
         return
     av = _import_av()
     try:
@@ -251,8 +258,9 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
             container.streams.video[0].thread_type = "AUTO"
             for frame in container.decode(video=0):
                 yield frame.reformat(size, size, "gray", interpolation="BILINEAR").to_ndarray()
-    except (av.error.FFmpegError, IndexError) as error:
-        raise ValueError(f"{path} cannot be read as a video ({error or 'no video stream'}).") from error
+    except (av.error.FFmpegError, IndexError) as error:  # without a video stream there is no first one
+        reason = "no video stream" if isinstance(error, IndexError) else error
+        raise ValueError(f"{path} cannot be read as a video ({reason}).") from error
 
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
@@ -327,10 +335,15 @@ def check_patch_size(frame_size: int, patch_size: int) -> None:
 
 
 def _expand(clips, cut, features: Features):
-    rows = clips.with_format("numpy").map(
-        cut, batched=True, batch_size=50, remove_columns=list(clips.features), features=features
-    )
+    given = {"batched": True, "batch_size": min(50, _rows_at_once(clips.features["frames"].shape))}
+    if isinstance(clips, Dataset):
+        given["writer_batch_size"] = _rows_at_once(features["pixel_values"].shape)
+    rows = clips.with_format("numpy").map(cut, remove_columns=list(clips.features), features=features, **given)
     return rows.with_format("torch")
+
+
+def _rows_at_once(shape: Sequence[int]) -> int:
+    return max(1, min(1000, BYTES_AT_ONCE // math.prod(shape)))
 
 
 def _cut_patches(batch: dict[str, np.ndarray], patch_size: int) -> dict[str, np.ndarray]:
@@ -357,7 +370,7 @@ def _long_enough(split: str, parts: list[VideoPart], num_frames: int) -> list[Vi
         longest = max(parts, key=lambda part: part.last - part.first)
         raise ValueError(
             f"The {split} split holds no clip of `num_frames` {num_frames}: its longest part is frames "
-            f"{longest.first} to {longest.last} of {longest.path}."
+            f"{longest.first} to {longest.last} of {longest.path} (between parts, `split_gap` frames are left out)."
         )
     if len(kept) < len(parts):
         logger.info(f"The {split} split: {len(parts) - len(kept)} of {len(parts)} videos are shorter than a clip.")
@@ -377,7 +390,7 @@ def _frame_files(folder: str) -> list[Path]:
 
 def _natural(path: str | Path) -> list:
     """Sort key that puts frame 2 before frame 10."""
-    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", str(path))]
 
 
 def _stamp(path: str) -> str:

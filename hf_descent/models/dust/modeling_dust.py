@@ -113,6 +113,7 @@ class DustForVideoDenoising(PreTrainedModel):
             ValueError: the patches have not `hidden_size` values, or the labels another shape.
         """
         check_patches(pixel_values, self.config.hidden_size)
+        pixel_values = pixel_values.to(self.dtype)
         reconstruction, code = pixel_values, pixel_values @ self.layers[0].dictionary
         for index in range(self.config.num_hidden_layers):
             layer = self.layers[0 if self.config.shared_dictionary else index]

@@ -115,7 +115,7 @@ class UTForVideoDenoising(UTPreTrainedModel):
             ValueError: the patches have not `hidden_size` values, or the labels another shape.
         """
         check_patches(pixel_values, self.config.hidden_size)
-        hidden_states = pixel_values
+        hidden_states = pixel_values.to(self.dtype)
         for layer in self.layers:
             hidden_states = layer(hidden_states)  # [batch, frames, hidden]
         loss = denoising_loss(hidden_states, labels, self.config.loss_scale)

@@ -42,6 +42,10 @@ class ViTForDenoising(PreTrainedModel):
                 f"The encoder's config ({config.encoder_config.model_type}) gives {sizes}: use a vision transformer "
                 "whose tokens are square patches, such as ViT, DeiT or DINOv2."
             )
+        if getattr(config.encoder_config, "num_detection_tokens", 0):  # which stand where patches are looked for
+            raise ValueError(
+                f"A {config.encoder_config.model_type} encoder ends in detection tokens: use one without, such as ViT."
+            )
         self.num_channels, self.patch_size = sizes.values()
         width, num_values = config.encoder_config.hidden_size, self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:

@@ -58,6 +58,10 @@ def main():
     parser.add_argument("--output_dir", type=Path, default=Path("runs/video-depths"))
     parser.add_argument("flags", nargs="*", help="after `--`: arguments of every run")
     args = parser.parse_args()
+    if fixed := {"--descent_alpha", "--initial_loss_bound"}.intersection(args.flags):
+        parser.error(f"{', '.join(sorted(fixed))}: all arms are judged by the recipe's constraints; leave it out.")
+    if lacking := {"--later_percentage", "--test_files"}.difference(args.flags):
+        parser.error(f"after `--`, {', '.join(sorted(lacking))} must be given: both splits are reported.")
     made_with = args.output_dir / f"{args.recipe}-flags.json"
     args.output_dir.mkdir(parents=True, exist_ok=True)
     if not made_with.is_file():

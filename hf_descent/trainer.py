@@ -319,9 +319,10 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
+        # Resumed at its end, a run reads no batch on which to find the layers and the scale of the noise.
         if self._reads_layers and self._state is None:
-            # Resumed after its last epoch, Trainer reads no batch on which to find the layers.
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
+        self._training_noise(self.model)
         return super()._finalize_training(*args, **kwargs)
 
     # ---- logs and search ----

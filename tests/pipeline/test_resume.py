@@ -126,6 +126,20 @@ def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embe
     assert trained > 1.1 * resumed.model.config.noise_sigma  # what would be measured now
 
 
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+@pytest.mark.parametrize(
+    "length", [{"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 1}], ids=["steps", "epochs"]
+)
+def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise(tmp_path, objective, length):
+    args = {"objective": objective, "noise_gamma": 0.5, **length}
+    finished = make(arguments(tmp_path, **args))
+    finished.train()
+    resumed = make(arguments(tmp_path, **args))
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    assert read_summary(tmp_path)["noise_sigma"] == finished.model.config.noise_sigma
+
+
 def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(tmp_path, monkeypatch):
     make(arguments(tmp_path)).train()
     first = str(tmp_path / "checkpoint-5")

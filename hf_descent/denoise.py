@@ -15,17 +15,8 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageToImag
 
 from .classify import resume_choice, train_and_report
 from .configs import DescentConfig
-from .data.video import (
-    VideoArguments,
-    check_patch_size,
-    collate,
-    collate_images,
-    frame_rows,
-    from_patches,
-    load_clips,
-    patch_rows,
-    to_patches,
-)
+from .data.patches import check_patch_size, collate, collate_images, frame_rows, from_patches, patch_rows, to_patches
+from .data.video import VideoArguments, load_clips
 from .denoise_report import classical_rmse, import_restoration, plot_strip, restore, save_gif, table
 from .evaluation.scoring import Result
 from .models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising

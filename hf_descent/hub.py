@@ -43,8 +43,10 @@ RESULTS: dict[str, type[Result]] = {
 }
 FIGURES = ("layers.png", "noise.png", "exits.png")
 # What people say of a model; the rest of a card is of one training.
-SAID = ("model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag")
-SAID += ("limits",)
+SAID = (
+    "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
+    "limits",
+)  # fmt: skip
 SETTINGS = [
     "learning_rate",
     "per_device_train_batch_size",

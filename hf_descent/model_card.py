@@ -127,12 +127,11 @@ def _task(card) -> tuple[str | None, str | None]:
 
 def _eval_results(card, task) -> list[EvalResult]:
     """One entry for each metric, each noise level and each area under the noise curve; only finite numbers."""
-    tested = card.get("test_data")
-    names = [tested] if tested else card.get("datasets") or []
+    data = card.get("test_data") or next(iter(card.get("datasets") or []), None)
     where = {
         "task_type": task or "other",
-        "dataset_type": names[0] if names else "unknown",
-        "dataset_name": names[0] if names else "held-out data",
+        "dataset_type": data or "unknown",
+        "dataset_name": data or "held-out data",
         "dataset_split": card.get("split"),
     }
     evaluation, noise = card.get("evaluation") or {}, card.get("noise_curve") or {}

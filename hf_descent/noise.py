@@ -9,7 +9,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local pe
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -353,8 +353,13 @@ def _table_deviation(lookup: nn.Module) -> float:
     padding = getattr(lookup, "padding_idx", None)
     if padding is not None:
         ids = ids[ids != padding]
-    with torch.no_grad():
-        return deviation_from_moments(sum(moments_of(lookup(chunk)) for chunk in ids.split(TABLE_CHUNK)))
+    return deviation_from_moments(sum(map(moments_of, look_up(lookup, ids))))
+
+
+@torch.no_grad()
+def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
+    yield from map(lookup, ids.split(TABLE_CHUNK))
 
 
 def inner_model(model: nn.Module) -> nn.Module:

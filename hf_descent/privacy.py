@@ -29,7 +29,7 @@ from torch import nn
 
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
-from .noise import TABLE_CHUNK, EmbeddingNoise, inner_model
+from .noise import EmbeddingNoise, inner_model, look_up
 
 
 class PrivateEmbeddings(EmbeddingNoise):
@@ -92,9 +92,7 @@ def median_norm(model: nn.Module) -> float:
     """Median norm of the embeddings of the whole vocabulary, a `clip_norm` that depends on no one's text."""
     lookup = inner_model(model).get_input_embeddings()  # which may scale what its table holds
     ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
-    with torch.no_grad():
-        norms = [lookup(chunk).float().norm(dim=1) for chunk in ids.split(TABLE_CHUNK)]
-    return torch.cat(norms).quantile(0.5).item()
+    return torch.cat([rows.float().norm(dim=1) for rows in look_up(lookup, ids)]).quantile(0.5).item()
 
 
 @dataclass

@@ -24,6 +24,19 @@ def evaluate_modules(tmp_path_factory):
 
 
 @pytest.fixture
+def check_bfloat16():
+    """check(model, batch): a denoiser in bfloat16 takes a float32 batch, and answers as in full precision."""
+
+    def check(model, batch):
+        expected = model(**batch).logits
+        outputs = model.bfloat16()(**batch)
+        assert outputs.logits.dtype == torch.bfloat16 and outputs.loss.dtype == torch.float32
+        assert (outputs.logits - expected).abs().max() < 0.03 * expected.abs().max()
+
+    return check
+
+
+@pytest.fixture
 def check_eager_attention(monkeypatch):
     """check(build, batch): three layers compute the same by the explicit formula, chosen at the start or later."""
     calls, function = [], unrolling.explicit_symmetric_attention

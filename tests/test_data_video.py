@@ -11,19 +11,8 @@ import torch
 from datasets.arrow_writer import ArrowWriter
 from PIL import Image
 
-from hf_descent.data.video import (
-    VideoArguments,
-    collate,
-    count_frames,
-    find_videos,
-    frame_rows,
-    from_patches,
-    load_clips,
-    patch_rows,
-    read_frames,
-    split_videos,
-    to_patches,
-)
+from hf_descent.data.patches import collate, frame_rows, from_patches, patch_rows, to_patches
+from hf_descent.data.video import VideoArguments, count_frames, find_videos, load_clips, read_frames, split_videos
 
 
 SIZE = 32
@@ -288,10 +277,10 @@ def test_as_many_large_clips_are_written_at_once_as_arrow_can_hold(tmp_path, mon
         write(self)
 
     monkeypatch.setattr(ArrowWriter, "write_examples_on_file", counted)
-    monkeypatch.setattr("hf_descent.data.video.BYTES_AT_ONCE", 5 * 4 * 32 * 32)
+    monkeypatch.setattr("hf_descent.data.patches.BYTES_AT_ONCE", 5 * 4 * 32 * 32)
     splits = load_clips(arguments(train_files=[write_video(tmp_path / "a.avi", 120)]))
     assert len(splits["train"]) > 10 and max(writes) == 5
-    monkeypatch.setattr("hf_descent.data.video.BYTES_AT_ONCE", 3 * 32 * 32)
+    monkeypatch.setattr("hf_descent.data.patches.BYTES_AT_ONCE", 3 * 32 * 32)
     frames = frame_rows(splits["train"])
     assert torch.equal(
         torch.stack(list(frames["pixel_values"])), splits["train"].with_format("torch")["frames"][:].flatten(0, 1)

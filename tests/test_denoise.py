@@ -17,7 +17,8 @@ from PIL import Image
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli
-from hf_descent.data.video import VideoArguments, load_clips, patch_rows, split_videos
+from hf_descent.data.patches import patch_rows
+from hf_descent.data.video import VideoArguments, load_clips, split_videos
 from hf_descent.denoise import ImageTask, ModelArguments, PatchTask, draw_rows, measure_sigma, some_clips
 from hf_descent.denoise_report import classical_rmse, plot_strip, save_gif, table
 from hf_descent.tune import without_test_rows

@@ -6,28 +6,27 @@ in two of them. Noise is not added here but by the trainer, on the fly (`Embeddi
 """
 
 import glob
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
-from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from datasets import Array2D, Array3D, Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
+from datasets import Array3D, Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from PIL import Image
 from transformers.utils import logging
 
+from .patches import rows_at_once
+
 
 logger = logging.get_logger(__name__)
 
-BYTES_AT_ONCE = 2**28  # of rows that are held or written together; Arrow has no place for 2**31
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
 # As the sets are published. The masks in UCSD's Test/Test001_gt are no frames.
 LAYOUTS = {
@@ -156,7 +155,7 @@ def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
         if args.streaming:
             splits[name] = IterableDataset.from_generator(read_clips, **given)
             continue
-        given |= {"cache_dir": args.cache_dir, "writer_batch_size": _rows_at_once(features["frames"].shape)}
+        given |= {"cache_dir": args.cache_dir, "writer_batch_size": rows_at_once(features["frames"].shape)}
         try:
             splits[name] = Dataset.from_generator(read_clips, **given)
         except DatasetGenerationError as error:
@@ -225,13 +224,8 @@ def count_frames(path: str) -> int:
     """Number of frames of a video, without decoding it; ValueError naming the file when it cannot be read."""
     if Path(path).is_dir():
         return len(_frame_files(path))
-    av = _import_av()
-    try:
-        with av.open(path) as container:
-            return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
-    except (av.error.FFmpegError, IndexError) as error:  # without a video stream there is no first one
-        reason = "no video stream" if isinstance(error, IndexError) else error
-        raise ValueError(f"{path} cannot be read as a video ({reason}).") from error
+    with _opened(path) as container:
+        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
@@ -252,15 +246,10 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
                 raise ValueError(f"{file} cannot be read as an image ({error}).") from error
             yield frame
         return
-    av = _import_av()
-    try:
-        with av.open(path) as container:
-            container.streams.video[0].thread_type = "AUTO"
-            for frame in container.decode(video=0):
-                yield frame.reformat(size, size, "gray", interpolation="BILINEAR").to_ndarray()
-    except (av.error.FFmpegError, IndexError) as error:  # without a video stream there is no first one
-        reason = "no video stream" if isinstance(error, IndexError) else error
-        raise ValueError(f"{path} cannot be read as a video ({reason}).") from error
+    with _opened(path) as container:
+        container.streams.video[0].thread_type = "AUTO"
+        for frame in container.decode(video=0):
+            yield frame.reformat(size, size, "gray", interpolation="BILINEAR").to_ndarray()
 
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
@@ -275,84 +264,6 @@ def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[d
             raise ValueError(
                 f"{path}: of its frames {first} to {last}, fewer than `num_frames` {num_frames} can be decoded."
             )
-
-
-def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Clips `[..., frames, height, width]` -> their patches `[..., places, frames, patch_size ** 2]`, row by row.
-
-    Raises:
-        ValueError: height or width is no multiple of `patch_size`.
-    """
-    for size in frames.shape[-2:]:
-        check_patch_size(size, patch_size)
-    patches = frames.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))  # [..., T, rows, p, columns, p]
-    return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)  # [..., rows * columns, T, p * p]
-
-
-def from_patches(patches: torch.Tensor, height: int) -> torch.Tensor:
-    """The inverse of [`to_patches`], exactly: `[..., places, frames, values]` -> `[..., frames, height, width]`."""
-    size = round(patches.shape[-1] ** 0.5)
-    rows = height // size
-    patches = patches.unflatten(-3, (rows, -1)).unflatten(-1, (size, size))  # [..., rows, columns, T, p, p]
-    return patches.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
-
-
-def patch_rows(clips: Dataset | IterableDataset, patch_size: int) -> Dataset | IterableDataset:
-    """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
-    num_frames = clips.features["frames"].shape[0]
-    features = Features({"pixel_values": Array2D((num_frames, patch_size**2), "uint8")})
-    return _expand(clips, partial(_cut_patches, patch_size=patch_size), features)
-
-
-def frame_rows(clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """One row per frame: `pixel_values`, uint8 `[height, width]`, in torch format."""
-    features = Features({"pixel_values": Array2D(clips.features["frames"].shape[1:], "uint8")})
-    return _expand(clips, _cut_frames, features)
-
-
-def collate(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch of patch rows: `pixel_values` and `labels`, both the clean patches in [0, 1] `[batch, frames, values]`.
-
-    The trainer's noise perturbs `pixel_values` and leaves the labels clean.
-    """
-    clean = torch.stack([row["pixel_values"] for row in rows]).float() / 255
-    return {"pixel_values": clean, "labels": clean}
-
-
-def collate_images(rows: Sequence[dict[str, torch.Tensor]], image_processor) -> dict[str, torch.Tensor]:
-    """A batch of frame rows, made into color images by a model's own image processor `[batch, 3, height, width]`."""
-    images = [row["pixel_values"][None].expand(3, -1, -1) for row in rows]
-    clean = image_processor(images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
-    return {"pixel_values": clean, "labels": clean}
-
-
-def check_patch_size(frame_size: int, patch_size: int) -> None:
-    if frame_size % patch_size:
-        raise ValueError(
-            f"Frames of {frame_size} pixels cannot be cut into patches of `patch_size` {patch_size}: give a "
-            "divisor, or another `frame_size`."
-        )
-
-
-def _expand(clips, cut, features: Features):
-    given = {"batched": True, "batch_size": min(50, _rows_at_once(clips.features["frames"].shape))}
-    if isinstance(clips, Dataset):
-        given["writer_batch_size"] = _rows_at_once(features["pixel_values"].shape)
-    rows = clips.with_format("numpy").map(cut, remove_columns=list(clips.features), features=features, **given)
-    return rows.with_format("torch")
-
-
-def _rows_at_once(shape: Sequence[int]) -> int:
-    return max(1, min(1000, BYTES_AT_ONCE // math.prod(shape)))
-
-
-def _cut_patches(batch: dict[str, np.ndarray], patch_size: int) -> dict[str, np.ndarray]:
-    patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), patch_size)  # [clips, places, T, values]
-    return {"pixel_values": patches.flatten(0, 1).numpy()}
-
-
-def _cut_frames(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {"pixel_values": np.concatenate(batch["frames"])}
 
 
 def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPart]:
@@ -399,9 +310,17 @@ def _stamp(path: str) -> str:
     return Hasher.hash([os.path.realpath(path), *((name, s.st_size, s.st_mtime_ns) for name, s in files)])
 
 
-def _import_av():
+@contextmanager
+def _opened(path: str):
+    """A video file with a video stream; ValueError naming it where it or one of its frames cannot be read."""
     try:
         import av
     except ImportError as error:
         raise ImportError("Video files are decoded by PyAV: `pip install hf_descent[video]`.") from error
-    return av
+    try:
+        with av.open(path) as container:
+            if not container.streams.video:
+                raise ValueError(f"{path} cannot be read as a video (no video stream).")
+            yield container
+    except av.error.FFmpegError as error:
+        raise ValueError(f"{path} cannot be read as a video ({error}).") from error

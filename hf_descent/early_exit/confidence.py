@@ -174,13 +174,13 @@ class ConfidenceExit:
                 inputs = _without_labels(inputs)
                 first = inputs if first is None else first
                 reader = Readout.probe(self.model, inputs)
+                exits = self._exits(reader.num_layers)  # which refuses wrong ones
                 logits.append(torch.stack(read_layers(reader, inputs, _class_logits)).float())  # [layers, batch, cls]
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
         unsure = self._uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
-        kept = [layer - 1 for layer in range(1, len(unsure)) if layer not in self._exits(len(unsure))]
-        unsure[kept] = np.inf
+        unsure[[layer - 1 for layer in range(1, len(unsure)) if layer not in exits]] = np.inf
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         self.check(first)
         return self

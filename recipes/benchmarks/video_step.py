@@ -16,7 +16,8 @@ import torch
 from classifier_step import Clock
 
 from hf_descent import DescentConfig, DescentTrainer
-from hf_descent.data.video import VideoArguments, load_clips, patch_rows
+from hf_descent.data.patches import patch_rows
+from hf_descent.data.video import VideoArguments, load_clips
 from hf_descent.models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising
 
 

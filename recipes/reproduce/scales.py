@@ -66,7 +66,6 @@ class Scale:
         settings (mapping): what is set beside the recipes.
         search (mapping): for each arm what is searched beside the learning rate, with its range.
         one_search (`tuple[str, ...]`): commands that are tuned at the last training level and one depth for all.
-        alphas, dual_rates (`tuple[float, ...]`): of the ablations.
         needs_paths (`bool`): whether models and data come from the command line alone.
         answers (`int`, *optional*): instructions that are answered; all where not given.
     """
@@ -81,8 +80,6 @@ class Scale:
     settings: Mapping[str, Mapping[str, Any]]
     search: Mapping[str, Mapping[str, Mapping[str, tuple[float, float]]]]
     one_search: tuple[str, ...]
-    alphas: tuple[float, ...]
-    dual_rates: tuple[float, ...]
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     needs_paths: bool = False
     answers: int | None = None
@@ -104,6 +101,8 @@ DUAL = {"dual_learning_rate": (1e-3, 1e-1), "resilience": (1e-4, 1e-1)}
 # Losses of the denoisers are in units of the noisy input's own, so that they are of the order of 1 at either scale.
 VIDEO_SEARCH = _search((0.1, 10.0), descent_alpha=(0.02, 0.3), initial_loss_bound=(0.5, 2.0), **DUAL)
 VIDEO_GAMMAS = (0.0, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0)
+# Setting -> its values in the ablations (figures 5, 14 and 15).
+ABLATIONS = {"descent_alpha": (0.01, 0.02, 0.05, 0.1, 0.2), "dual_learning_rate": (0.002, 0.02, 0.2)}
 RESUMABLE = {"save_strategy": "steps", "save_steps": 0.25, "save_total_limit": 1}
 
 SCALES = {
@@ -127,8 +126,6 @@ SCALES = {
             "sft": _search((0.1, 10.0), descent_alpha=(0.003, 0.1), initial_loss_bound=(2.0, 12.0), **DUAL),
         },
         one_search=("denoise", "sft"),
-        alphas=(0.01, 0.02, 0.05, 0.1, 0.2),
-        dual_rates=(0.002, 0.02, 0.2),
     ),
     "cpu": Scale(
         text=("imdb", "mnli", "rt_polarity"),
@@ -166,8 +163,6 @@ SCALES = {
             "sft": _search((0.1, 10.0), descent_strength=(0.25, 1.0), **DUAL),
         },
         one_search=("classify", "denoise", "sft"),
-        alphas=(0.05, 0.1, 0.2, 0.3, 0.4),
-        dual_rates=(0.002, 0.02, 0.2),
         needs_paths=True,
         answers=8,
     ),

@@ -59,7 +59,8 @@ argument_types = (ModelArguments, DataArguments, DescentConfig)
 
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (metrics and layer losses on
-    the validation and test rows), `noise_curve.json` and `layer_profile.json` (on the test rows where there are any).
+    the validation and test rows), `noise_curve.json` and `layer_profile.json` (on the test rows where there are any),
+    the latter also at the training level, as `layer_profile_gamma_LEVEL.json`.
 
     Raises:
         ValueError: the data does not fit the arguments, or the output folder is not empty.
@@ -171,7 +172,10 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
         tables[0] += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
 
     # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
-    results = {"layer_profile": trainer.evaluate_layers(dataset[split])}
+    results = {}
+    for gamma in sorted({args.gamma_train, 0.0}, reverse=True):  # last without noise: metrics and card have that one
+        profile = trainer.evaluate_layers(dataset[split], gamma=gamma)
+        results[f"layer_profile{profile.ending}"] = profile
     if args.eval_gammas:
         results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
     for result in results.values():

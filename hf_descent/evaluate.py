@@ -237,12 +237,11 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         if name.startswith(("layer_profile", "certificate")) and name.endswith(".json"):
             os.remove(os.path.join(folder, name))  # of an earlier evaluation, perhaps of other rows or levels
     for profile in profiles:
-        ending = f"_gamma_{profile.gamma:g}.json" if profile.gamma else ".json"
-        profile.to_json(os.path.join(folder, f"layer_profile{ending}"))
+        profile.to_json(os.path.join(folder, f"layer_profile{profile.ending}.json"))
         tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
         if problem is not None:
             certificate = certify(profile, args.confidence)
-            certificate.to_json(os.path.join(folder, f"certificate{ending}"))
+            certificate.to_json(os.path.join(folder, f"certificate{profile.ending}.json"))
             tables.append(str(certificate))
     if 0.0 in gammas and len(gammas) > 1:
         growth = shift_growth(profiles)

@@ -2,7 +2,7 @@
 
 Every trial is a whole run of the command (`classify`, ...) in a folder of its own, judged by the metric at one stated
 noise level on the VALIDATION rows; test rows are never read. The study lies in the output folder and goes on after an
-interruption. Feasible trials rank before infeasible ones.
+interruption. Feasible trials rank before infeasible ones, but for baselines, which have no constraints.
 
 The paper tuned alpha, f_0, both learning rates and the resilience: by Bayesian search with 5 runs for language (the
 ERM model also run 5 times), by a grid for video (section 4, appendix B). Its ranges and grids are not given; `RANGES`
@@ -139,8 +139,9 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         settings = hp_space(trial, ranges) | {"output_dir": folder, "eval_gammas": sorted({0.0, gamma})}
         module.run(replace(model_args, overwrite_output_dir=True), data_args, replace(args, **settings))
         result = judge(folder, gamma)
-        for name in ("clean", "feasible"):
-            trial.set_user_attr(name, result[name])
+        trial.set_user_attr("clean", result["clean"])
+        # Of the layers of a baseline nothing is asked, so it is judged by its metric alone.
+        trial.set_user_attr("feasible", None if args.objective in BASELINE_SETTINGS else result["feasible"])
         if not math.isfinite(result["value"]):
             raise optuna.TrialPruned("the metric is not finite")
         trial.set_user_attr("greater_is_better", result["greater_is_better"])
@@ -233,25 +234,20 @@ def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[floa
 
 
 def judge(folder: str, gamma: float) -> dict[str, Any]:
-    """What a trial's folder says: metric at `gamma` and without noise, whether it is feasible (`None`: no problem)."""
-    from .evaluation import LayerProfile, NoiseCurve
+    """What a trial's folder says: metric at `gamma` and without noise, whether it is feasible (see [`Run`])."""
+    from .evaluation.runs import Run
 
-    path = os.path.join(folder, "noise_curve.json")
-    if not os.path.isfile(path):
-        raise ValueError(f"{folder} holds no noise_curve.json; this command's runs cannot be tuned.")
-    curve = NoiseCurve.from_json(path)
-    values = dict(zip(curve.gammas.tolist(), curve.mean.tolist()))
-    path = os.path.join(folder, "layer_profile.json")
-    profile = LayerProfile.from_json(path) if os.path.isfile(path) else None
+    found = Run.load(folder)
+    values = dict(zip(found.curve.gammas.tolist(), found.curve.mean.tolist()))
     return {
         "value": values[gamma],
         "clean": values[0.0],
-        "feasible": None if profile is None else profile.feasible,
-        "greater_is_better": curve.greater_is_better,
+        "feasible": found.feasible,
+        "greater_is_better": found.curve.greater_is_better,
     }
 
 
 def rank(trials) -> list:
-    """The completed trials, best first: feasible ones (and those without a problem) before infeasible ones."""
+    """The completed trials, best first: feasible ones (and those without constraints) before infeasible ones."""
     completed = [trial for trial in trials if trial.value is not None]
     return sorted(completed, key=lambda t: (t.user_attrs.get("feasible") is not False, t.value), reverse=True)

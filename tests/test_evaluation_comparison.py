@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from runs import GAMMAS, make_curve, make_run, save_run
+from runs import GAMMAS, make_curve, make_profile, make_run, save_run
 from scipy import stats
 from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer
-from hf_descent.evaluation.comparison import Run, compare, difference, group_runs
+from hf_descent.evaluation.comparison import compare, difference, group_runs
+from hf_descent.evaluation.runs import Run
 
 
 def groups_of(before, after, **options):
@@ -240,9 +241,11 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     assert comparison.groups["erm"][0].curve.gamma_train == 0.0
 
 
-def test_the_table_counts_cost_and_feasibility(tmp_path):
+def test_the_table_counts_cost_and_feasibility_at_the_training_level(tmp_path):
     erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
-    descent = make_run([0.5, 0.6], objective="descent", step_seconds=0.3, feasible=True)
-    comparison = compare([save_run(tmp_path / run.arm, run) for run in (erm, descent)])
+    runs = [make_run([0.5, 0.6], seed, "descent", False, 0.3) for seed in range(3)]
+    for run, feasible in zip(runs, (True, False)):  # the third was not profiled at the training level
+        run.noisy_profiles.insert(0, make_profile([0.9, 0.6, 0.4], run.curve.gamma_train, feasible))
+    comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs)])
     row = next(line for line in str(comparison).splitlines() if line.startswith("descent "))
-    assert row.split()[-4:] == ["1", "of", "1", "x1.50"]
+    assert row.split()[-4:] == ["1", "of", "2", "x1.50"]

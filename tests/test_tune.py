@@ -84,6 +84,23 @@ def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
     assert "The last is the best" in capsys.readouterr().out
 
 
+def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(command, tmp_path):
+    argv = [*command, "--n_trials", "1", "--noise_gamma", "0.5", "--negative_weights", "clip", "--output_dir"]
+    cli.main([*argv, str(tmp_path / "descent")])
+    trial = json.loads((tmp_path / "descent" / "study.json").read_text())["trials"][0]
+    folder = tmp_path / "descent" / "trial-0"
+    noisy = json.loads((folder / "layer_profile_gamma_0.5.json").read_text())
+    assert noisy["losses"] != json.loads((folder / "layer_profile.json").read_text())["losses"]
+    noisy["feasible"] = not noisy["feasible"]
+    (folder / "layer_profile_gamma_0.5.json").write_text(json.dumps(noisy))
+    assert tune.judge(str(folder), 0.0)["feasible"] is noisy["feasible"] is not trial["feasible"]
+
+    cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision"])
+    trial = json.loads((tmp_path / "supervised" / "study.json").read_text())["trials"][0]
+    assert trial["feasible"] is None
+    assert json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())["feasible"] is not None
+
+
 def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, monkeypatch):
     argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "2"]
 

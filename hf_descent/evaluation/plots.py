@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .comparison import Comparison, Run
+from .comparison import Comparison
+from .runs import Run
 
 
 STYLES = (

@@ -74,6 +74,11 @@ class LayerProfile(Result):
                 setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
 
     @property
+    def ending(self) -> str:
+        """Of the name of its file among those of other noise levels: `layer_profile`, `layer_profile_gamma_0.5`."""
+        return f"_gamma_{self.gamma:g}" if self.gamma else ""
+
+    @property
     def ratios(self) -> np.ndarray:
         """rho_l(x_n) = f_l(x_n) / f_{l-1}(x_n) for l = 2..L (0 / 0 counts as 1), `[samples, L - 1]`."""
         before, after = self.sample_losses[:, :-1], self.sample_losses[:, 1:]

@@ -19,7 +19,8 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from hf_descent import noise_curve
-from hf_descent.evaluation.comparison import Run, difference
+from hf_descent.evaluation.comparison import difference
+from hf_descent.evaluation.runs import Run
 
 
 LENGTH, VOCAB, CLASSES, WIDTH = 8, 40, 3, 16

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_descent import cli
-from hf_descent.evaluation.comparison import Run
+from hf_descent.evaluation.runs import Run
 
 from .facts import facts, fingerprints
 from .runner import Options, jobs
@@ -110,7 +110,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
             "metric": [run.curve.mean.tolist() for run in runs],
             summary: [getattr(run.curve, summary) for run in runs],
             "average": [run.curve.auc_over_range for run in runs],
-            "feasible": [feasible(run, found.gamma) for run in runs],
+            "feasible": [run.feasible for run in runs],
             "layer_losses": [run.profile.losses.tolist() for run in runs],
             "descending_share": [run.profile.descending_share for run in runs],
             "median_ratio": [float(np.median(run.profile.ratios)) for run in runs],
@@ -139,12 +139,6 @@ def best(ways: Sequence[Way], options: Options) -> Way:
         return error if math.isfinite(error) else math.inf  # a run that diverged compares with nothing
 
     return min(ways, key=validation)
-
-
-def feasible(run: Run, gamma: float) -> bool | None:
-    """Whether the constraints hold on the held-out rows at the level of training, where they were imposed."""
-    found = [profile for profile in [run.profile, *run.noisy_profiles] if profile.gamma == gamma]
-    return found[0].feasible if found else None
 
 
 def published(found: Way) -> float | None:

@@ -14,10 +14,13 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .data.video import layout_patterns
@@ -120,7 +123,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     Raises:
         ValueError: a search space that is no JSON mapping; the command leaves no noise curve; the folder holds the
-            study of another search; no trial has a finite metric; several processes. ImportError: no Optuna.
+            study of another search, or another process searches in it; no trial has a finite metric; several
+            processes. ImportError: no Optuna.
     """
     try:
         import optuna
@@ -147,41 +151,30 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         trial.set_user_attr("greater_is_better", result["greater_is_better"])
         return result["value"] if result["greater_is_better"] else -result["value"]
 
+    setup = {
+        "gamma": gamma,
+        "search": tune_args.search,
+        "search_space": ranges,
+        **asdict(model_args),
+        **asdict(data_args),
+        **training_arguments(args),
+    }
     os.makedirs(args.output_dir, exist_ok=True)
-    study = optuna.create_study(
-        storage=f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
-        study_name="hf_descent",
-        direction="maximize",
-        load_if_exists=True,
-    )
-    check_same_search(
-        study,
-        {
-            "gamma": gamma,
-            "search": tune_args.search,
-            "search_space": ranges,
-            **asdict(model_args),
-            **asdict(data_args),
-            **training_arguments(args),
-        },
-    )
-    state = optuna.trial.TrialState
-    for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
-        study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
-    # A killed or failed run is made again. One sampler for each run, so that a search that goes on is the same search.
-    finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
-    if tune_args.search == "grid":
-        grid = [dict(zip(ranges, values)) for values in product(*ranges.values())]
-        random.Random(args.seed).shuffle(grid)
-        made = [trial.params for trial in finished]
-        left = [{name: [value] for name, value in settings.items()} for settings in grid if settings not in made]
-        samplers = [optuna.samplers.GridSampler(cell) for cell in left[: max(0, tune_args.n_trials - len(finished))]]
-    else:
-        # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
-        numbers = range(len(finished), tune_args.n_trials)
-        samplers = [optuna.samplers.GPSampler(seed=args.seed + n, n_startup_trials=2) for n in numbers]
-    for study.sampler in samplers:
-        study.optimize(objective, n_trials=1)
+    with alone(args.output_dir):
+        study = optuna.create_study(
+            storage=f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
+            study_name="hf_descent",
+            direction="maximize",
+            load_if_exists=True,
+        )
+        check_same_search(study, setup)
+        state = optuna.trial.TrialState
+        for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+            study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
+        # A killed or failed run is made again.
+        finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+        for study.sampler in samplers(tune_args, ranges, args.seed, [trial.params for trial in finished]):
+            study.optimize(objective, n_trials=1)
     ranked = rank(study.trials)
     if not ranked:
         raise ValueError(f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates.")
@@ -196,6 +189,32 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
         print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
+
+
+@contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """ValueError where another process searches in the folder: each would take the other's trial for a killed one."""
+    try:
+        held = FileLock(os.path.join(folder, "study.lock")).acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"Another process searches in `output_dir` {folder}: wait until it has finished, or name another folder."
+        ) from None
+    with held:
+        yield
+
+
+def samplers(args: TuneArguments, ranges: Mapping[str, Sequence[float]], seed: int, made: Sequence[dict]) -> list:
+    """One sampler for each run that lacks beside those `made`, so that a search that goes on is the same search."""
+    from optuna.samplers import GPSampler, GridSampler
+
+    if args.search == "grid":
+        grid = [dict(zip(ranges, values)) for values in product(*ranges.values())]
+        random.Random(seed).shuffle(grid)
+        left = [{name: [value] for name, value in settings.items()} for settings in grid if settings not in made]
+        return [GridSampler(cell) for cell in left[: max(0, args.n_trials - len(made))]]
+    # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
+    return [GPSampler(seed=seed + n, n_startup_trials=2) for n in range(len(made), args.n_trials)]
 
 
 def check_same_search(study, setup: Mapping[str, Any]) -> None:

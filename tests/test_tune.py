@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import optuna
@@ -159,6 +162,21 @@ def test_an_interrupted_search_is_the_same_search(command, tmp_path, monkeypatch
     second = judged_by_settings(monkeypatch)
     cli.main([*argv, "--output_dir", str(tmp_path / "stopped")])
     assert first[:-1] + second == straight
+
+
+def test_two_processes_do_not_search_in_one_folder(command, tmp_path, monkeypatch):
+    argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "1"]
+    seen = judged_by_settings(monkeypatch)
+    holder = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); input()"
+    held = str(tmp_path / "study.lock")
+    with subprocess.Popen([sys.executable, "-c", holder, held], stdin=PIPE, stdout=PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="Another process searches in `output_dir`"):
+            cli.main(argv)
+        other.kill()
+    assert not seen and not (tmp_path / "study.db").exists()
+    cli.main(argv)
+    assert len(seen) == 1
 
 
 def test_a_search_without_a_finite_metric_says_so(command, tmp_path, monkeypatch):

@@ -45,16 +45,15 @@ def make_run(
         summary["step_seconds"] = step_seconds
     names = [(f"{name}_{layer}", layer) for layer in (1, 2, 3) for name in ("multiplier", "violation")]
     history = [{"step": 10 * (step + 1), **{name: step * layer for name, layer in names}} for step in range(steps)]
-    profiles = [make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)]
-    return Run(folder, make_curve(accuracies, gammas, items, noise_seed), profiles[0], profiles[1:], summary, history)
+    profiles = {gamma: make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)}
+    return Run(folder, make_curve(accuracies, gammas, items, noise_seed), profiles, summary, history)
 
 
 def save_run(folder, run):
     folder.mkdir(exist_ok=True)
     run.curve.to_json(folder / "noise_curve.json")
-    run.profile.to_json(folder / "layer_profile.json")
-    for profile in run.noisy_profiles:
-        profile.to_json(folder / f"layer_profile_gamma_{profile.gamma:g}.json")
+    for profile in run.profiles.values():
+        profile.to_json(folder / f"layer_profile{profile.ending}.json")
     (folder / "descent_config.json").write_text(json.dumps(run.summary))
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": run.history}))
     return str(folder)

@@ -245,7 +245,7 @@ def test_the_table_counts_cost_and_feasibility_at_the_training_level(tmp_path):
     erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
     runs = [make_run([0.5, 0.6], seed, "descent", False, 0.3) for seed in range(3)]
     for run, feasible in zip(runs, (True, False)):  # the third was not profiled at the training level
-        run.noisy_profiles.insert(0, make_profile([0.9, 0.6, 0.4], run.curve.gamma_train, feasible))
+        run.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, feasible)
     comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs)])
     row = next(line for line in str(comparison).splitlines() if line.startswith("descent "))
     assert row.split()[-4:] == ["1", "of", "2", "x1.50"]

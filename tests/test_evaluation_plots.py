@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from runs import GAMMAS, make_run
+from runs import GAMMAS, make_profile, make_run
 
 from hf_descent.evaluation import plots
 from hf_descent.evaluation.comparison import Comparison
@@ -51,7 +51,7 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
     figure = plots.plot_layers(groups)
     assert [axes.get_title() for axes in figure.axes] == ["without noise", "noise level 2"]
     np.testing.assert_allclose(figure.axes[1].lines[2].get_ydata(), [0.8, 0.5, 0.45])
-    groups["erm"][0].noisy_profiles.clear()
+    del groups["erm"][0].profiles[2.0]
     assert len(plots.plot_layers(groups).axes) == 1
 
 
@@ -62,6 +62,25 @@ def test_ratios_are_shares_of_steps(groups):
     titles = [axes.get_title() for axes in figure.axes]
     assert [title.split("\n")[0] for title in titles] == list(groups)
     assert "median 0.67, 100% descend" in titles[0]
+    assert figure.get_supxlabel().endswith("without noise")
+
+
+def test_ratios_are_at_the_training_level_where_all_runs_were_profiled_there(groups):
+    for runs in groups.values():
+        for run in runs:
+            run.profiles[1.0] = make_profile([0.4, 0.6, 0.9], 1.0)
+    figure = plots.plot_ratios(groups)
+    assert figure.get_supxlabel().endswith("noise level 1")
+    assert all("0% descend" in axes.get_title() for axes in figure.axes)
+    assert np.isfinite(figure.axes[0].patches[0].get_data().values).all()
+
+
+def test_runs_profiled_at_different_levels_have_no_figures_of_layers(groups, tmp_path):
+    for runs, gamma in zip(groups.values(), (0.0, 2.0)):
+        for run in runs:
+            run.profiles = {gamma: run.profiles[gamma]}
+    files = plots.save_figures(Comparison(groups, []), str(tmp_path))
+    assert "metric_against_noise.png" in files and not {"layer_losses.png", "ratios.png"} & set(files)
 
 
 def test_duals_are_drawn_over_steps(groups):

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .comparison import Comparison
-from .runs import Run
+from .runs import Run, descent_level, shared_levels
 
 
 STYLES = (
@@ -41,14 +41,14 @@ def save_figures(comparison: Comparison, folder: str) -> list[str]:
     """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names."""
     groups = comparison.groups
     figures = {"metric_against_noise": plot_curves(groups)}
-    if all(run.profile is not None for runs in groups.values() for run in runs):
+    if shared_levels(_runs(groups)):
         figures["layer_losses"] = plot_layers(groups)
         figures["ratios"] = plot_ratios(groups)
     for name, runs in groups.items():
         if any(value for entry in runs[0].history for key, value in entry.items() if key.startswith("multiplier_")):
             figures[f"duals_{_file_name(name)}"] = plot_duals(runs[0], name)
     for setting in ABLATED:
-        runs = _alike_but_for((run for group in groups.values() for run in group), setting)
+        runs = _alike_but_for(_runs(groups), setting)
         if len({_setting(run, setting) for run in runs}) > 2:
             figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
     files = []
@@ -85,22 +85,16 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Loss of every layer, one panel for each noise level that all runs have a profile of."""
-    levels = [
-        {profile.gamma: profile for profile in [run.profile, *run.noisy_profiles]}
-        for runs in groups.values()
-        for run in runs
-    ]
-    gammas = sorted(set.intersection(*(set(found) for found in levels)))
+    gammas = shared_levels(_runs(groups))
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
-        found = iter(levels)
         for number, ((name, runs), style) in enumerate(zip(groups.items(), cycle(STYLES))):
-            losses = np.stack([next(found)[gamma].losses for _ in runs])  # [runs, layers]
+            losses = np.stack([run.profiles[gamma].losses for run in runs])  # [runs, layers]
             layers = np.arange(1, losses.shape[1] + 1)
             low, high = losses.min(axis=0), losses.max(axis=0)
             _line(axes, layers, losses.mean(axis=0), low, high, name, style, number, len(groups))
-        axes.set(xlabel="layer", title="without noise" if gamma == 0 else f"noise level {gamma:g}")
+        axes.set(xlabel="layer", title=_level(gamma))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
     _legend(figure, panels[0])
@@ -108,13 +102,15 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 
 def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Histograms of f_l(x) / f_(l-1)(x) over samples and layers; what lies beyond 2 is counted in the last bin."""
+    """Histograms of f_l(x) / f_(l-1)(x) over samples and layers at one noise level (see `descent_level`); what lies
+    beyond 2 is counted in the last bin."""
+    gamma = descent_level(_runs(groups))
     rows = -(-len(groups) // 2)
     figure = Figure(figsize=(8, 1 + 2 * rows), layout="constrained")
     panels = figure.subplots(rows, min(2, len(groups)), sharex=True, sharey=True, squeeze=False).flat
     bins = np.linspace(0, 2, 41)
     for axes, (name, runs) in zip(panels, groups.items()):
-        ratios = np.concatenate([run.profile.ratios.ravel() for run in runs])
+        ratios = np.concatenate([run.profiles[gamma].ratios.ravel() for run in runs])
         counts, _ = np.histogram(ratios.clip(max=2), bins)
         axes.stairs(counts / len(ratios), bins, color="0.5", fill=True)
         axes.axvline(1, color="black", linestyle=":", linewidth=1)
@@ -122,7 +118,7 @@ def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
         axes.set_xlim(0, 2)
     for axes in panels[len(groups) :]:
         axes.remove()
-    figure.supxlabel("loss of a sample after a layer / before it")
+    figure.supxlabel(f"loss of a sample after a layer / before it, {_level(gamma)}")
     figure.supylabel("share of steps")
     return figure
 
@@ -165,6 +161,14 @@ def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
         axes.set_xscale("log")
     axes.legend(frameon=False)
     return figure
+
+
+def _runs(groups: Mapping[str, Sequence[Run]]) -> list[Run]:
+    return [run for runs in groups.values() for run in runs]
+
+
+def _level(gamma: float) -> str:
+    return f"noise level {gamma:g}" if gamma else "without noise"
 
 
 def _alike_but_for(runs: Iterable[Run], setting: str) -> list[Run]:

@@ -1,7 +1,9 @@
 """What the folder of one trained model holds of its results."""
 
+import glob
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +22,14 @@ class Run:
     Attributes:
         folder (`str`): where they were read.
         curve ([`NoiseCurve`]): its `noise_curve.json`.
-        profile ([`LayerProfile`], *optional*): its `layer_profile.json`.
-        noisy_profiles (`list[LayerProfile]`): its `layer_profile_gamma_*.json`, by increasing level.
+        profiles (`dict[float, LayerProfile]`): noise level -> that `layer_profile*.json`.
         summary (`dict`): its `descent_config.json`; empty where there is none.
         history (`list[dict]`): the log of its `trainer_state.json`.
     """
 
     folder: str
     curve: NoiseCurve
-    profile: LayerProfile | None = None
-    noisy_profiles: list[LayerProfile] = field(default_factory=list)
+    profiles: dict[float, LayerProfile] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
 
@@ -39,9 +39,8 @@ class Run:
         path = os.path.join(folder, f"{curve}.json")
         if not os.path.isfile(path):
             raise ValueError(f"{folder} holds no {curve}.json; run `hf-descent evaluate {folder} --config RECIPE`.")
-        profiles = {name: os.path.join(folder, name) for name in os.listdir(folder)}
-        clean = profiles.get("layer_profile.json")
-        noisy = [path for name, path in profiles.items() if name.startswith("layer_profile_gamma_")]
+        files = glob.glob(os.path.join(glob.escape(folder), "layer_profile*.json"))
+        profiles = [LayerProfile.from_json(file) for file in files]
         state = os.path.join(folder, "trainer_state.json")
         history = []
         if os.path.isfile(state):
@@ -50,8 +49,7 @@ class Run:
         return cls(
             folder,
             NoiseCurve.from_json(path),
-            None if clean is None else LayerProfile.from_json(clean),
-            sorted((LayerProfile.from_json(path) for path in noisy), key=lambda profile: profile.gamma),
+            {profile.gamma: profile for profile in profiles},
             find_json(folder, SUMMARY_NAME),
             history,
         )
@@ -64,9 +62,8 @@ class Run:
     def feasible(self) -> bool | None:
         """Whether the constraints hold on the held-out rows at the level of training, where they were imposed; `None`
         without a problem, or without a profile at that level."""
-        profiles = [profile for profile in [self.profile, *self.noisy_profiles] if profile is not None]
-        found = [profile.feasible for profile in profiles if profile.gamma == (self.curve.gamma_train or 0.0)]
-        return found[0] if found else None
+        profile = self.profiles.get(self.curve.gamma_train or 0.0)
+        return None if profile is None else profile.feasible
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -87,3 +84,15 @@ class Run:
         name = "neftune" if arguments.get("neftune_noise_alpha") else arguments["objective"]
         gamma = arguments.get("noise_gamma") or 0
         return name if gamma in (0, [0, 0]) else f"{name}+noise {gamma}"
+
+
+def shared_levels(runs: Sequence[Run]) -> list[float]:
+    """The noise levels, in increasing order, at which all runs have a profile of their layers."""
+    return sorted(set.intersection(*(set(run.profiles) for run in runs)))
+
+
+def descent_level(runs: Sequence[Run]) -> float | None:
+    """The shared level at which the runs' descent is compared: the greatest at which one was trained, or the least."""
+    levels = shared_levels(runs)
+    trained = {run.curve.gamma_train for run in runs}
+    return max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))

@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hf_descent import cli
-from hf_descent.evaluation.runs import Run
+from hf_descent.evaluation.runs import Run, descent_level
 
 from .facts import facts, fingerprints
 from .runner import Options, jobs
@@ -100,9 +101,11 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         verdicts += [comparison["note"]] if comparison["note"] else []
 
     summary, title = SUMMARIES[next(iter(ways.values())).spec.command]
+    loaded = {group: [Run.load(str(run)) for run in runs] for group, runs in folders.items()}
+    level = descent_level(list(chain(*loaded.values())))
     groups = {}
     for group, found in ways.items():
-        runs = [Run.load(str(run)) for run in folders[group]]
+        runs = loaded[group]
         groups[group] = {
             "way": asdict(found),
             "search": study(found, options),
@@ -111,9 +114,9 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
             summary: [getattr(run.curve, summary) for run in runs],
             "average": [run.curve.auc_over_range for run in runs],
             "feasible": [run.feasible for run in runs],
-            "layer_losses": [run.profile.losses.tolist() for run in runs],
-            "descending_share": [run.profile.descending_share for run in runs],
-            "median_ratio": [float(np.median(run.profile.ratios)) for run in runs],
+            "layer_losses": [run.profiles[level].losses.tolist() for run in runs],
+            "descending_share": [run.profiles[level].descending_share for run in runs],
+            "median_ratio": [float(np.median(run.profiles[level].ratios)) for run in runs],
             "step_seconds": [run.summary.get("step_seconds") for run in runs],
             "published": published(found) if options.scale.needs_paths is False else None,
         }
@@ -122,6 +125,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         "summary": summary,
         "summary_title": title,
         "metric": runs[0].curve.metric,
+        "profile_gamma": level,
         "groups": groups,
         "verdicts": verdicts,
         "figures": sorted(path.name for path in (folder / panel.name).glob("*.png")),
@@ -201,7 +205,8 @@ def _comparison(panel: Mapping[str, Any]) -> list[str]:
     few = sorted({0, len(gammas) // 2, len(gammas) - 1})
     title = f"{panel['summary_title']} over [{gammas[0]:g}, {gammas[-1]:g}]"
     levels = [f"{panel['metric']} at {gammas[index]:g}" for index in few]
-    header = ["", title, "average over the range", *levels, "feasible", "steps that descend", "step time"]
+    descending = f"steps that descend at {panel['profile_gamma']:g}"
+    header = ["", title, "average over the range", *levels, "feasible", descending, "step time"]
     header += ["published"] * any(group["published"] is not None for group in groups.values())
     rows = []
     first = _mean(next(iter(groups.values()))["step_seconds"])

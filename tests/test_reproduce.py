@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import datasets
@@ -20,7 +21,7 @@ from hf_descent import cli
 from recipes.reproduce import __main__ as reproduce
 from recipes.reproduce.collect import best, published, render, study
 from recipes.reproduce.facts import fingerprints
-from recipes.reproduce.runner import Job, Options, train_job, tune_job
+from recipes.reproduce.runner import Job, Options, evaluate_job, train_job, tune_job
 from recipes.reproduce.scales import ARMS, MODELS, SCALES
 from recipes.reproduce.tables import TABLES, Way, searched
 
@@ -90,6 +91,19 @@ def test_arms_of_one_setting_share_all_but_their_objective():
     assert differing - problem == {"noise_gamma", "eval_gammas", "objective", "output_dir"}
     # Only a run that sees noise, in training or after it, measures sigma; the levels of all tests are in units of it.
     assert all(each["noise_gamma"] or each["eval_gammas"] for each in arguments.values())
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("table", ["table3", "table4"])
+def test_arms_of_one_setting_are_profiled_at_its_training_level(scale, table, tmp_path):
+    options = Options(SCALES[scale], tmp_path)
+    for panel in panels_of(scale, table):
+        ways = [way for ways in panel.groups.values() for way in ways]
+        for way in ways:
+            words = evaluate_job(way, 0, options).words
+            flags = words[words.index("--profile_gammas") + 1 :]
+            levels = [float(word) for word in takewhile(lambda word: not word.startswith("--"), flags)]
+            assert max(each.gamma for each in ways) in levels
 
 
 def test_every_arm_has_the_same_number_of_trials_and_none_reads_test_rows():

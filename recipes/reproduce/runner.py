@@ -191,9 +191,11 @@ def evaluate_job(found: Way, seed: int, options: Options) -> Job:
     data_arguments = importlib.import_module(f"hf_descent.{command}").argument_types[1]
     names = {each.name for each in dataclasses.fields(data_arguments)}
     given = {name: value for name, value in flags(found, options).items() if name in names}
+    levels = scale.gammas[command]
+    trained = (found.gamma, levels[-1]) if found.gamma else levels  # runs without noise stand beside all others
     given |= {
         "eval_gammas": scale.eval_gammas[command],
-        "profile_gammas": sorted({0.0, found.gamma, scale.gammas[command][-1], scale.eval_gammas[command][-1]}),
+        "profile_gammas": sorted({0.0, *trained, scale.eval_gammas[command][-1]}),
         "draws": scale.draws,
     }
     if "per_device_eval_batch_size" in options.settings:

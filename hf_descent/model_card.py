@@ -193,7 +193,8 @@ def _exit_usage(card, exits, layers, task) -> str:
     lines = [f"from hf_descent.early_exit import {'ConfidenceExit, ' if classifier else ''}truncate", ""]
     lines.append(f"short = truncate({model}, {layer})  # a model of its own that stops after layer {layer}")
     if classifier:
-        lines.append(f"fast = ConfidenceExit({model}).calibrate(validation_data, max_loss=0.01)  # exit per sample")
+        given = "validation_data, max_loss=0.01" + ", processing_class=tokenizer" * card.get("has_tokenizer", False)
+        lines.append(f"fast = ConfidenceExit({model}).calibrate({given})  # exit per sample")
     return "\n".join(lines)
 
 

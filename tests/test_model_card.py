@@ -368,7 +368,10 @@ def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
     _, text = read(tmp_path / "run")
     use, early = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    names = {"validation_data": classification_data(8)}
+    rows = classification_data(8)
+    real = [row["attention_mask"].bool() for row in rows]
+    ragged = [{"input_ids": row["input_ids"][mask], "labels": row["labels"]} for row, mask in zip(rows, real)]
+    names = {"validation_data": ragged}
     exec(use, names)
     exec(early, names)
     assert len(names["short"].bert.encoder.layer) == 1 and names["fast"].threshold >= 0

@@ -46,9 +46,6 @@ class ConfidenceReport(Result):
     measure: str
     batch_size: int
 
-    def __post_init__(self):
-        self.exit_shares = np.asarray(self.exit_shares, dtype=np.float64)
-
     @property
     def mean_layers(self) -> float:
         """Layers that a sample passes, on average."""
@@ -84,7 +81,7 @@ class ConfidenceExit:
     Example:
 
     ```python
-    fast = ConfidenceExit(model).calibrate(validation, max_loss=0.01)
+    fast = ConfidenceExit(model).calibrate(validation, max_loss=0.01, processing_class=tokenizer)
     fast(**batch).logits  # [batch, classes], each row from the layer in `.exit_layers`
     ```
     """

@@ -1,7 +1,6 @@
 """Layerwise descent training for HuggingFace transformers: every layer lowers the task loss, read by one shared head.
 
-Reading order: `problem`, `multipliers`, `objectives`, `schedule`, `readout`, `noise`, `configs`, `descent_state`,
-`trainer`, `preparation`, `checkpoints`, `evaluation`, `cli`.
+README.md has an order to read the modules in.
 """
 
 import importlib

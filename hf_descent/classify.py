@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from datasets import DatasetDict
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction, PreTrainedModel, set_seed
+from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
 from transformers.utils import is_peft_available
 
 from .configs import DescentConfig
 from .data.text import DataArguments, load_text_classification, tokenize
+from .loading import load_tokenizer
 from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from .trainer import DescentMixin, DescentTrainer
@@ -67,9 +68,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
-    tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer = load_tokenizer(model_args.model_name_or_path)
     with args.main_process_first(desc="loading and tokenising"):
         dataset = tokenize(load_text_classification(data_args), tokenizer, data_args.max_seq_length)
     model = load_model(model_args, dataset["train"].features["labels"].names)
@@ -153,6 +152,7 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
 
 
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
+    """`compute_metrics` of a classifier: its accuracy."""
     metric = Accuracy(keep_in_memory=True)  # no cache file, so no lock between processes
     logits = prediction.predictions
     logits = logits[0] if isinstance(logits, tuple) else logits  # BART's come with the states of its encoder

@@ -21,7 +21,7 @@ from .launch import launch, launch_arguments
 
 
 COMMANDS = {
-    "demo": "train ERM and constrained models on real data bundled with a dependency, and compare them",
+    "demo": "train plain, constrained and deeply supervised models on bundled real data, and compare them",
     "classify": "fine-tune a text classifier from a recipe",
     "sft": "fine-tune a language model on instructions from a recipe",
     "generate": "answer instructions with a language model, under noise if asked for",
@@ -122,9 +122,11 @@ def load_recipe(path: str) -> dict[str, Any]:
     return values
 
 
-def main(argv: Sequence[str] | None = None):
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command line (by default this process's), or starts the processes that `--launch` asks for."""
     if launched := launch_arguments(sys.argv[1:] if argv is None else argv):
-        return launch(launched)
+        launch(launched)
+        return
     module, arguments = parse_arguments(argv)
     module.run(*arguments)
     if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():

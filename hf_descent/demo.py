@@ -257,4 +257,5 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 
 def run(args: argparse.Namespace):
+    """Runs [`demo`] as the command line says."""
     demo(args.output_dir, args.seeds, args.max_steps, args.negative_weights, args.auto)

@@ -99,6 +99,7 @@ class PatchTask:
         self.collate = collate
 
     def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        """The rows of a split of clips."""
         return patch_rows(clips, self.patch_size)
 
     def preprocess(self, frames: np.ndarray) -> np.ndarray:
@@ -115,7 +116,7 @@ class PatchTask:
 
 
 class ImageTask:
-    """Rows are frames, made into images by the model's own processor; a clip is a batch of them."""
+    """Rows are frames, made into images by the model's own processor; a clip is a batch of them. As [`PatchTask`]."""
 
     def __init__(self, model_name_or_path: str):
         self.processor = processor = AutoImageProcessor.from_pretrained(model_name_or_path)

@@ -12,23 +12,19 @@ from .metrics.rmse.rmse import Rmse
 GIF_FRAME_MS = 100
 
 
-def classical_rmse(
-    clips: np.ndarray, gammas: Sequence[float], sigma: float, scale: float = 255.0, seed: int = 0
-) -> dict[str, list[float]]:
+def classical_rmse(clips: np.ndarray, gammas: Sequence[float], sigma: float) -> dict[str, list[float]]:
     """RMSE of the noisy input and of two denoisers without a model, which are told the noise's deviation.
 
     Both are scikit-image's. `wavelet`: soft thresholds (BayesShrink, db2) on the wavelets of a clip as a volume of
     frames; `nl_means`: non-local means of each frame, with the settings of the library's example.
 
     Args:
-        clips (`np.ndarray` of shape `[clips, frames, height, width]`): clean pixels.
+        clips (`np.ndarray` of shape `[clips, frames, height, width]`): clean pixels in [0, 1].
         gammas (sequence of `float`): noise levels in units of `sigma`.
         sigma (`float`): deviation of the clean signal.
-        scale (`float`): factor of the RMSE; 255 for pixels in [0, 1].
-        seed (`int`): of the noise.
 
     Returns:
-        One list `[gammas]` for each of "noisy", "wavelet" and "nl_means".
+        One list `[gammas]` for each of "noisy", "wavelet" and "nl_means", on the 0-255 scale.
 
     Raises:
         ImportError: scikit-image is not installed.
@@ -45,18 +41,19 @@ def classical_rmse(
     denoisers = {"noisy": lambda clip, deviation: clip, "wavelet": wavelet, "nl_means": nl_means}
     curves = {name: [] for name in denoisers}
     for gamma in gammas:
-        noise = np.random.default_rng([seed, round(gamma * 1e6)]).standard_normal(clips.shape)
+        noise = np.random.default_rng([0, round(gamma * 1e6)]).standard_normal(clips.shape)
         noisy = clips + gamma * sigma * noise
         for name, denoise in denoisers.items():
             results = [denoise(clip, gamma * sigma) if gamma else clip for clip in noisy]
             metric = Rmse(keep_in_memory=True)
             for result, clean in zip(results, clips):
                 metric.add_batch(predictions=result, references=clean)
-            curves[name].append(metric.compute(scale=scale)["rmse"])
+            curves[name].append(metric.compute(scale=255)["rmse"])
     return curves
 
 
 def import_restoration():
+    """scikit-image's module of classical denoisers; ImportError saying how to install it."""
     try:
         from skimage import restoration
     except ImportError as error:

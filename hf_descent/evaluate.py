@@ -17,7 +17,6 @@ import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForImageToImage,
-    AutoTokenizer,
     DataCollatorForSeq2Seq,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +30,7 @@ from .data.video import VideoArguments, load_clips
 from .descent_state import SUMMARY_NAME, find_json
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
-from .loading import architecture_of, load_model
+from .loading import architecture_of, load_model, load_tokenizer
 from .losses import IGNORE_INDEX
 from .privacy import privacy_curve
 from .problem import DescentProblem
@@ -97,7 +96,7 @@ class Task:
 
 def classification_task(name: str, args: DataArguments) -> Task:
     """Accuracy of a text classifier; typing errors perturb its raw texts."""
-    tokenizer = _tokenizer(name)
+    tokenizer = load_tokenizer(name)
     texts = load_text_classification(args)
     rows = _held_out(tokenize(texts, tokenizer, args.max_seq_length))
     limit = args.max_seq_length or tokenizer.model_max_length
@@ -106,7 +105,7 @@ def classification_task(name: str, args: DataArguments) -> Task:
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
-    tokenizer = _tokenizer(name)
+    tokenizer = load_tokenizer(name)
     model = load_model(name)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = _held_out(load_alpaca(args, tokenizer))
@@ -262,13 +261,6 @@ def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int 
         ids = tokenizer.apply_chat_template([*messages, *row["completion"]], return_dict=False)
     labels = [IGNORE_INDEX] * len(prompt) + ids[len(prompt) :]
     return {"input_ids": ids[:limit], "attention_mask": [1] * len(ids[:limit]), "labels": labels[: len(ids[:limit])]}
-
-
-def _tokenizer(name: str) -> PreTrainedTokenizerBase:
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def _held_out(splits) -> Dataset:

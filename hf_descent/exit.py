@@ -23,6 +23,7 @@ from .early_exit import (
 )
 from .evaluation.scoring import Result
 from .loading import load_model
+from .losses import IGNORE_INDEX
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,7 +119,7 @@ def _pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     mask = torch.arange(ids.shape[1]) < lengths[:, None]  # [batch, seq]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, -100)}
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, IGNORE_INDEX)}
 
 
 def plot(

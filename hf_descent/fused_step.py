@@ -44,7 +44,7 @@ class FusedStepMixin:
                     "`readout_token_fraction` and `readout_gradient_threshold` need the fused readout, which does not "
                     f"apply: {reason} Leave both unset."
                 ) from reason
-            logger.info(f"Layers are read by replay. {reason}")
+            logger.info(f"Layers are read by replay; the fused head is for other models ({reason})")
             return
         # Trainer goes by the name of the class, which says nothing for some (GPT2LMHeadModel).
         self._loss_shifts_labels = self._fused.shifts_labels

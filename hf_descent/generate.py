@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
-from .loading import load_model
+from .loading import load_model, load_tokenizer
 from .noise import EmbeddingNoise
 
 
@@ -78,9 +78,7 @@ def run(args: Namespace) -> None:
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
     if args.generator is None:
         args.generator = Path(args.model).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer = load_tokenizer(args.model, padding_side="left")
     rows = load_instructions(args.instructions)[: args.max_samples]
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
     answers = begin(args)
@@ -164,6 +162,7 @@ def begin(args: Namespace) -> list[dict]:
 
 
 def partial_file(args: Namespace) -> str:
+    """Where the answers are kept until all are there."""
     return args.output + ".partial"
 
 

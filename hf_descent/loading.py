@@ -1,6 +1,13 @@
-"""The text models of finished runs, whole or as an adapter beside its base, for the commands that measure them."""
+"""The tokenizers of text models, and the models of finished runs, whole or as an adapter beside its base."""
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .descent_state import SUMMARY_NAME, find_json
@@ -56,6 +63,14 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
     return model.eval()
+
+
+def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, which pads with the end of text where it has no padding token of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _architecture(name: str, adapter: dict, summary: dict) -> str:

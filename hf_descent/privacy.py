@@ -121,10 +121,6 @@ class PrivacyCurve(Result):
     clip_norm: float
     tokens: int
 
-    def __post_init__(self):
-        for name in ("epsilons", "gammas", "epsilons_per_token", "values", "radii"):
-            setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
-
     def __str__(self) -> str:
         rows = [f"{'epsilon':>10} {'per token':>10} {'gamma':>8} {self.metric:>12} {'+- (95 %)':>10}"]
         rows.append(f"{'inf':>10} {'inf':>10} {0:8.4g} {self.clean:12.5g}")

@@ -237,7 +237,8 @@ def _leaves(tensor):
                 yield node.variable
 
 
-def has_router_loss(outputs):
+def has_router_loss(outputs) -> bool:
+    """Whether a mixture of experts gives an auxiliary loss of its router beside the task loss."""
     return isinstance(outputs, dict) and any(
         key.endswith(("aux_loss", "router_loss", "z_loss")) and value is not None for key, value in outputs.items()
     )

@@ -153,7 +153,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def _final_statistics(self, inputs, outputs) -> FusedCausalLMOutput:
         """What TRL logs of the last layer's predictions, for the labelled tokens."""
         if self._fused is not None:
-            _, _, _, _, losses, entropies, hits, _ = self._fused_losses
+            found = self._fused_losses
+            losses, entropies, hits = found.token_losses, found.token_entropies, found.token_hits
         else:
             labels, shifted = inputs["labels"], inputs.get("shift_labels")
             tokens = labelled_tokens(

@@ -151,6 +151,7 @@ def present_autocast(device_type: str) -> torch.autocast:
 
 
 def check_layerdrop(model, stack):
+    """ValueError where the model, as it is now, drops whole layers at random."""
     modules = (model, *stack.ancestors) if model.training else ()
     sources = [*modules, *(module.config for module in modules if hasattr(module, "config"))]
     rates = [rate for rate in (getattr(source, "layerdrop", 0.0) for source in sources) if isinstance(rate, float)]
@@ -171,6 +172,7 @@ def off_in_replay(model, stack):
 
 @contextmanager
 def switched_off(flags):
+    """The flags that are on, of pairs as from [`off_in_replay`], are off inside."""
     changed = [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
     try:
         for owner, name in changed:
@@ -186,4 +188,5 @@ def _same(output):
 
 
 def clone(output):
+    """A module's output with its tensors copied."""
     return map_tensors(torch.clone, output)

@@ -7,16 +7,12 @@ from sklearn.datasets import load_sample_images
 
 LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601
 HELD_OUT_SHARE = 0.25  # of each photograph's columns, at its right edge
+PATCH_SIZE = 8  # side of the square window, in pixels
+NUM_FRAMES = 10
+MAX_SPEED = 1.0  # in either direction, in pixels per frame
 
 
-def photo_pans(
-    num_clips: int,
-    held_out: bool = False,
-    seed: int = 0,
-    patch_size: int = 8,
-    num_frames: int = 10,
-    max_speed: float = 1.0,
-) -> torch.Tensor:
+def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
     """Clips of a window that moves over a gray photograph at constant sub-pixel speed, by bilinear interpolation.
 
     Training and held-out clips lie in separate regions of the photographs: no pixel is in both.
@@ -24,43 +20,31 @@ def photo_pans(
     Args:
         num_clips (`int`): number of clips.
         held_out (`bool`): take them from the held-out region.
-        seed (`int`): fixes photograph, place and speed of every clip.
-        patch_size (`int`): side of the square window, in pixels.
-        num_frames (`int`): frames in a clip.
-        max_speed (`float`): largest speed in either direction, in pixels per frame.
 
     Returns:
-        Float32 tensor `[num_clips, num_frames, patch_size ** 2]` in [0, 1].
-
-    Raises:
-        ValueError: the motion does not fit into the region.
+        Float32 tensor `[num_clips, NUM_FRAMES, PATCH_SIZE ** 2]` in [0, 1]; the same at every call.
     """
     photos = np.stack(load_sample_images().images) @ LUMA / 255  # [photos, height, width]
     height, width = photos.shape[1:]
     border = round(width * (1 - HELD_OUT_SHARE))
     left, right = (border, width) if held_out else (0, border)
-    times = np.arange(num_frames) - (num_frames - 1) / 2  # [frames]
-    low = max_speed * times[-1]
-    margin = low + patch_size + 1  # interpolation reads one pixel beyond the window
-    if min(height, right - left) <= low + margin:
-        raise ValueError(
-            f"Windows of {patch_size} pixels that move up to {max_speed} pixels in each of {num_frames} frames do not "
-            f"fit into a region of {height} x {right - left} pixels; lower one of the three."
-        )
+    times = np.arange(NUM_FRAMES) - (NUM_FRAMES - 1) / 2  # [frames]
+    low = MAX_SPEED * times[-1]
+    margin = low + PATCH_SIZE + 1  # interpolation reads one pixel beyond the window
 
-    generator = np.random.default_rng([seed, held_out])
+    generator = np.random.default_rng([0, held_out])
     photo = generator.integers(len(photos), size=(num_clips, 1, 1, 1))
     start = generator.uniform((low, left + low), (height - margin, right - margin), size=(num_clips, 2))
-    speed = generator.uniform(-max_speed, max_speed, size=(num_clips, 2))
+    speed = generator.uniform(-MAX_SPEED, MAX_SPEED, size=(num_clips, 2))
     corner = start[:, None] + speed[:, None] * times[:, None]  # [clips, frames, (row, column)]
     whole = np.floor(corner).astype(int)
     row, column = (whole[..., axis, None, None] for axis in (0, 1))  # [clips, frames, 1, 1]
     down, across = np.moveaxis(corner - whole, -1, 0)[..., None, None]  # [clips, frames, 1, 1]
-    rows, columns = row + np.arange(patch_size)[:, None], column + np.arange(patch_size)
+    rows, columns = row + np.arange(PATCH_SIZE)[:, None], column + np.arange(PATCH_SIZE)
 
     clips = sum(
         (down if i else 1 - down) * (across if j else 1 - across) * photos[photo, rows + i, columns + j]
         for i in (0, 1)
         for j in (0, 1)
     )  # [clips, frames, patch, patch]
-    return torch.from_numpy(clips.reshape(num_clips, num_frames, -1)).float()
+    return torch.from_numpy(clips.reshape(num_clips, NUM_FRAMES, -1)).float()

@@ -62,6 +62,7 @@ def collate_images(rows: Sequence[dict[str, torch.Tensor]], image_processor) -> 
 
 
 def check_patch_size(frame_size: int, patch_size: int) -> None:
+    """ValueError unless frames of that height or width can be cut into whole patches."""
     if frame_size % patch_size:
         raise ValueError(
             f"Frames of {frame_size} pixels cannot be cut into patches of `patch_size` {patch_size}: give a "

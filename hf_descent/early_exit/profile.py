@@ -40,10 +40,6 @@ class ExitProfile(Result):
     device: str = "cpu"
     greater_is_better: bool = True
 
-    def __post_init__(self):
-        for name in ("values", "losses", "seconds"):
-            setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
-
     @property
     def speedups(self) -> np.ndarray:
         """Latency of the whole model over that of each exit, `[L]`."""

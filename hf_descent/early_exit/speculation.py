@@ -37,10 +37,6 @@ class SpeculationProfile(Result):
     truncated_tokens_per_second: np.ndarray
     equal: np.ndarray
 
-    def __post_init__(self):
-        for name in ("acceptance", "tokens_per_second", "truncated_tokens_per_second", "equal"):
-            setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
-
     @property
     def best(self) -> int | None:
         """The fastest exit layer, to pass as `assistant_early_exit`; `None` (plain decoding) where none is faster."""

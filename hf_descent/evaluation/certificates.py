@@ -42,9 +42,6 @@ class Certificate(Result):
     certified_share: float
     refuted_share: float
 
-    def __post_init__(self):
-        self.violations, self.radii = np.asarray(self.violations), np.asarray(self.radii)
-
     def __str__(self) -> str:
         rows = [f"{'layer':>6} {'violation':>12} {'+-':>10}  feasible"]
         for layer, violation, error, certified in zip(self.layers, self.violations, self.radii, self.certified):
@@ -113,11 +110,6 @@ class ShiftGrowth(Result):
     violation_growth: np.ndarray | None = None
     violation_radii: np.ndarray | None = None
     violation_slopes: np.ndarray | None = None
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if value is not None:
-                setattr(self, name, np.asarray(value, dtype=np.float64))
 
     def __str__(self) -> str:
         rows = [f"{'gamma':>8} {'growth of f_L':>14} {'+- (95 %)':>10}"]

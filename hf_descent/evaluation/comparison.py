@@ -132,18 +132,16 @@ def check_comparable(runs: Sequence[Run]):
         raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")
 
 
-def difference(
-    groups: Mapping[str, Sequence[Run]], baseline: str, group: str, name: str = PRIMARY, confidence: float = 0.95
-) -> Difference:
-    """How much better the runs of `group` are than those of `baseline` on the property `name` of their curves."""
+def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95) -> Difference:
+    """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
     sides = [list(groups[baseline]), list(groups[group])]
     seeds = [[run.seed for run in side] for side in sides]
     paired = None not in seeds[0] and sorted(seeds[0]) == sorted(seeds[1]) and len(set(seeds[0])) == len(seeds[0])
     if paired:
         sides = [sorted(side, key=lambda run: run.seed) for side in sides]
-    before, after = (np.stack([run.curve.pseudo_values(name) for run in side]) for side in sides)  # [seeds, blocks]
+    before, after = (np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides)  # [seeds, blocks]
     # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
-    means = [np.array([getattr(run.curve, name) for run in side]) for side in sides]
+    means = [np.array([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
     estimate = float(means[1].mean() - means[0].mean())
     blocks = before.shape[1]
     tables = [after - before] if paired else [before, after]
@@ -170,7 +168,7 @@ def difference(
     return Difference(
         baseline=baseline,
         group=group,
-        name=name,
+        name=PRIMARY,
         metric=first.metric,
         estimate=estimate,
         radius=radius,

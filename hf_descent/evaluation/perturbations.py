@@ -26,18 +26,13 @@ class Typos:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): the model's.
         max_length (`int`, *optional*): tokens to keep; the tokenizer's own limit where not given.
-        columns (sequence of `str`): the columns that hold text, in the order in which the model takes them.
     """
 
     name = "typos"
+    columns = ("text", "text_pair")  # that hold text, in the order in which the model takes them
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        max_length: int | None = None,
-        columns: tuple[str, ...] = ("text", "text_pair"),
-    ):
-        self.tokenizer, self.max_length, self.columns = tokenizer, max_length, columns
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_length: int | None = None):
+        self.tokenizer, self.max_length = tokenizer, max_length
 
     def __call__(self, row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
         texts = [row[column] for column in self.columns if column in row]

@@ -68,11 +68,6 @@ class LayerProfile(Result):
     blocks: np.ndarray | None = None
     scale: float = 1.0
 
-    def __post_init__(self):
-        for name in ("losses", "values", "sample_losses", "violations", "blocks"):
-            if getattr(self, name) is not None:
-                setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
-
     @property
     def ending(self) -> str:
         """Of the name of its file among those of other noise levels: `layer_profile`, `layer_profile_gamma_0.5`."""

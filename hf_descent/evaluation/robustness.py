@@ -72,11 +72,6 @@ class NoiseCurve(Result):
     greater_is_better: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
-        for name in ("gammas", "values", "losses", "blocks"):
-            if getattr(self, name) is not None:
-                setattr(self, name, np.asarray(getattr(self, name), dtype=np.float64))
-
     @property
     def mean(self) -> np.ndarray:
         """Mean of the metric over draws, `[G]`."""

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
 
@@ -162,14 +162,21 @@ class Scorer:
 class Result:
     """A dataclass of float64 arrays and plain values that can be written to disk and read back."""
 
+    def __post_init__(self):
+        for field in fields(self):
+            if field.type in (np.ndarray, np.ndarray | None) and (value := getattr(self, field.name)) is not None:
+                setattr(self, field.name, np.asarray(value, dtype=np.float64))
+
     def to_json(self, path: str):
-        # In one piece or not at all: a killed process leaves no half file that a later one would trust.
+        """Write the attributes, whole or not at all."""
+        # A killed process leaves no half file that a later one would trust.
         with open(f"{path}.tmp", "w", encoding="utf-8") as file:
             json.dump(asdict(self), file, default=np.ndarray.tolist)
         os.replace(f"{path}.tmp", path)
 
     @classmethod
     def from_json(cls, path: str):
+        """The result that `to_json` wrote."""
         with open(path, encoding="utf-8") as file:
             return cls(**json.load(file))
 

@@ -118,7 +118,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
             "descending_share": [run.profiles[level].descending_share for run in runs],
             "median_ratio": [float(np.median(run.profiles[level].ratios)) for run in runs],
             "step_seconds": [run.summary.get("step_seconds") for run in runs],
-            "published": published(found) if options.scale.needs_paths is False else None,
+            "published": None if options.scale.needs_paths else published(found),
         }
     return {
         "name": panel.name,

@@ -58,6 +58,13 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
         num_items_in_batch: torch.Tensor | None = None,
         **kwargs,
     ) -> SequenceClassifierOutput:
+        """
+        Args:
+            input_ids (`torch.LongTensor` of shape `[batch, seq]`): tokens; or `inputs_embeds` `[batch, seq, hidden]`.
+            attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 marks padding.
+            labels (`torch.Tensor` of shape `[batch]`, or `[batch, labels]`, *optional*): see `config.problem_type`.
+            token_type_ids, kwargs: what else the encoder takes.
+        """
         if token_type_ids is not None:  # not every encoder takes them, and then its tokenizer gives none
             kwargs["token_type_ids"] = token_type_ids
         outputs = self.encoder(

@@ -46,6 +46,7 @@ class UTLayer(GradientCheckpointingLayer):
 
     @property
     def symmetric_mixing(self) -> torch.Tensor:
+        """S, `[hidden, hidden]`."""
         return (self.mixing + self.mixing.T) / 2  # [hidden, hidden]
 
     def attend(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -61,6 +62,7 @@ class UTLayer(GradientCheckpointingLayer):
         return F.relu(attended @ self.symmetric_mixing + hidden_states @ self.skip)
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The next iterate from X, both `[batch, seq, hidden]`; mask `[batch, seq]`, 0 at tokens not attended to."""
         return self.combine(self.attend(hidden_states, attention_mask), hidden_states)
 
 

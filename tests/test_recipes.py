@@ -15,7 +15,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file
-from tiny import bert, llama
+from tiny import bert, classification_data, llama, word_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
@@ -83,6 +83,17 @@ def test_documented_commands_parse(line, tmp_path):
     if "--config" in argv:
         assert (ROOT / argv[argv.index("--config") + 1]).is_file()
     cli.parse_arguments(argv)
+
+
+def test_the_script_of_the_readme_runs(tmp_path, monkeypatch):
+    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", lambda name: bert())
+    monkeypatch.chdir(tmp_path)
+    names = {"train": classification_data(16), "test": classification_data(8), "tokenizer": word_tokenizer()}
+    exec(script, names)
+    trainer = names["trainer"]
+    assert len(trainer.multipliers.values) == len(bert().bert.encoder.layer)
+    assert any(entry.keys() >= {"eval_layer_loss_1", "eval_feasible"} for entry in trainer.state.log_history)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=relative)

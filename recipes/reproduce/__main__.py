@@ -1,4 +1,4 @@
-"""`python -m recipes.reproduce TABLE`: run, go on with and collect what one table or figure of the paper shows."""
+"""`python -m recipes.reproduce TABLE`: run, resume and collect what one table or figure of the paper shows."""
 
 import argparse
 from collections.abc import Sequence

@@ -207,6 +207,19 @@ class FusedReadout:
         _require_close(own_loss, expected, precision, f"{name}: its loss is not the cross-entropy of tokens")
 
 
+class _Norm(nn.Sequential):
+    """What stands between the last layer and the head, past the hooks of its modules.
+
+    The reads take its backward pass inside the model's forward. FSDP would take that for the end of its own backward
+    pass, and shard norm and head, to gather them again for the next read.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module.forward(x)
+        return x
+
+
 def _text_config(model):
     """The config of the language model; a model that is not from transformers may have none."""
     config = getattr(model, "config", None)
@@ -274,7 +287,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             reached = received[0]
     if not _same_storage(reached, last):
         raise ValueError(f"{name}: no chain of modules leads from the last layer to the head.")
-    norm = chain[0] if len(chain) == 1 else nn.Sequential(*chain)
+    norm = _Norm(*chain)
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
     for module, _, _ in tail:
         if any(id(parameter) not in known for parameter in module.parameters(recurse=False)):
@@ -286,7 +299,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
     precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
     with autocast:
-        own_scores = head(norm(rows)).view_as(scores)
+        own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)  # outside a forward, where hooks gather shards
     _require_close(own_scores, scores, precision, f"{name}: norm and head differ on single positions")
     return norm, head, _logit_transform(model, inputs, head, scores.dtype, precision), precision
 

@@ -210,6 +210,15 @@ def test_lora(saved):
     torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
 
 
+def test_reads_are_no_calls_of_the_norm():
+    """FSDP would gather the shards of norm and head for each, and let go of them after it."""
+    model, inputs, calls = build(), batch(), []
+    readout = FusedReadout.probe(model, inputs)
+    model.model.norm.register_forward_pre_hook(lambda *args: calls.append(args))
+    train_step(readout, model, inputs)
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("fail", [True, False])
 def test_the_model_is_left_as_it_was(fail):
     model, inputs = build(), batch()
@@ -291,6 +300,12 @@ def other_loss():
     return model
 
 
+def hooked_norm():
+    model = build()
+    model.model.norm.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
 def hooked_head():
     model = build()
     model.lm_head.register_forward_hook(lambda module, args, output: output + torch.arange(VOCAB))
@@ -310,6 +325,7 @@ def hooked_head():
         (lora_on_head, "acts beside"),
         (dropout_before_head, "single positions"),
         (other_loss, "replay"),
+        (hooked_norm, "replay"),
         (hooked_head, "replay"),
         (lambda: Plain(tuple), "no loss by name"),
         (lambda: build("BioGptForTokenClassification", num_labels=VOCAB), "attention mask"),

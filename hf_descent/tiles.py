@@ -268,6 +268,11 @@ def _add_product_(total, left, right) -> torch.Tensor:
     """`total += left @ right`, summed in the dtype of `total`."""
     if total.dtype == right.dtype:
         return total.addmm_(left, right)
-    if total.device.type == "cuda":
+    if _sums_wide(total.device):
         return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     return total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _sums_wide(device: torch.device) -> bool:
+    """Whether products of half precision can be added to a float32 matrix there: cuBLAS does so from Ampere on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

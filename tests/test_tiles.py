@@ -163,6 +163,14 @@ def test_sums_over_tokens_are_not_held_in_half_precision(threshold):
     torch.testing.assert_close(head.weight.grad, pushes[:, None].expand(-1, 4), rtol=1e-3, atol=1.0)
 
 
+@pytest.mark.parametrize(
+    ("device", "capability", "wide"), [("cpu", None, False), ("cuda:1", (7, 5), False), ("cuda", (8, 0), True)]
+)
+def test_devices_before_ampere_sum_as_a_cpu_does(monkeypatch, device, capability, wide):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert tiles._sums_wide(torch.device(device)) == wide
+
+
 def test_threshold_and_smoothing_exclude_each_other():
     with pytest.raises(ValueError, match="label_smoothing"):
         HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)

@@ -151,7 +151,7 @@ def fused_layer_losses(
     if weights is not None:
         spread = weights.detach() * expansion  # [layers]
         for layer in value_only:
-            spread[layer - 1] = 0.0
+            spread[layer - 1].zero_()  # an assignment would copy from the host
         unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
         for read, weight in zip(reads, spread / unit):
             read.coefficients = weight.expand(len(read.rows))

@@ -110,7 +110,7 @@ class FusedStepMixin:
             self._skipped, self._reads = self._skipped + losses.skipped, self._reads + 1
             self.loss_is_scaled_for_ga = True
         else:
-            self._eval_sums += torch.cat([losses.sums, losses.sums.new_tensor([losses.num_tokens])])
+            self._eval_sums += torch.cat([losses.sums, losses.sums.new_full((1,), losses.num_tokens)])
         return outputs["loss"], outputs
 
     def _threshold_logs(self) -> dict[str, float]:

@@ -34,7 +34,7 @@ def linear_weights(
         weights = problem.weights(multipliers)
         return weights.clamp(min=0) if negative_weights == "clip" else weights
     weights = torch.full_like(multipliers, coefficient if objective == "deep_supervision" else 0.0)
-    weights[-1] = 1.0
+    weights[-1:].fill_(1.0)  # an assignment would copy from the host
     return weights
 
 

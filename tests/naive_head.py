@@ -57,15 +57,17 @@ def assert_same_gradients(actual, expected, **tolerance):
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operations of matrix products, and the elements of the largest tensor."""
+    """Counts the operations of matrix products, the elements of the largest tensor, and what waits for a device."""
 
     def __init__(self):
         super().__init__()
-        self.flops = self.largest = 0
+        self.flops = self.largest = self.waits = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__.rstrip("_")
+        # A number of Python's that becomes a tensor, or the reverse: a copy from or to the device.
+        self.waits += name in ("lift_fresh", "_local_scalar_dense", "nonzero")
         if name in ("mm", "addmm"):
             left, right = args[-2:]
             self.flops += 2 * left.shape[0] * left.shape[1] * right.shape[1]

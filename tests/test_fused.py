@@ -118,6 +118,15 @@ def test_value_only_layers_equal_weight_zero():
     assert_same_gradients(found, wanted)
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_read_waits_for_the_device(sampled):
+    hidden, norm, head, labels = setting(bias=True)
+    tokens = labelled_tokens(labels, fraction=0.5 if sampled else 1.0)
+    with Watch() as watch:
+        fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, value_only=(1, 3)).objective.backward()
+    assert watch.flops and not watch.waits
+
+
 def test_two_passes_give_the_gradient_of_a_nonlinear_objective():
     hidden, norm, head, labels = setting()
     tokens = labelled_tokens(labels)

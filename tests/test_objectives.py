@@ -1,5 +1,6 @@
 import pytest
 import torch
+from naive_head import Watch
 
 from hf_descent import DescentProblem
 from hf_descent.objectives import linear_weights, penalty
@@ -19,8 +20,11 @@ LOSSES = torch.tensor([1.2, 0.7, 0.8], dtype=torch.float64)
     ],
 )
 def test_linear_weights(objective, expected):
-    weights = linear_weights(objective, PROBLEM, torch.tensor([0.5, 1.0, 2.0]), 0.4, "keep")
+    multipliers = torch.tensor([0.5, 1.0, 2.0])
+    with Watch() as watch:
+        weights = linear_weights(objective, PROBLEM, multipliers, 0.4, "keep")
     assert weights.tolist() == pytest.approx(expected)
+    assert not watch.waits
 
 
 def test_clipping_touches_negative_weights_of_the_lagrangian_only():

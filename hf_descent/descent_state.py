@@ -157,11 +157,14 @@ class DescentState(ReportMixin):
 
     # ---- dual side ----
 
-    def dual_step(self, layer_losses: torch.Tensor, step: int) -> None:
-        """One step of averages and multipliers on the layer losses `[L]` of an optimizer step; no host reads."""
+    def dual_step(self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None) -> None:
+        """One step of averages and multipliers on the layer losses `[L]` of an optimizer step; no host reads.
+
+        Losses that are not finite, and those of a step without `items` (0), change neither.
+        """
         finite = torch.isfinite(layer_losses)  # [layers]
         self._nonfinite += ~finite
-        usable = finite.all()
+        usable = finite.all() if items is None else finite.all() & (items > 0)
         counted = torch.where(usable, layer_losses, 0.0)
         weight = (1 - AVERAGE_DECAY) * usable
         self.averages = (1 - weight) * self.averages + weight * counted
@@ -172,7 +175,7 @@ class DescentState(ReportMixin):
             violations = self.problem.violations(layer_losses)
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
-            self.multipliers.step(violations)
+            self.multipliers.step(torch.where(usable, violations, torch.nan))
         if step + 1 >= self.active_from and not self._warmed_up:
             self._end_warmup()
 

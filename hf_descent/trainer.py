@@ -271,7 +271,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
         layer_losses = self._reduce(self._layer_sums)
         if not self.accelerator.optimizer_step_was_skipped:
-            self._state.dual_step(layer_losses, self.state.global_step)
+            self._state.dual_step(layer_losses, self.state.global_step, self._items)
         if self.args.stop_on_nonfinite and self._state.has_faults:
             self.control.should_training_stop = True
 

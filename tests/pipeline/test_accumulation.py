@@ -56,6 +56,22 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
     torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("objective", ["descent", "deep_supervision"])
+def test_a_step_without_any_label_measures_nothing(tmp_path, objective):
+    """Its layer losses are no zeros, which would meet every constraint."""
+    data = language_data(ragged=False)
+    for row in data[16:24]:  # the third of five steps
+        row["labels"] = torch.full_like(row["labels"], -100)
+    trainer, _ = run(tmp_path, llama(), data, 8, objective=objective, dual_optim="sgd")
+    logs = {log["step"]: log for log in trainer.state.log_history if "grad_norm" in log}
+    assert "layer_loss_1" in logs[2] and "layer_loss_1" not in logs[3]
+    losses = torch.tensor([[logs[step][f"layer_loss_{layer}"] for layer in (1, 2, 3)] for step in (1, 2, 4, 5)])
+    torch.testing.assert_close(trainer._state.mean_losses, losses.mean(0), rtol=0.05, atol=0.0)
+    if objective == "descent":
+        assert trainer.multipliers.steps == 4
+        assert logs[4]["multiplier_1"] > logs[2]["multiplier_1"] > 0
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         yield from classification_data(24)

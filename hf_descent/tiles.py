@@ -11,6 +11,7 @@ import math
 
 import torch
 from torch import nn
+from transformers.utils import is_torch_greater_or_equal
 
 
 # Logits alive at once. Fewer rows per tile reread the head, and its gradient, once more per tile.
@@ -274,5 +275,8 @@ def _add_product_(total, left, right) -> torch.Tensor:
 
 
 def _sums_wide(device: torch.device) -> bool:
-    """Whether products of half precision can be added to a float32 matrix there: cuBLAS does so from Ampere on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether products of half precision can be added to a float32 matrix there: cuBLAS does so from Ampere on, torch
+    from 2.8 on."""
+    if device.type != "cuda" or not is_torch_greater_or_equal("2.8"):
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)

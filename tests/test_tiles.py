@@ -16,6 +16,7 @@ from naive_head import (
     naive_sums,
     setting,
 )
+from packaging.version import Version
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -164,10 +165,19 @@ def test_sums_over_tokens_are_not_held_in_half_precision(threshold):
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "wide"), [("cpu", None, False), ("cuda:1", (7, 5), False), ("cuda", (8, 0), True)]
+    ("device", "capability", "torch_version", "wide"),
+    [
+        ("cpu", None, "2.13", False),
+        ("cuda:1", (7, 5), "2.13", False),
+        ("cuda", (8, 0), "2.7", False),
+        ("cuda", (8, 0), "2.8", True),
+    ],
 )
-def test_devices_before_ampere_sum_as_a_cpu_does(monkeypatch, device, capability, wide):
+def test_devices_before_ampere_and_torch_before_28_sum_as_a_cpu_does(
+    monkeypatch, device, capability, torch_version, wide
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(tiles, "is_torch_greater_or_equal", lambda least: Version(torch_version) >= Version(least))
     assert tiles._sums_wide(torch.device(device)) == wide
 
 

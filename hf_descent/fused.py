@@ -42,6 +42,7 @@ class LabelledTokens(NamedTuple):
 def labelled_tokens(
     labels: torch.Tensor,
     shift: bool = True,
+    ignore_index: int = IGNORE_INDEX,
     fraction: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> LabelledTokens:
@@ -58,9 +59,9 @@ def labelled_tokens(
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"`fraction` is {fraction}; give a share of the labelled tokens in (0, 1].")
     if shift:
-        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # [batch, seq]
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)  # [batch, seq]
     labels = labels.flatten()  # [batch * seq]
-    rows = labels.ne(IGNORE_INDEX).nonzero().squeeze(1)  # [tokens]
+    rows = labels.ne(ignore_index).nonzero().squeeze(1)  # [tokens]
     count = len(rows)
     size = min(count, max(1, round(fraction * count)))
     sample = None

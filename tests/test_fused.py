@@ -39,6 +39,7 @@ OPTIONS = {
     "label smoothing": {"label_smoothing": 0.1},
     "all": {"bias": True, "norm": "layer", "logit_scale": 3.0, "softcap": 1.5, "label_smoothing": 0.2},
     "shifted already": {"shift": False},
+    "ignore index": {"ignore_index": 0},
     "all labelled": {"ignored": 0.0},
 }
 
@@ -48,8 +49,10 @@ OPTIONS = {
 def test_losses_and_gradients_are_the_naive_ones(option, num_items, tile_size):
     options = dict(OPTIONS[option])
     hidden, norm, head, labels = setting(**{k: options.pop(k) for k in ("bias", "norm", "ignored") if k in options})
-    token_options = {"shift": options.pop("shift", True)}
+    token_options = {k: options.pop(k) for k in ("shift", "ignore_index") if k in options}
     head_loss = HeadLoss(**options)
+    if "ignore_index" in token_options:
+        labels[labels == -100] = token_options["ignore_index"]
 
     sums = naive_sums(hidden, norm, head, labels, head_loss, **token_options)
     tokens = labelled_tokens(labels, **token_options)

@@ -191,6 +191,14 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             eval_dataset = concatenate_datasets([dataset, filler])
         return super().get_eval_dataloader(eval_dataset)
 
+    def prediction_step(self, *args, **kwargs):
+        before = {name: len(values) for name, values in self._metrics["eval"].items()}
+        prediction = super().prediction_step(*args, **kwargs)
+        # A last batch that repeated rows fill up is read once more, without them: only that counts.
+        for name, values in self._metrics["eval"].items():
+            del values[before.get(name, 0) : -1]
+        return prediction
+
     def _held_out(self, dataset):
         dataset = super()._held_out(dataset)
         return self.held_out_batches(dataset) if isinstance(dataset, Dataset) else dataset

@@ -201,6 +201,17 @@ def test_robustness_without_noise_is_the_evaluation(tmp_path, setting):
         assert curve.losses[1, 0] != pytest.approx(metrics["eval_loss"], rel=1e-3)
 
 
+def test_rows_that_fill_the_last_batch_count_in_no_metric(tmp_path, monkeypatch):
+    ours = make(SFTDescentTrainer, tmp_path, **CONSTRAINED)
+    ours.model.lm_head.weight.data.mul_(100)  # predictions that differ from row to row
+    data = ours.eval_dataset.select(range(4))
+    expected = ours.evaluate(data.select(range(3)))
+    monkeypatch.setattr(SFTDescentTrainer, "_rows_counted_once", lambda self, inputs: 3)  # as one of several processes
+    found = ours.evaluate(data)
+    for name in ("eval_loss", "eval_layer_loss_1", "eval_mean_token_accuracy", "eval_entropy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+
+
 def test_compute_metrics_gets_the_stock_logits(tmp_path):
     def keep(prediction):
         seen.append(prediction.predictions)

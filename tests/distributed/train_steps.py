@@ -127,6 +127,9 @@ def train(output, task, batch=8, accumulation=1, **settings):
     else:
         model = get_peft_model(model, lora) if lora else model
         trainer = InOrder(model, config(output, **settings), train_dataset=data, eval_dataset=data[:31])
+    if trainer.is_deepspeed_enabled:  # by its default, ZeRO-3 would leave all of a tiny model in every process
+        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
     if poison:
         trainer.add_callback(callback := Poison(*poison))
         callback.trainer = trainer
@@ -142,6 +145,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
     return {
         "processes": trainer.args.world_size,
         "type": trainer.accelerator.distributed_type.value,
+        "left_whole": sum(getattr(parameter, "ds_persist", False) for parameter in trainer.model.parameters()),
         "steps": gather([trainer.state.global_step], use_gather_object=True),
         "dual_steps": 0 if trainer.multipliers is None else trainer.multipliers.steps.item(),
         "losses": [log["loss"] for log in trainer.state.log_history if "grad_norm" in log],

@@ -41,14 +41,14 @@ def save_figures(comparison: Comparison, folder: str) -> list[str]:
     """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names."""
     groups = comparison.groups
     figures = {"metric_against_noise": plot_curves(groups)}
-    if shared_levels(_runs(groups)):
+    if shared_levels(groups):
         figures["layer_losses"] = plot_layers(groups)
         figures["ratios"] = plot_ratios(groups)
     for name, runs in groups.items():
         if any(value for entry in runs[0].history for key, value in entry.items() if key.startswith("multiplier_")):
             figures[f"duals_{_file_name(name)}"] = plot_duals(runs[0], name)
     for setting in ABLATED:
-        runs = _alike_but_for(_runs(groups), setting)
+        runs = _alike_but_for((run for group in groups.values() for run in group), setting)
         if len({_setting(run, setting) for run in runs}) > 2:
             figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
     files = []
@@ -85,7 +85,7 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Loss of every layer, one panel for each noise level that all runs have a profile of."""
-    gammas = shared_levels(_runs(groups))
+    gammas = shared_levels(groups)
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
@@ -104,7 +104,7 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
 def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Histograms of f_l(x) / f_(l-1)(x) over samples and layers at one noise level (see `descent_level`); what lies
     beyond 2 is counted in the last bin."""
-    gamma = descent_level(_runs(groups))
+    gamma = descent_level(groups)
     rows = -(-len(groups) // 2)
     figure = Figure(figsize=(8, 1 + 2 * rows), layout="constrained")
     panels = figure.subplots(rows, min(2, len(groups)), sharex=True, sharey=True, squeeze=False).flat
@@ -161,10 +161,6 @@ def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
         axes.set_xscale("log")
     axes.legend(frameon=False)
     return figure
-
-
-def _runs(groups: Mapping[str, Sequence[Run]]) -> list[Run]:
-    return [run for runs in groups.values() for run in runs]
 
 
 def _level(gamma: float) -> str:

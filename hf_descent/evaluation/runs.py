@@ -3,7 +3,7 @@
 import glob
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,13 +86,13 @@ class Run:
         return name if gamma in (0, [0, 0]) else f"{name}+noise {gamma}"
 
 
-def shared_levels(runs: Sequence[Run]) -> list[float]:
-    """The noise levels, in increasing order, at which all runs have a profile of their layers."""
-    return sorted(set.intersection(*(set(run.profiles) for run in runs)))
+def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
+    """The noise levels, in increasing order, at which all runs of all groups have a profile of their layers."""
+    return sorted(set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs)))
 
 
-def descent_level(runs: Sequence[Run]) -> float | None:
+def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
     """The shared level at which the runs' descent is compared: the greatest at which one was trained, or the least."""
-    levels = shared_levels(runs)
-    trained = {run.curve.gamma_train for run in runs}
+    levels = shared_levels(groups)
+    trained = {run.curve.gamma_train for runs in groups.values() for run in runs}
     return max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +101,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
 
     summary, title = SUMMARIES[next(iter(ways.values())).spec.command]
     loaded = {group: [Run.load(str(run)) for run in runs] for group, runs in folders.items()}
-    level = descent_level(list(chain(*loaded.values())))
+    level = descent_level(loaded)
     groups = {}
     for group, found in ways.items():
         runs = loaded[group]

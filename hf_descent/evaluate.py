@@ -232,9 +232,9 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         tolerance = args.feasibility_tolerance * problem.initial_loss_bound
     gammas = args.profile_gammas or sorted({0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))})
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
-    for name in os.listdir(folder):
-        if name.startswith(("layer_profile", "certificate")) and name.endswith(".json"):
-            os.remove(os.path.join(folder, name))  # of an earlier evaluation, perhaps of other rows or levels
+    for file in os.listdir(folder):
+        if file.startswith(("layer_profile", "certificate", "shift_growth")) and file.endswith(".json"):
+            os.remove(os.path.join(folder, file))  # of an earlier evaluation, perhaps of other rows or levels
     for profile in profiles:
         profile.to_json(os.path.join(folder, f"layer_profile{profile.ending}.json"))
         tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")

@@ -173,6 +173,11 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "noise_curve", "layer_profile")
         card["baseline"] = {name: known.get(name) for name in names}
+        for name, what in (("noise_curve", "metric"), ("layer_profile", "gamma")):
+            own, other = ((run.get(name) or {}).get(what) for run in (card, known))
+            if None not in (own, other) and own != other:
+                logger.warning(f"The card leaves out {baseline}'s `{name}`: its {what} is {other}, this run's {own}.")
+                card["baseline"][name] = None
     return plain(card)
 
 

@@ -102,7 +102,7 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
     cli.main([*argv, "--profile_gammas", "1", "2", "--noise_sigma", "0.5"])
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
-    assert not (name / "certificate.json").exists()
+    assert not (name / "certificate.json").exists() and not (name / "shift_growth.json").exists()
     assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
 
 

@@ -11,7 +11,7 @@ from hub_server import check_card
 from huggingface_hub import ModelCard
 from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
 
-from hf_descent import DescentTrainer, cli, layer_profile
+from hf_descent import DescentTrainer, cli, layer_profile, noise_curve
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from hf_descent.hub import collect, plain, write_card
 from hf_descent.loading import load_model as load_adapted
@@ -106,6 +106,21 @@ def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):
     again = text
     cli.main(["card", str(run)])  # what was said once is kept
     assert read(run)[1] == again
+
+
+def test_a_baseline_stands_beside_a_run_only_where_it_was_measured_alike(tmp_path):
+    def errors(logits, labels):
+        return (logits.argmax(-1) != labels).sum(), labels.numel()
+
+    for name, gamma, metric in (("own", 0.0, "accuracy"), ("noisy", 0.5, "accuracy"), ("errors", 0.0, errors)):
+        trainer = trained(tmp_path / name, objective="erm", max_steps=1)
+        data = classification_data(16)
+        layer_profile(trainer.model, data, gamma=gamma).to_json(tmp_path / name / "layer_profile.json")
+        curve = noise_curve(trainer.model, data, [0, 1], metric=metric)
+        curve.to_json(tmp_path / name / "noise_curve.json")
+    noisy, other = (collect(tmp_path / "own", tmp_path / name)["baseline"] for name in ("noisy", "errors"))
+    assert noisy["layer_profile"] is None and noisy["noise_curve"]["metric"] == "accuracy"
+    assert other["layer_profile"]["gamma"] == 0 and other["noise_curve"] is None
 
 
 def test_a_card_without_evaluations_says_so(tmp_path):

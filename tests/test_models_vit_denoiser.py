@@ -8,6 +8,7 @@ from transformers import (
     DeiTConfig,
     Dinov2Config,
     DINOv3ViTConfig,
+    PixtralVisionConfig,
     SiglipVisionConfig,
     Trainer,
     TrainingArguments,
@@ -117,6 +118,8 @@ def test_what_does_not_fit_is_refused():
         tiny(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
     with pytest.raises(ValueError, match="yolos encoder ends in detection tokens"):
         tiny(encoder(YolosConfig, image_size=[16, 16], num_detection_tokens=5))
+    with pytest.raises(ValueError, match=r"\[1, 32, 48\] for 2 images of 4 x 4 patches"):  # one row for all images
+        tiny(encoder(PixtralVisionConfig))(torch.rand(2, 3, 16, 16))
     with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*multiples of the patch size, 4"):
         tiny()(torch.rand(2, 3, 16, 18))
     with pytest.raises(ValueError, match=r"\[2, 1, 16, 16\].*\[batch, 3, height, width\]"):

@@ -104,10 +104,11 @@ class ViTForDenoising(PreTrainedModel):
         rows, columns = (n // size for n in pixel_values.shape[2:])
         outputs = self.encoder(pixel_values=pixel_values, return_dict=True, **kwargs)
         tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
-        if tokens.dim() != 3 or tokens.shape[1] < rows * columns:
+        if tokens.dim() != 3 or len(tokens) != len(pixel_values) or tokens.shape[1] < rows * columns:
             raise ValueError(
-                f"The encoder gives hidden states of shape {list(tokens.shape)} for {rows} x {columns} patches: use a "
-                "vision transformer with one token per patch, such as ViT, DeiT or DINOv2."
+                f"The encoder gives hidden states of shape {list(tokens.shape)} for {len(pixel_values)} images of "
+                f"{rows} x {columns} patches: use a vision transformer with one token per patch, such as ViT, DeiT or "
+                "DINOv2."
             )
         patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, channels * size * size]
         patches = patches.unflatten(2, (channels, size, size)).unflatten(1, (rows, columns))

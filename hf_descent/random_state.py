@@ -5,11 +5,18 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def accelerators(model) -> list[torch.device]:
-    """The devices other than the CPU that hold parameters of `model`."""
-    return sorted({p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}, key=str)
+    """The devices other than the CPU on which `model` computes: where its parameters are, or, of parameters that FSDP2
+    offloads to the CPU, where it brings them."""
+    parameters = list(model.parameters())
+    devices = {parameter.device for parameter in parameters}
+    for kind in {parameter.device_mesh.device_type for parameter in parameters if isinstance(parameter, DTensor)}:
+        if kind != "cpu":
+            devices.add(torch.device(kind, torch.get_device_module(kind).current_device()))
+    return sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
 
 
 def torch_states(devices) -> list[torch.Tensor]:

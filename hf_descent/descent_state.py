@@ -65,7 +65,7 @@ class DescentState(ReportMixin):
         check_constrained_layers(args.constrained_layers, num_layers)
         if args.descent_alpha != "auto":
             check_alpha(args.descent_alpha, num_layers)
-        if self.active_from >= max_steps > 0 and args.objective not in ("erm", "deep_supervision"):
+        if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:
             logger.warning(
                 f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
                 "never act. Lower `dual_warmup_steps` or train longer."
@@ -104,7 +104,7 @@ class DescentState(ReportMixin):
     def inactive(self, step: int) -> bool:
         """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
         objective = self.args.objective
-        if objective in ("erm", "deep_supervision"):
+        if objective in objectives.UNCONSTRAINED:
             return objective == "erm"
         return self.problem is None or step < self.active_from
 

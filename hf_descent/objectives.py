@@ -18,6 +18,7 @@ from .problem import DescentProblem
 
 
 OBJECTIVES = ("descent", "erm", "deep_supervision", "fixed", "hinge", "quadratic")
+UNCONSTRAINED = ("erm", "deep_supervision")  # which ask nothing of a layer in terms of the one below
 
 
 def linear_weights(

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .data.video import layout_patterns
+from .objectives import UNCONSTRAINED
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -41,8 +42,6 @@ GRID = {
     "dual_learning_rate": (1e-3, 1e-2, 1e-1),
     "resilience": (0.001, 0.05),
 }
-# What a baseline has of these; it is searched with the same number of trials.
-BASELINE_SETTINGS = {"erm": ("learning_rate",), "deep_supervision": ("learning_rate",)}
 
 
 def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
@@ -144,8 +143,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         module.run(replace(model_args, overwrite_output_dir=True), data_args, replace(args, **settings))
         result = judge(folder, gamma)
         trial.set_user_attr("clean", result["clean"])
-        # Of the layers of a baseline nothing is asked, so it is judged by its metric alone.
-        trial.set_user_attr("feasible", None if args.objective in BASELINE_SETTINGS else result["feasible"])
+        trial.set_user_attr("feasible", result["feasible"])
         if not math.isfinite(result["value"]):
             raise optuna.TrialPruned("the metric is not finite")
         trial.set_user_attr("greater_is_better", result["greater_is_better"])
@@ -241,7 +239,7 @@ def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[floa
     """The ranges of a search: those given, or the package's for the objective."""
     if args.search_space is None:
         ranges = GRID if args.search == "grid" else RANGES
-        names = BASELINE_SETTINGS.get(objective, tuple(ranges))
+        names = ("learning_rate",) if objective in UNCONSTRAINED else tuple(ranges)
         return {name: ranges.get(name, RANGES[name]) for name in names}
     try:
         ranges = json.loads(args.search_space)

@@ -246,6 +246,11 @@ def test_the_table_counts_cost_and_feasibility_at_the_training_level(tmp_path):
     runs = [make_run([0.5, 0.6], seed, "descent", False, 0.3) for seed in range(3)]
     for run, feasible in zip(runs, (True, False)):  # the third was not profiled at the training level
         run.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, feasible)
-    comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs)])
-    row = next(line for line in str(comparison).splitlines() if line.startswith("descent "))
+    # Its profile is of the problem that "auto" would have given it; it was trained to meet none.
+    supervised = make_run([0.5, 0.6], 0, "deep_supervision", step_seconds=0.3)
+    supervised.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, True)
+    comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs, supervised)])
+    rows = str(comparison).splitlines()
+    row, other = (next(line for line in rows if line.startswith(arm)) for arm in ("descent ", "deep_supervision"))
     assert row.split()[-4:] == ["1", "of", "2", "x1.50"]
+    assert "of" not in other.split() and other.endswith("x1.50")

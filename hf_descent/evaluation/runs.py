@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..descent_state import SUMMARY_NAME, find_json
+from ..objectives import UNCONSTRAINED
 from .profile import LayerProfile
 from .robustness import NoiseCurve
 
@@ -61,7 +62,9 @@ class Run:
     @property
     def feasible(self) -> bool | None:
         """Whether the constraints hold on the held-out rows at the level of training, where they were imposed; `None`
-        without a problem, or without a profile at that level."""
+        where there were none, or without a profile at that level."""
+        if self.summary.get("objective") in UNCONSTRAINED:
+            return None
         profile = self.profiles.get(self.curve.gamma_train or 0.0)
         return None if profile is None else profile.feasible
 

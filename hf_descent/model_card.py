@@ -9,6 +9,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
+from .objectives import UNCONSTRAINED
+
 
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 INTRODUCTIONS = {
@@ -244,9 +246,9 @@ def _layer_table(card, layers, baseline) -> str:
     columns = {"layer": numbers, "f_l": losses}
     if layers.get("values"):
         columns[layers["metric"]] = layers["values"]
-    constrained = descent.get("constrained_layers") or numbers
+    constrained = [] if card["objective"] in UNCONSTRAINED else descent.get("constrained_layers") or numbers
     for name, values in (("violation", layers.get("violations")), ("multiplier", descent.get("multipliers"))):
-        if len(values or []) == len(losses):
+        if constrained and len(values or []) == len(losses):
             columns[name] = [value if layer in constrained else None for layer, value in zip(numbers, values)]
     other = (baseline.get("layer_profile") or {}).get("losses") or []
     rows = [list(row) for row in zip(*columns.values())]
@@ -273,7 +275,7 @@ def _descending(layers) -> str:
 
 
 def _verdict(card, layers) -> str:
-    if card["objective"] == "erm":
+    if card["objective"] in UNCONSTRAINED:
         return "Feasibility was not asked for: no layer was constrained."
     evaluation, descent = card.get("evaluation") or {}, card.get("descent") or {}
     violation, feasible, source = layers.get("max_violation"), layers.get("feasible"), "held-out data"

@@ -15,7 +15,7 @@ from .objectives import OBJECTIVES
 from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound
 
 
-# Take a number, a list or a word; on a command line, as JSON.
+# Take a number, a list or a word; on a command line, as JSON. Those that are lists alone take several words as well.
 JSON_ARGUMENTS = (
     "descent_alpha",
     "initial_loss_bound",
@@ -135,7 +135,7 @@ class DescentArguments:
     descent_alpha: str = field(default="auto")
     initial_loss_bound: str = field(default="auto")
     descent_strength: float = field(default=0.5)
-    constrained_layers: str | None = field(default=None)
+    constrained_layers: list[str] | None = field(default=None)
     feasibility_tolerance: float = field(default=0.01)
     dual_learning_rate: float = field(default=0.02)
     dual_optim: str = field(default="adam")
@@ -154,7 +154,7 @@ class DescentArguments:
     readout_gradient_threshold: float | None = field(default=None)
     noise_gamma: str = field(default=0.0)
     noise_sigma: float | None = field(default=None)
-    eval_gammas: str | None = field(default=None)
+    eval_gammas: list[str] | None = field(default=None)
 
     def __post_init__(self):
         super().__post_init__()
@@ -286,13 +286,14 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def _parse(name: str, value: Any) -> Any:
-    """A Python value from itself, an array or its JSON text; "auto", None and a folder of multipliers stay."""
+    """A Python value from itself, an array, its JSON text or texts; "auto", None and a folder of multipliers stay."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, tuple | list):
-        return [item.item() if hasattr(item, "item") else item for item in value]
+        items = [item.item() if hasattr(item, "item") else _parse(name, item) for item in value]
+        return items[0] if len(items) == 1 and isinstance(items[0], list) else items
     if not isinstance(value, str) or value == "auto" or (name == "fixed_multipliers" and not value.startswith("[")):
         return value
     try:

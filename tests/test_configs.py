@@ -33,6 +33,16 @@ def test_python_values_command_line_and_yaml_agree(tmp_path):
         assert getattr(by_hand, name) == getattr(by_flags, name) == getattr(by_file, name) == value, name
 
 
+def test_lists_are_given_as_words_too(tmp_path):
+    parser = HfArgumentParser(DescentConfig)
+    for words, levels in (("0 0.5 1", [0, 0.5, 1]), ("0.5", [0.5]), ("[]", []), ("[0.5]", [0.5])):
+        flags = [f"--output_dir={tmp_path}", "--constrained_layers", "1", "3", "--eval_gammas", *words.split()]
+        (config,) = parser.parse_args_into_dataclasses(flags)
+        assert config.eval_gammas == levels and config.constrained_layers == [1, 3]
+    with pytest.raises(ValueError, match="`eval_gammas` is 'half'"):
+        parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", "--eval_gammas", "0", "half"])
+
+
 def test_auto_is_the_default_on_the_command_line_too(tmp_path):
     (config,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses([f"--output_dir={tmp_path}"])
     assert config.descent_alpha == config.initial_loss_bound == "auto" and config.objective == "descent"

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .objectives import OBJECTIVES, UNCONSTRAINED
+from .objectives import MEASURING, OBJECTIVES
 from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound
 
 
@@ -235,7 +235,7 @@ class DescentArguments:
             raise ValueError(
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
             )
-        if self.is_auto and self.dual_warmup_steps == 0 and self.objective not in (*UNCONSTRAINED, "fixed"):
+        if self.is_auto and self.dual_warmup_steps == 0 and self.objective in MEASURING:
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
                 "`dual_warmup_steps` is 0; give it steps or a fraction (0.25), or give both numbers."

@@ -84,9 +84,9 @@ class DescentState(ReportMixin):
         )
         self.problem: DescentProblem | None = None
         # Whether warm-up is to find the problem, for which a given f_0 needs no statistics of labels.
-        given = max_steps > 0 and args.initial_loss_bound != "auto" and args.objective not in ("erm", "fixed")
+        self._warmed_up = args.objective not in objectives.MEASURING
+        given = max_steps > 0 and args.initial_loss_bound != "auto" and not self._warmed_up
         self.awaits_problem = given or constant_predictor is not None
-        self._warmed_up = args.objective in ("erm", "fixed")  # neither measures anything
         self._index: torch.Tensor | None = None
         if args.objective == "fixed":
             self._load_fixed_multipliers()
@@ -189,18 +189,17 @@ class DescentState(ReportMixin):
         predictor, bound = self.constant_predictor, self.args.initial_loss_bound
         try:
             chance = None if predictor is None else predictor.loss(self.reduce)
-            if self.problem is None and (bound != "auto" or chance is not None):
-                self._freeze_schedule(chance if bound == "auto" else bound)
         except ValueError:
-            # Deep supervision has a problem for its reports alone.
-            if self.problem is None and self.args.objective != "deep_supervision":
+            if bound == "auto":
                 raise
-        else:
-            if bound != "auto" and chance is not None and bound > 1.001 * chance:
-                logger.info(
-                    f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
-                    "prediction: a layer that is worse than chance can meet the first constraint."
-                )
+            chance = None  # it would only judge the f_0 that was given
+        if self.problem is None:
+            self._freeze_schedule(chance if bound == "auto" else bound)
+        if bound != "auto" and chance is not None and bound > 1.001 * chance:
+            logger.info(
+                f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
+                "prediction: a layer that is worse than chance can meet the first constraint."
+            )
         self._warmed_up = True
 
     def _freeze_schedule(self, bound: float) -> None:

@@ -19,6 +19,7 @@ from .problem import DescentProblem
 
 OBJECTIVES = ("descent", "erm", "deep_supervision", "fixed", "hinge", "quadratic")
 UNCONSTRAINED = ("erm", "deep_supervision")  # which ask nothing of a layer in terms of the one below
+MEASURING = ("descent", "hinge", "quadratic")  # whose warm-up finds what is "auto"; the others have no use for it
 
 
 def linear_weights(

@@ -19,6 +19,7 @@ from transformers.utils import ModelOutput
 from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, find_json
 from .losses import IGNORE_INDEX, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
+from .objectives import MEASURING
 from .readout import Readout, has_router_loss, output_logits, probing
 from .schedule import ConstantPredictor
 
@@ -140,14 +141,14 @@ class PreparationMixin:
         ValueError where f_0 = "auto" depends on a loss that cannot be measured.
         """
         given = self.args.initial_loss_bound != "auto"
-        if self.args.objective in ("erm", "fixed") or not self.is_in_train:
+        if self.args.objective not in MEASURING or not self.is_in_train:
             return None
         if given and self.compute_loss_func is not None:
             return None  # would be searched for numerically, for a line of the log
         try:
             return self._known_predictor(model, inputs, outputs)
         except ValueError:
-            if not given and self.args.objective != "deep_supervision":
+            if not given:
                 raise
             return None
 

@@ -125,6 +125,18 @@ def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path
     assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
 
 
+def test_a_run_without_constraints_is_judged_by_numbers_that_were_given_and_measures_none(tmp_path):
+    for settings, judged in (({}, True), ({"descent_alpha": "auto"}, False), ({"initial_loss_bound": "auto"}, False)):
+        args = config(tmp_path, objective="deep_supervision", dual_warmup_steps=2, **settings)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+        trainer.train()
+        trainer.save_model()
+        assert (trainer.problem is not None) == judged
+        assert ("eval_feasible" in trainer.evaluate()) == judged
+        assert any("max_violation" in log for log in trainer.state.log_history) == judged
+        assert ("train_feasible" in trainer.state.log_history[-2]) == judged
+
+
 @pytest.mark.parametrize(
     "arguments", [{"constrained_layers": [1, 4]}, {"descent_alpha": [0.1, 0.2]}, {"frozen": True}]
 )

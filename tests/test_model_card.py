@@ -193,7 +193,7 @@ def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
     assert "Trained at gamma between 0.1 and 0.5." in text
     write_card(tmp_path, objective="hinge")
     assert "violations of the descent constraints were penalised" in read(tmp_path)[1]
-    write_card(tmp_path, objective="deep_supervision")  # "auto" gives it a problem, which it was not trained to meet
+    write_card(tmp_path, objective="deep_supervision")  # with a problem that it was not trained to meet
     text = read(tmp_path)[1]
     assert "Feasibility was not asked for" in text and "feasible**" not in text.lower()
     assert "| layer | f_l |" in text and "| violation |" not in text

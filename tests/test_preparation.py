@@ -165,6 +165,13 @@ def test_a_given_f_0_above_chance_is_said(tmp_path, caplog):
         assert ("lies above" in caplog.text) == said
 
 
+def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
+    data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no best constant prediction
+    trainer = make(tmp_path, bert(), data, initial_loss_bound=1.1)
+    trainer.train()
+    assert trainer.problem.initial_loss_bound == 1.1
+
+
 def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
     data = classification_data(40)
     trainer = make(tmp_path, bert(), data, descent_alpha=0.3, initial_loss_bound=1.0)

@@ -132,7 +132,7 @@ SCALES = {
         video=("clips",),
         text_models=("ut-text", "distilbert"),
         stand_ins={"roberta": "distilbert", "llama": "stories260k"},
-        depths={"ut-text": (3,), "ut": (3, 5, 7), "dust": (3, 5, 7)},
+        depths={"ut-text": (3,), "ut": (3, 5, 7), "dust": (3, 5, 7, 10)},
         gammas={"classify": (0.0, 0.4, 1.0), "denoise": (0.0, 0.09, 0.15), "sft": (0.5,)},
         eval_gammas={
             "classify": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0),

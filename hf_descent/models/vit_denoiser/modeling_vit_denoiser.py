@@ -3,6 +3,8 @@
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix B.2.
 """
 
+import inspect
+
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
@@ -36,18 +38,25 @@ class ViTForDenoising(PreTrainedModel):
     def __init__(self, config: ViTDenoiserConfig):
         super().__init__(config)
         self._set_encoder(AutoModel.from_config(config.encoder_config))
-        sizes = {name: getattr(config.encoder_config, name, None) for name in ("num_channels", "patch_size")}
+        kind = config.encoder_config.model_type
+        names = ("num_channels", "patch_size", "hidden_size")
+        sizes = {name: getattr(config.encoder_config, name, None) for name in names}
         if not all(isinstance(size, int) for size in sizes.values()):
             raise ValueError(
-                f"The encoder's config ({config.encoder_config.model_type}) gives {sizes}: use a vision transformer "
-                "whose tokens are square patches, such as ViT, DeiT or DINOv2."
+                f"The encoder's config ({kind}) gives {sizes}: use a vision transformer whose tokens are square "
+                "patches, such as ViT, DeiT or DINOv2."
+            )
+        parameters = inspect.signature(self.encoder.forward).parameters.values()
+        needed = [it.name for it in parameters if it.default is it.empty and it.kind == it.POSITIONAL_OR_KEYWORD]
+        if needed not in ([], ["pixel_values"]) or hasattr(config.encoder_config, "num_frames"):
+            raise ValueError(
+                f"A {kind} encoder takes videos, or more than images ({', '.join(needed)}): use one that takes images "
+                "alone, such as ViT, DeiT or DINOv2."
             )
         if getattr(config.encoder_config, "num_detection_tokens", 0):  # which stand where patches are looked for
-            raise ValueError(
-                f"A {config.encoder_config.model_type} encoder ends in detection tokens: use one without, such as ViT."
-            )
-        self.num_channels, self.patch_size = sizes.values()
-        width, num_values = config.encoder_config.hidden_size, self.num_channels * self.patch_size**2
+            raise ValueError(f"A {kind} encoder ends in detection tokens: use one without, such as ViT.")
+        self.num_channels, self.patch_size, width = sizes.values()
+        num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:
             raise ValueError(
                 f"The encoder's `hidden_size` is {width}, and a patch has {self.num_channels} x {self.patch_size}^2 = "

@@ -7,7 +7,9 @@ import dataclasses
 import json
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -40,7 +42,14 @@ TRAINING_ARGUMENTS = (
 
 
 class CheckpointMixin:
-    """The dual side of a run in Trainer's checkpoints: saved with the optimizer, resumed exactly."""
+    """The dual side of a run in Trainer's checkpoints: saved with the optimizer, resumed exactly.
+
+    Attributes:
+        command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
+            in `descent_config.json`, by which [`compare`] tells groups of runs apart.
+    """
+
+    command: Mapping[str, Any] = MappingProxyType({})
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
@@ -128,6 +137,8 @@ class CheckpointMixin:
         if trained:
             summary |= {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
             summary |= {"arguments": training_arguments(self.args), "training_started": self._training_started}
+            if self.command:
+                summary["command"] = dict(self.command)
             if has_length(self.train_dataset):
                 summary["train_rows"] = len(self.train_dataset)
             if self._readout_fn is not None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from datasets import DatasetDict
 from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
@@ -17,6 +18,11 @@ from .models import LinearReadoutForSequenceClassification, UTForSequenceClassif
 from .trainer import DescentMixin, DescentTrainer
 
 
+# Arguments of the commands that say nothing of the training.
+OF_REPORTS = (
+    "cache_dir", "classical_clips", "compare_with", "max_eval_samples", "noise_draws", "overwrite_output_dir",
+    "picture_gamma", "test_file", "test_files", "test_split",
+)  # fmt: skip
 POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
 
 
@@ -84,7 +90,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         processing_class=tokenizer,
         compute_metrics=accuracy_of,
     )
-    train_and_report(trainer, resume, partial(report, trainer, dataset))
+    train_and_report(trainer, resume, partial(report, trainer, dataset), model_args, data_args)
 
 
 def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
@@ -105,8 +111,19 @@ def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
     return resume
 
 
-def train_and_report(trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None]) -> None:
-    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so."""
+def train_and_report(
+    trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None], *arguments: Any
+) -> None:
+    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
+
+    `arguments` are those of the command beside the trainer's; the run's `descent_config.json` gets what they say of
+    the training, since runs that differ in it are not seeds of one.
+    """
+    given = {name: value for each in arguments for name, value in vars(each).items() if name not in OF_REPORTS}
+    trainer.command = {
+        name: value if isinstance(value, str | int | float | list | None) else str(value)
+        for name, value in given.items()
+    }
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     trainer.save_model()
     trainer.save_state()

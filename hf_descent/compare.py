@@ -6,6 +6,7 @@ import os
 
 from .evaluation.comparison import compare
 from .evaluation.plots import save_figures
+from .hub import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace):
     comparison = compare(runs, args.baseline, args.confidence, args.curve)
     os.makedirs(args.output_dir, exist_ok=True)
     with open(os.path.join(args.output_dir, "comparison.json"), "w", encoding="utf-8") as file:
-        json.dump(comparison.to_dict(), file, indent=1)
+        json.dump(plain(comparison.to_dict()), file, indent=1)
     with open(os.path.join(args.output_dir, "comparison.txt"), "w", encoding="utf-8") as file:
         file.write(f"{comparison}\n")
     files = save_figures(comparison, args.output_dir)

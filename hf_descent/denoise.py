@@ -176,7 +176,8 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         data_collator=task.collate,
         processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
     )
-    train_and_report(trainer, resume, partial(report_all, trainer, task, rows, clips, model_args))
+    report = partial(report_all, trainer, task, rows, clips, model_args)
+    train_and_report(trainer, resume, report, model_args, data_args)
 
 
 def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:

@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import transformers
@@ -349,6 +350,11 @@ def write_summary(folder: str, summary: dict) -> None:
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
         json.dump(summary, file, indent=2)
+
+
+def is_stale(path: str | os.PathLike, summary: Mapping[str, Any]) -> bool:
+    """Whether a result was left in a run's folder by a training before the one that the run's `summary` tells of."""
+    return os.path.getmtime(path) < summary.get("training_started", 0.0)
 
 
 def read_summary(folder: str) -> dict:

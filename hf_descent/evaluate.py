@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from .cli import parse_recipe
 from .data.alpaca import AlpacaArguments, load_alpaca
-from .data.text import DataArguments, load_text_classification, tokenize
+from .data.text import DataArguments, align_classes, load_text_classification, tokenize
 from .data.video import VideoArguments, load_clips
 from .descent_state import SUMMARY_NAME, find_json
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
@@ -96,11 +96,11 @@ class Task:
 
 def classification_task(name: str, args: DataArguments) -> Task:
     """Accuracy of a text classifier; typing errors perturb its raw texts."""
-    tokenizer = load_tokenizer(name)
-    texts = load_text_classification(args)
+    tokenizer, model = load_tokenizer(name), load_model(name)
+    texts = align_classes(load_text_classification(args), model.config.id2label)
     rows = _held_out(tokenize(texts, tokenizer, args.max_seq_length))
     limit = args.max_seq_length or tokenizer.model_max_length
-    return Task(load_model(name), rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
+    return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
 from .data.splits import FILE_TYPES
-from .data.text import DataArguments, load_text_classification, tokenize
+from .data.text import DataArguments, align_classes, load_text_classification, tokenize
 from .early_exit import (
     ConfidenceExit,
     ConfidenceReport,
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Prints the tables, and writes them as json with `exits.png` into the output folder.
 
-    A classifier's threshold is calibrated on the validation rows; everything is reported on the test rows (on the
-    validation rows where there are none).
+    A classifier's threshold is calibrated on the validation rows, and everything is reported on the test rows. Where
+    there are none, one half of the validation rows is for the one, and one half for the other.
 
     Raises:
         ValueError: the model is neither a classifier nor a causal language model, or the data does not fit it.
@@ -77,14 +77,16 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
     data_args = DataArguments(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DataArguments)})
     dataset = load_text_classification(data_args)
     dataset["train"] = dataset["train"].select([0])  # all that is left for it to do is to name the columns
-    dataset = tokenize(dataset, tokenizer, args.max_seq_length)
-    test = dataset.get("test", dataset["validation"])
+    dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, args.max_seq_length)
+    if "test" not in dataset:
+        halves = dataset["validation"].train_test_split(0.5, seed=args.split_seed)
+        dataset["validation"], dataset["test"] = halves["train"], halves["test"]
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
     fast = ConfidenceExit(model, measure=args.measure)
     fast.calibrate(dataset["validation"], args.max_loss, args.confidence, **settings)
     return {
-        "exit_profile": exit_profile(model, test, repeats=args.repeats, **settings),
-        "confidence_exit": fast.evaluate(test, repeats=args.repeats, **settings),
+        "exit_profile": exit_profile(model, dataset["test"], repeats=args.repeats, **settings),
+        "confidence_exit": fast.evaluate(dataset["test"], repeats=args.repeats, **settings),
     }
 
 

@@ -22,9 +22,10 @@ from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
 from .configs import DescentArguments
-from .descent_state import SUMMARY_NAME, read_json, write_summary
+from .descent_state import SUMMARY_NAME, is_stale, read_json, write_summary
 from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
+from .evaluation.comparison import COMMON
 from .evaluation.scoring import Result
 from .model_card import render
 
@@ -145,7 +146,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         "tags": DescentMixin._tag_names,
         "paper": DescentMixin._paper,
     }
-    fresh = partial(_is_fresh, folder, descent.get("training_started", 0.0))
+    fresh = partial(_is_fresh, folder, descent)
     known = {name: it for name, it in _read(folder / CARD_DATA_NAME).items() if name in SAID or fresh(CARD_DATA_NAME)}
     card |= known | {name: value for name, value in facts.items() if value is not None}
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
@@ -173,11 +174,14 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "noise_curve", "layer_profile")
         card["baseline"] = {name: known.get(name) for name in names}
-        for name, what in (("noise_curve", "metric"), ("layer_profile", "gamma")):
-            own, other = ((run.get(name) or {}).get(what) for run in (card, known))
-            if None not in (own, other) and own != other:
-                logger.warning(f"The card leaves out {baseline}'s `{name}`: its {what} is {other}, this run's {own}.")
-                card["baseline"][name] = None
+        for name, values in _measured(card).items():
+            for what, other in _measured(known)[name].items():
+                if card["baseline"][name] and card.get(name) and other != values[what]:
+                    own = values[what]
+                    logger.warning(
+                        f"The card leaves out {baseline}'s `{name}`: its {what} is {other}, this run's {own}."
+                    )
+                    card["baseline"][name] = None
     return plain(card)
 
 
@@ -187,8 +191,7 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     card = collect(folder, baseline, **facts)
     for name, figure in _figures(card).items():
         figure.savefig(folder / name, dpi=120)
-    started = card["descent"].get("training_started", 0.0)
-    card["figures"] = [name for name in FIGURES if _is_fresh(folder, started, name)]
+    card["figures"] = [name for name in FIGURES if _is_fresh(folder, card["descent"], name)]
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     (folder / CARD_DATA_NAME).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -213,7 +216,8 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
     """What a card shows of a result; samples and blocks stay in its own file."""
     if name == "noise_curve":
         fields = ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "auc_id", "auc_ood", "gamma_train")
-        return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1]}
+        measured = {name: result.settings.get(name) for name in COMMON}
+        return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1], **measured}
     if name == "layer_profile":
         fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "descending_share")
         median = np.median(result.ratios) if result.ratios.size else None
@@ -225,6 +229,16 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
         return {"text": str(result), "accuracy": result.accuracy, "speedup": result.speedup}
     speedups = result.tokens_per_second / result.greedy_tokens_per_second
     return {"acceptance": result.acceptance, "speedups": speedups, "best": result.best}
+
+
+def _measured(card) -> dict[str, dict[str, Any]]:
+    """Of each result that a baseline may have beside it, what it was measured on and how."""
+    noise, layers = (card.get(name) or {} for name in ("noise_curve", "layer_profile"))
+    return {
+        "evaluation": {"split": card.get("split")},
+        "noise_curve": {name: noise.get(name) for name in ("metric", *COMMON)},
+        "layer_profile": {"gamma": layers.get("gamma")},
+    }
 
 
 def _figures(card) -> dict[str, Figure]:
@@ -251,10 +265,10 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _is_fresh(folder: Path, started: float, name: str) -> bool:
+def _is_fresh(folder: Path, summary: Mapping[str, Any], name: str) -> bool:
     """Whether the file is there, and was not left in the folder by a former training."""
     path = folder / name
-    if path.is_file() and path.stat().st_mtime < started:
+    if path.is_file() and is_stale(path, summary):
         logger.warning_once(f"{path} is older than the training of this folder's model: its card leaves it out.")
         return False
     return path.is_file()

@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
+from .evaluation.robustness import SUMMARIES
 from .objectives import UNCONSTRAINED
 
 
@@ -37,8 +38,8 @@ TASKS = {
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 DENOISERS = ("ForVideoDenoising", "ForDenoising")
 # Of the numbers of an evaluation, these are no metrics, or stand in a table of their own.
-NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "_auc", "ratio_")
-NO_METRICS += ("descending_share", "retention", "steps", "num_", "preparation_time")
+NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "ratio_")
+NO_METRICS += ("descending_share", "steps", "num_", "preparation_time")
 # Tasks for which PEFT has a class of its own; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 MISSING = "not recorded"
@@ -96,12 +97,16 @@ def render(card: Mapping[str, Any]) -> ModelCard:
 
 def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """The results among the numbers of an evaluation, without their prefix (`eval_`, `test_`)."""
+    # A metric that was measured at levels, as in `eval_accuracy@0.5`, has summaries over them.
+    curves = {name.split("@")[0] for name in evaluation if "@" in name}
+    summaries = {f"{name}_{summary}" for name in curves for summary in (*SUMMARIES, "auc_over_range_radius")}
     return {
         name.split("_", 1)[1]: float(value)
         for name, value in evaluation.items()
         if "_" in name
         and isinstance(value, int | float)
         and math.isfinite(value)
+        and name not in summaries
         and not any(word in name for word in NO_METRICS)
     }
 

@@ -1,5 +1,7 @@
 """What the dual side of a run says of itself: logs, metrics of an evaluation, and the verdict at the end."""
 
+import math
+
 import torch
 from accelerate.logging import get_logger
 
@@ -39,7 +41,8 @@ class ReportMixin:
 
         `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
         negative score, minus its largest violation in units of f_0; a feasible one a positive score that falls with
-        f_L.
+        f_L. One with a loss that is not finite has the score of an unknown problem, since no checkpoint would be
+        better than not-a-number.
         """
         metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
         if self.problem is not None:
@@ -50,7 +53,7 @@ class ReportMixin:
             metrics[f"{prefix}_max_violation"] = violation
             metrics[f"{prefix}_feasible"] = float(feasible)
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
-            metrics[f"{prefix}_feasible_score"] = score
+            metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score) else UNKNOWN_SCORE
         elif self.awaits_problem:
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE}
         return metrics

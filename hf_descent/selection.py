@@ -17,7 +17,7 @@ from scipy.stats import rankdata
 def best_candidate(losses: Sequence[float], max_violations: Sequence[float]) -> int:
     """Index of the candidate whose worse rank, of loss and of violation, is least; the least loss among equals.
 
-    All satisfied candidates (violation at most 0) share the first rank of violations.
+    All satisfied candidates (violation at most 0) share the first rank of violations. What is not a number comes last.
 
     Source: Cotter, Jiang, Sridharan (2019), Two-Player Games for Efficient Non-Convex Constrained Optimization, the
     heuristic of its experiments, as `find_best_candidate_index` in TensorFlow Constrained Optimization.
@@ -25,7 +25,11 @@ def best_candidate(losses: Sequence[float], max_violations: Sequence[float]) -> 
     Raises:
         ValueError: no candidates, or not one violation for each loss.
     """
-    losses, violations = np.asarray(losses, dtype=float), np.maximum(np.asarray(max_violations, dtype=float), 0.0)
+    losses, violations = (
+        np.nan_to_num(np.asarray(values, dtype=float), nan=np.inf, posinf=np.inf, neginf=-np.inf)
+        for values in (losses, max_violations)
+    )
+    violations = np.maximum(violations, 0.0)
     if losses.ndim != 1 or losses.shape != violations.shape or not len(losses):
         raise ValueError(
             f"`losses` and `max_violations` have shapes {losses.shape} and {violations.shape}; give [n] each."

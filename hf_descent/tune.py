@@ -24,7 +24,6 @@ from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .data.video import layout_patterns
-from .objectives import UNCONSTRAINED
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -42,6 +41,7 @@ GRID = {
     "dual_learning_rate": (1e-3, 1e-2, 1e-1),
     "resilience": (0.001, 0.05),
 }
+PENALTY_RANGE, PENALTY_GRID = (0.03, 10.0), (0.1, 1.0, 10.0)  # of the baselines with a `penalty_coefficient`
 
 
 def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
@@ -238,9 +238,15 @@ def without_test_rows(data_args: Any) -> Any:
 def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[float]]:
     """The ranges of a search: those given, or the package's for the objective."""
     if args.search_space is None:
-        ranges = GRID if args.search == "grid" else RANGES
-        names = ("learning_rate",) if objective in UNCONSTRAINED else tuple(ranges)
-        return {name: ranges.get(name, RANGES[name]) for name in names}
+        ranges, penalty = (GRID, PENALTY_GRID) if args.search == "grid" else (RANGES, PENALTY_RANGE)
+        rate = {"learning_rate": RANGES["learning_rate"]}
+        without_duals = {name: ranges[name] for name in ranges if name not in ("dual_learning_rate", "resilience")}
+        spaces = {
+            "descent": ranges,
+            **dict.fromkeys(("hinge", "quadratic"), without_duals | {"penalty_coefficient": penalty}),
+            "deep_supervision": {"penalty_coefficient": penalty} | (rate if ranges is RANGES else {}),
+        }
+        return spaces.get(objective, rate)
     try:
         ranges = json.loads(args.search_space)
         return {str(name): [float(value) for value in values] for name, values in ranges.items()}

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_descent.data import text
-from hf_descent.data.text import DataArguments, load_text_classification, tokenize
+from hf_descent.data.text import DataArguments, align_classes, load_text_classification, tokenize
 
 
 ROWS = [{"text": f"row {i} of many", "label": i % 2} for i in range(40)]
@@ -102,6 +102,31 @@ def test_numeric_classes_are_ordered_as_numbers(tmp_path):
     path = write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in (10, 9, 1)])
     splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
     assert splits["train"].features["labels"].names == ["1", "9", "10"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "expected"),
+    [
+        (["pos", "neg", "pos"], ["neutral", "neg", "pos"], [2, 1, 2]),  # one class of the model does not occur
+        (["b", "a", "b"], ["b", "a"], [0, 1, 0]),  # in the order of another data set
+        ([2, 0, 2], ["LABEL_0", "LABEL_1", "LABEL_2"], [2, 0, 2]),
+        ([0, 1, 0], ["negative", "positive"], [0, 1, 0]),
+        (["pos", "neg", "pos"], ["LABEL_0", "LABEL_1"], [1, 0, 1]),  # nothing else is known of the model's
+        (["pos", "neg", "pos"], ["neg", "neutral"], None),
+        ([1, 2, 3], ["a", "b"], None),
+        (["x", "y", "x"], ["a", "b", "c"], None),
+    ],
+)
+def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expected):
+    path = write(tmp_path / "rows.csv", [{"text": f"t{i}", "label": label} for i, label in enumerate(labels)])
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path, test_file=path))
+    id2label = dict(enumerate(classes))
+    if expected is None:
+        with pytest.raises(ValueError, match=r"The data has the classes .*, and the model \["):
+            align_classes(splits, id2label)
+        return
+    rows = align_classes(splits, id2label)["test"]
+    assert [label for _, label in sorted(zip(rows["text"], rows["labels"]))] == expected
 
 
 def test_unlabelled_rows_are_dropped_and_counted(tmp_path, monkeypatch):

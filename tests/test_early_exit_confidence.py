@@ -100,8 +100,10 @@ def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allo
     exits = torch.full((60,), 4)
     for threshold in sorted(entropy[:-1].flatten().tolist()):
         tried = expected_exits(entropy, threshold + 1e-7)
-        lost = [int(hits[3, k]) - int(hits[tried[k] - 1, k]) for k in range(60)] + [1]
-        if statistics.mean(lost) + 1.6449 * statistics.pstdev(lost) / 61**0.5 > max_loss:
+        lost = [int(hits[3, k]) - int(hits[tried[k] - 1, k]) for k in range(60)]
+        chances = [math.comb(60, k) * max_loss**k * (1 - max_loss) ** (60 - k) for k in range(max(sum(lost), 0) + 1)]
+        lost.append(1)
+        if sum(chances) > 0.05 or statistics.mean(lost) + 1.6449 * statistics.pstdev(lost) / 61**0.5 > max_loss:
             break
         exits = tried
     report = fast.evaluate(rows, batch_size=16, repeats=1)
@@ -132,6 +134,19 @@ def test_no_more_is_lost_on_other_data_than_was_stated_as_often_as_was_stated(co
         leave.append(exits.mean())
     assert broken / 200 <= 1 - confidence + 2 * (confidence * (1 - confidence) / 200) ** 0.5
     assert np.mean(leave) > 0.3  # by not leaving at all it would be kept as well
+
+
+@pytest.mark.parametrize(("samples", "confidence"), [(264, 0.95), (432, 0.95), (420, 0.999)])
+def test_few_samples_of_which_few_are_lost_prove_no_more_than_the_binomial(samples, confidence):
+    """At a true loss just above the allowed one, of which the number in a sample is far from normal."""
+    rng = np.random.default_rng(0)
+    broken = 0
+    for lost in rng.binomial(samples, 0.0101, size=2000):
+        correct = np.ones((2, samples), bool)
+        correct[0, :lost] = False
+        unsure = np.stack([np.full(samples, 0.5), np.full(samples, -1.0)])
+        broken += _loosest_threshold(unsure, correct, 0.01, confidence) > 0
+    assert broken / 2000 <= 1 - confidence + 2 * (confidence * (1 - confidence) / 2000) ** 0.5
 
 
 def test_samples_that_are_wrongly_sure_beyond_doubt_stay_where_that_would_cost_too_much():

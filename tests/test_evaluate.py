@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from test_recipes import WORDS, save_tiny_model
 from tiny import bert, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -60,7 +61,7 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
     tokenizer = AutoTokenizer.from_pretrained(names[1])
     rows = [line.rsplit(",", 1) for line in (workplace / "rows.csv").read_text().splitlines()[1:]]
-    data = [{**tokenizer(text), "labels": int(label)} for text, label in rows]
+    data = Dataset.from_list([{**tokenizer(text), "labels": int(label)} for text, label in rows]).shuffle(seed=0)
     model = AutoModelForSequenceClassification.from_pretrained(names[1])
     settings = {"draws": 2, "batch_size": 10, "processing_class": tokenizer}
     expected = noise_curve(model, data, [0.0, 0.5, 1.0], gamma_train=0.5, **settings)

@@ -1,6 +1,8 @@
 """Verdicts between groups of runs: against the textbook tests that they reduce to, and by their rate of errors."""
 
 import json
+import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -174,6 +176,11 @@ def test_runs_of_other_models_and_training_are_no_seeds_of_one_another(tmp_path)
         ["4"],
         ["5"],
     ]
+    for name, values in (("pooling", ("cls", "mean")), ("command", ({"max_seq_length": 32}, {"max_seq_length": 64}))):
+        alike = [make_run([0.5, 0.6], seed=seed) for seed in (1, 2)]
+        for run, value in zip(alike, values):
+            run.summary[name] = value
+        assert len(group_runs(alike)) == 2
     frozen = [
         make_run([0.5, 0.6], objective="fixed", seed=seed, fixed_multipliers=f"runs/descent-{seed}") for seed in (1, 2)
     ]
@@ -184,6 +191,10 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
     generator = np.random.default_rng(5)
     folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
     assert compare(folders).differences[0].verdict == "open"
+    other = make_run(generator.random(6), objective="hinge")
+    other.curve.scale = 255.0
+    with pytest.raises(ValueError, match="were not evaluated on the same data"):
+        compare([*folders, save_run(tmp_path / "scaled", other)])
     settings = ({"batch_size": 5}, {"samples": 61}, {"data": "other rows"})  # with blocks of the same size
     for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
         made = {} if change in settings else change
@@ -198,6 +209,45 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
         compare([str(tmp_path), folders[0]])
     with pytest.raises(ValueError, match="one batch"):
         compare([save_run(tmp_path / name, make_run([0.5], objective=name)) for name in ("erm", "descent")])
+
+
+def test_what_proves_nothing_is_refused_or_said(tmp_path):
+    generator = np.random.default_rng(7)
+    folders = [
+        save_run(tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed))
+        for name in ("erm", "descent")
+        for seed in range(3)
+    ]
+    for confidence in (95, 0, -1):
+        with pytest.raises(ValueError, match=f"`confidence` is {confidence}"):
+            compare(folders, confidence=confidence)
+    twice = {"a": [folders[0], f"{tmp_path}/./erm-0"], "b": [folders[3], folders[4]]}
+    with pytest.raises(ValueError, match=r"erm-0'\] more than once"):
+        compare(twice)
+    save_run(tmp_path / "erm-1", make_run([0.5, np.nan, 0.5, 0.6, 0.7, 0.4], objective="erm", seed=1))
+    comparison = compare(folders)
+    assert comparison.differences[0].verdict == "open" and "accuracy that is not finite" in str(comparison)
+
+
+def test_results_of_a_former_training_are_not_those_of_the_model(tmp_path):
+    run = make_run([0.5, 0.6], objective="descent", feasible=True)
+    folder = save_run(tmp_path / "run", run)
+    started = (tmp_path / "run" / "noise_curve.json").stat().st_mtime
+    summary = json.dumps(run.summary | {"training_started": started + 10})
+    (tmp_path / "run" / "descent_config.json").write_text(summary)
+    with pytest.raises(ValueError, match="holds an older noise_curve.json than its model; run `hf-descent evaluate"):
+        Run.load(folder)
+    os.utime(tmp_path / "run" / "noise_curve.json", (started + 20, started + 20))
+    assert Run.load(folder).profiles == {} and Run.load(folder).feasible is None
+
+
+def test_feasible_is_meant_at_the_training_noise_whatever_the_curve(tmp_path):
+    run = make_run([0.5, 0.6], objective="descent")
+    run.summary["noise_gamma"], run.profiles[0.0].feasible, run.profiles[2.0].feasible = [1.0, 2.0], True, False
+    folder = save_run(tmp_path / "run", run)
+    replace(run.curve, gamma_train=None).to_json(tmp_path / "run" / "typos_curve.json")
+    for curve in ("noise_curve", "typos_curve"):
+        assert Run.load(folder, curve).feasible is False
 
 
 def test_all_verdicts_hold_together(tmp_path):

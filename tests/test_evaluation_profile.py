@@ -1,5 +1,6 @@
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tiny import bert, classification_data, language_data, llama
 
 from hf_descent import DescentProblem
 from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve
+from hf_descent.evaluation.profile import _profile
 
 
 def truncated(depth):
@@ -72,6 +74,17 @@ def test_problem_gives_violations_and_feasibility():
     assert tolerant.feasible
     assert "violation" in str(tolerant)
     assert "violation" not in str(layer_profile(model, data))
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_loss_that_is_not_a_number_is_not_feasible(layer):
+    losses = torch.tensor([0.5, 0.4, 0.3])
+    losses[layer] = torch.nan
+    blocks = np.ones((4, 3, 4))
+    blocks[..., 2] = losses
+    scorer = SimpleNamespace(metric_name="accuracy", scale=1.0)
+    profile = _profile(scorer, blocks, np.zeros((8, 3)), 0.0, DescentProblem(0.1, 1.0, 3), 0.01)
+    assert math.isnan(profile.max_violation) and profile.feasible is False
 
 
 def test_ratios_of_zero_losses():

@@ -230,7 +230,7 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
         noise_curve(model, data, [0.0, 1.0], **settings)
     assert not path.exists()
     resumed = noise_curve(model, data, [0.0, 1.0], **settings)
-    # Each time the first batch, to know the data by; three, the fatal one, and the two that were left.
+    # Each time the first batch, to know partial sums by; three, the fatal one, and the two that were left.
     assert collated == [8] * 8
     np.testing.assert_array_equal(resumed.losses, straight.losses)
     assert {file.name for file in tmp_path.iterdir()} == {"curve.json", "curve.csv"}
@@ -241,12 +241,12 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
     )
 
     again = noise_curve(model, data, [0.0, 1.0], **settings)
-    assert len(collated) == 9
+    assert len(collated) == 13  # all batches, to know that no row is another
     assert again.to_dict() == resumed.to_dict()
     with torch.no_grad():
         model.classifier.bias += 1
     assert noise_curve(model, data, [0.0, 1.0], **settings).losses[0, 0] != resumed.losses[0, 0]
-    assert len(collated) == 15
+    assert len(collated) == 19
 
 
 def test_a_finished_curve_is_not_that_of_other_rows(tmp_path):
@@ -257,6 +257,11 @@ def test_a_finished_curve_is_not_that_of_other_rows(tmp_path):
         assert noise_curve(model, rows, [1.0], path=path).losses[0, 0] == noise_curve(model, rows, [1.0]).losses[0, 0]
     swapped = [{**row, "labels": (row["labels"] + 1) % 3} for row in classification_data(16)]
     assert noise_curve(model, swapped, [1.0], path=path).losses[0, 0] != first.losses[0, 0]
+    rows, path = classification_data(40), str(tmp_path / "batches.json")
+    first = noise_curve(model, rows, [1.0], path=path, batch_size=8)
+    later = rows[:32] + [{**row, "labels": (row["labels"] + 1) % 3} for row in rows[32:]]
+    second = noise_curve(model, later, [1.0], path=path, batch_size=8)
+    assert second.losses[0, 0] != first.losses[0, 0] and second.settings["data"] != first.settings["data"]
 
 
 def test_a_stream_is_read_once():

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_descent.evaluation import layer_profile, noise_curve
-from hf_descent.evaluation.scoring import numbered_batches
+from hf_descent.evaluation.scoring import _accuracy, numbered_batches
 
 
 CONFIG = {
@@ -160,7 +160,7 @@ def test_data_is_collated_once_for_all_levels():
         return default_data_collator(rows)
 
     noise_curve(bert(), classification_data(20), [0.0, 0.5, 1.0], draws=3, batch_size=8, data_collator=collate)
-    assert collated == [8, 8, 8, 4]  # the first batch is looked at beforehand, to know the data by
+    assert collated == [8, 8, 4]
 
 
 def test_batches_are_not_listed_beforehand():
@@ -227,3 +227,11 @@ def test_mixed_modes_are_restored_after_an_error():
         noise_curve(model, classification_data(8), [0.0, 1.0], metric="rmse")
     assert [module.training for module in model.modules()] == modes
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_prediction_that_is_not_a_number_is_no_class():
+    logits, labels = torch.zeros(3, 2), torch.tensor([0, 0, -100])
+    logits[2] = torch.nan  # of padding
+    assert [float(value) for value in _accuracy(logits, labels)] == [2.0, 2.0]
+    logits[1, 1] = torch.nan
+    assert math.isnan(_accuracy(logits, labels)[0])

@@ -13,6 +13,7 @@ from tiny import bert, classification_data, config, language_data, llama, word_t
 
 from hf_descent import DescentTrainer, cli, layer_profile, noise_curve
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from hf_descent.evaluation.robustness import SUMMARIES
 from hf_descent.hub import collect, plain, write_card
 from hf_descent.loading import load_model as load_adapted
 from hf_descent.model_card import metrics_of, render
@@ -112,13 +113,23 @@ def test_a_baseline_stands_beside_a_run_only_where_it_was_measured_alike(tmp_pat
     def errors(logits, labels):
         return (logits.argmax(-1) != labels).sum(), labels.numel()
 
-    for name, gamma, metric in (("own", 0.0, "accuracy"), ("noisy", 0.5, "accuracy"), ("errors", 0.0, errors)):
+    for name, gamma, metric in (
+        ("own", 0.0, "accuracy"),
+        ("noisy", 0.5, "accuracy"),
+        ("errors", 0.0, errors),
+        ("rows", 0.0, "accuracy"),
+    ):
         trainer = trained(tmp_path / name, objective="erm", max_steps=1)
-        data = classification_data(16)
+        data = classification_data(16, seed=int(name == "rows"))
+        prefix = "eval" if name == "rows" else "test"
+        (tmp_path / name / f"{prefix}_results.json").write_text(json.dumps({f"{prefix}_accuracy": 0.9}))
         layer_profile(trainer.model, data, gamma=gamma).to_json(tmp_path / name / "layer_profile.json")
         curve = noise_curve(trainer.model, data, [0, 1], metric=metric)
         curve.to_json(tmp_path / name / "noise_curve.json")
-    noisy, other = (collect(tmp_path / "own", tmp_path / name)["baseline"] for name in ("noisy", "errors"))
+    noisy, other, rows = (
+        collect(tmp_path / "own", tmp_path / name)["baseline"] for name in ("noisy", "errors", "rows")
+    )
+    assert rows["evaluation"] is None and rows["noise_curve"] is None and noisy["evaluation"] is not None
     assert noisy["layer_profile"] is None and noisy["noise_curve"]["metric"] == "accuracy"
     assert other["layer_profile"]["gamma"] == 0 and other["noise_curve"] is None
 
@@ -400,3 +411,9 @@ def test_rendering_needs_no_more_than_the_values(tmp_path):
     bert().save_pretrained(tmp_path)
     values = collect(tmp_path, model_name="title")
     assert render(json.loads(json.dumps(values))).data.model_name == "title"
+
+
+def test_metrics_that_sound_like_summaries_of_a_curve_are_shown():
+    evaluation = {"eval_roc_auc": 0.9, "test_accuracy": 0.8, "test_accuracy@0.5": 0.7, "eval_retention": 0.5}
+    evaluation |= {f"test_accuracy_{name}": 0.6 for name in (*SUMMARIES, "auc_over_range_radius")}
+    assert metrics_of(evaluation) == {"roc_auc": 0.9, "accuracy": 0.8, "retention": 0.5}

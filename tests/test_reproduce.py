@@ -213,13 +213,24 @@ def test_the_best_of_several_depths_is_chosen_on_validation_rows(tmp_path):
 
 
 def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path):
-    job = Job(["classify"], tmp_path, "train")
+    job = Job(["classify"], tmp_path, "train", [])
     assert job.resumption() == ["--overwrite_output_dir", "true"]
     for step, state in ((4, "{}"), (8, '{"global_step"')):  # killed while it wrote the second
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
         save_file({"weight": torch.zeros(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     assert job.resumption() == ["--resume_from_checkpoint", str(tmp_path / "checkpoint-4")]
+
+
+def test_what_was_made_of_other_files_is_not_finished(tmp_path):
+    made = {"words": ["classify"], "files": ["imdb: train.csv (0)"], "finished": True}
+    for kind in ("train", "evaluate"):
+        (tmp_path / f"{kind}.job.json").write_text(json.dumps(made))
+        assert Job(made["words"], tmp_path, kind, made["files"]).finished()
+    other = ["imdb: train.csv (1)"]
+    assert not Job(made["words"], tmp_path, "evaluate", other).finished()  # which is just made again
+    with pytest.raises(ValueError, match="remove that folder"):
+        Job(made["words"], tmp_path, "train", other).finished()
 
 
 def test_every_file_of_the_data_is_named(tmp_path):

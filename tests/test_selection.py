@@ -16,6 +16,9 @@ def test_the_worse_rank_decides():
     # Satisfied candidates share a rank, so that the loss alone decides among them.
     assert best_candidate([0.3, 0.1, 0.2], [-0.5, 0.0, -9.0]) == 1
     assert best_candidate([0.3], [1.0]) == 0
+    # One that diverged does not change which of the others is best.
+    for loss, violation in ((float("nan"), 0.0), (0.05, float("nan")), (float("inf"), float("inf"))):
+        assert best_candidate([loss, 0.4, 0.2, 0.3], [violation, 0.0, 0.0, 0.0]) == 2
     with pytest.raises(ValueError, match="give"):
         best_candidate([0.1, 0.2], [0.1])
 

@@ -98,7 +98,8 @@ def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(com
     (folder / "layer_profile_gamma_0.5.json").write_text(json.dumps(noisy))
     assert tune.judge(str(folder), 0.0)["feasible"] is noisy["feasible"] is not trial["feasible"]
 
-    cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision"])
+    problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]
+    cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
     trial = json.loads((tmp_path / "supervised" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is None
     assert json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())["feasible"] is not None
@@ -210,6 +211,14 @@ def test_feasible_trials_rank_first():
 
 def test_spaces_suit_the_objective():
     assert set(tune.search_space(tune.TuneArguments(), "erm")) == {"learning_rate"}
+    for objective, names in (
+        ("descent", set(tune.RANGES)),
+        ("hinge", {"learning_rate", "descent_alpha", "initial_loss_bound", "penalty_coefficient"}),
+        ("deep_supervision", {"learning_rate", "penalty_coefficient"}),
+    ):
+        assert set(tune.search_space(tune.TuneArguments(), objective)) == names
+        grid = set(tune.search_space(tune.TuneArguments(search="grid"), objective))
+        assert grid == names - {"learning_rate"}
     assert tune.search_space(tune.TuneArguments(search="grid"), "descent") == tune.GRID
     given = tune.TuneArguments(search_space='{"learning_rate": [1, 2]}')
     assert tune.search_space(given, "descent") == {"learning_rate": [1.0, 2.0]}

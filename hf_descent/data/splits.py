@@ -81,14 +81,17 @@ def load_splits(args: SplitArguments) -> dict[str, Dataset]:
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
-    """Draws validation rows from the training rows where there are none; then as many of each as `args` allows."""
+    """Draws validation rows from the training rows where there are none; then as many of each as `args` allows.
+
+    Held-out rows come in random order, as intervals over blocks of them assume: files are often sorted by class.
+    """
     if "validation" not in splits:
         halves = splits["train"].train_test_split(args.validation_split_percentage / 100, seed=args.split_seed)
         splits = {**splits, "train": halves["train"], "validation": halves["test"]}
     for name, rows in splits.items():
         limit = args.max_train_samples if name == "train" else args.max_eval_samples
-        if limit is not None and limit < len(rows):
-            # Files are often sorted by class: the first rows would all be of one.
+        limit = len(rows) if limit is None else min(limit, len(rows))
+        if name != "train" or limit < len(rows):
             splits[name] = rows.shuffle(seed=args.split_seed).select(range(limit))
     return DatasetDict(splits)
 

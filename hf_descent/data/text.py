@@ -1,6 +1,6 @@
 """Text classification data (IMDb, MNLI, or your own): from a Hub name or local files to tokenised splits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,28 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
     splits = {name: _encode_labels(rows, classes, name) for name, rows in splits.items()}
 
     return hold_out(splits, args)
+
+
+def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
+    """The labels of `dataset` as the numbers that a trained model's config gives to their names.
+
+    Where the model's names are none of the data's (`LABEL_0`, ...), numbers are those of the model, and names are
+    taken to be in its order.
+
+    Raises:
+        ValueError: the data has a class that the model has not.
+    """
+    names = dataset["train"].features["labels"].names
+    classes = [str(id2label[number]) for number in range(len(id2label))]
+    for known in (classes, [str(number) for number in range(len(classes))]):
+        if set(names) <= set(known):
+            return DatasetDict({split: _encode_labels(rows, known, split) for split, rows in dataset.items()})
+    if len(names) == len(classes) and not set(names) & set(classes):
+        return dataset
+    raise ValueError(
+        f"The data has the classes {names}, and the model {classes}: give the data that the model was trained on, or "
+        "rename its classes."
+    )
 
 
 def tokenize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import norm
+from scipy.stats import binom, norm
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
@@ -367,6 +367,10 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
     for threshold in candidates:
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
         lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(float)  # -1, 0 or 1
+        # Were all the differences losses, their number would be binomial, of which few are far from normal.
+        net = max(lost.sum(), 0.0)
+        if binom.cdf(net, len(lost), max_loss) > 1 - confidence:
+            break
         lost = np.append(lost, 1.0)  # one more than seen: that none of a few samples is lost proves little
         if lost.mean() + quantile * lost.std() / math.sqrt(len(lost)) > max_loss:
             break

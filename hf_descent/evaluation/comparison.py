@@ -16,6 +16,7 @@ Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hill
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +66,7 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """ "better", "worse", "no difference", or "open" for single runs."""
+        """ "better", "worse", "no difference", or "open" for single runs and metrics that are not finite."""
         if not np.isfinite(self.radius):
             return "open"
         if abs(self.estimate) <= self.radius:
@@ -75,6 +76,8 @@ class Difference:
     def __str__(self) -> str:
         level = f"{100 * self.confidence:.4g} %"
         figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g}"
+        if not np.isfinite(self.estimate):
+            return f"{self.group} against {self.baseline}: open. A run has a {self.metric} that is not finite."
         if self.verdict == "open":
             return (
                 f"{self.group} against {self.baseline}: open. With one run on a side the two models can be compared "
@@ -121,6 +124,7 @@ def check_comparable(runs: Sequence[Run]):
             and curve.blocks is not None
             and curve.blocks.shape == first.blocks.shape
             and np.array_equal(curve.blocks[..., 1], first.blocks[..., 1])
+            and curve.scale == first.scale
             and all(curve.settings.get(name) == first.settings.get(name) for name in COMMON)
         )
         if not same:
@@ -273,8 +277,15 @@ def compare(
         curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
 
     Raises:
-        ValueError: a folder was not evaluated, fewer than two groups, runs that were not evaluated alike.
+        ValueError: a folder was not evaluated, or is given twice, fewer than two groups, runs that were not evaluated
+            alike, a confidence that is none.
     """
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95.")
+    folders = runs if not isinstance(runs, Mapping) else [folder for group in runs.values() for folder in group]
+    given = [os.path.realpath(folder) for folder in folders]
+    if twice := sorted({folder for folder in given if given.count(folder) > 1}):
+        raise ValueError(f"`runs` has {twice} more than once, which would count as several seeds; give each once.")
     if isinstance(runs, Mapping):
         groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
     else:

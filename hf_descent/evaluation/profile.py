@@ -245,7 +245,7 @@ def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance) -> LayerP
     if problem is None:
         return profile
     found = violations(problem.state_dict(), profile.losses)
-    largest = float(max(found[layer - 1] for layer in problem.constrained_layers))
+    largest = float(found[np.array(problem.constrained_layers) - 1].max())  # not a number where one of them is not
     return replace(
         profile,
         violations=found,

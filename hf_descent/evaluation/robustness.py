@@ -33,7 +33,7 @@ from .scoring import (
     prepare_collator,
     read_layers,
 )
-from .sums import BlockSums, weights_fingerprint
+from .sums import BlockSums, fingerprint_of, weights_fingerprint
 from .uncertainty import pseudo_values, radius
 
 
@@ -261,16 +261,16 @@ def noise_curve(
 
     batches_from = partial(numbered_batches, dataset, collate if perturbation is None else list, batch_size)
 
-    def data_fingerprint() -> str | None:
-        for index, batch in batches_from() if has_length(dataset) else ():
-            return scorer.data_fingerprint(inputs_of(index, batch)(gammas[0], 0))
+    def mark(index: int, batch: Any) -> str:
+        return scorer.fingerprint(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
+    known_length = has_length(dataset)
     settings = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
         "batch_size": getattr(dataset, "batch_size", batch_size),
-        "samples": len(dataset) if has_length(dataset) else None,
-        "data": data_fingerprint(),
+        "samples": len(dataset) if known_length else None,
+        "data": None,
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
@@ -278,15 +278,22 @@ def noise_curve(
     key = [gammas, scorer.metric_name, scale, gamma_train, settings]
     if path is not None and alone and os.path.isfile(path):
         curve = NoiseCurve.from_json(path)
-        if key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, curve.settings]:
+        measured = curve.settings | {"data": None}
+        same = key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, measured]
+        marks = (mark(index, batch) for index, batch in batches_from())
+        if same and (not known_length or curve.settings["data"] == fingerprint_of(enumerate(marks))):
             return curve
 
+    if known_length and path is not None:  # that partial sums are of these rows; their end is not to be read for it
+        key.append(next((mark(index, batch) for index, batch in batches_from()), None))
     sums = BlockSums((len(gammas), draws), accelerator, path, key)
     sweep = _Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
     with evaluating(model):
         for index, batch in tqdm(batches_from(sums.next_index, sums.step), desc="Noise curve", disable=not progress):
-            sums.add(index, sweep(index, inputs_of(index, batch)))
+            sums.add(index, sweep(index, inputs_of(index, batch)), mark(index, batch))
     blocks = sums.total()
+    if known_length:
+        settings["data"] = sums.fingerprint()
     total = blocks.sum(axis=0)  # [levels, draws, 4]
     curve = NoiseCurve(
         scorer.metric_name,

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..descent_state import SUMMARY_NAME, find_json
+from ..descent_state import SUMMARY_NAME, find_json, is_stale
 from ..objectives import UNCONSTRAINED
 from .profile import LayerProfile
 from .robustness import NoiseCurve
 
 
-TRAINED = ("model", "parameters", "train_rows")  # of a run's summary, beside its arguments
+# Of a run's summary, beside its arguments.
+TRAINED = ("model", "parameters", "train_rows", "pooling", "encoder", "readout")
 
 
 @dataclass
@@ -36,12 +37,16 @@ class Run:
 
     @classmethod
     def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
-        """Reads a run's folder; ValueError where it holds no curve of that name."""
-        path = os.path.join(folder, f"{curve}.json")
-        if not os.path.isfile(path):
-            raise ValueError(f"{folder} holds no {curve}.json; run `hf-descent evaluate {folder} --config RECIPE`.")
+        """Reads a run's folder; ValueError where it holds no curve of that name, or one of a former training."""
+        path, summary = os.path.join(folder, f"{curve}.json"), find_json(folder, SUMMARY_NAME)
+        if not os.path.isfile(path) or is_stale(path, summary):
+            state = "an older" if os.path.isfile(path) else "no"
+            raise ValueError(
+                f"{folder} holds {state} {curve}.json{' than its model' if state != 'no' else ''}; run `hf-descent "
+                f"evaluate {folder} --config RECIPE`."
+            )
         files = glob.glob(os.path.join(glob.escape(folder), "layer_profile*.json"))
-        profiles = [LayerProfile.from_json(file) for file in files]
+        profiles = [LayerProfile.from_json(file) for file in files if not is_stale(file, summary)]
         state = os.path.join(folder, "trainer_state.json")
         history = []
         if os.path.isfile(state):
@@ -51,7 +56,7 @@ class Run:
             folder,
             NoiseCurve.from_json(path),
             {profile.gamma: profile for profile in profiles},
-            find_json(folder, SUMMARY_NAME),
+            summary,
             history,
         )
 
@@ -65,8 +70,14 @@ class Run:
         where there were none, or without a profile at that level."""
         if self.summary.get("objective") in UNCONSTRAINED:
             return None
-        profile = self.profiles.get(self.curve.gamma_train or 0.0)
+        profile = self.profiles.get(self.gamma_train or 0.0)
         return None if profile is None else profile.feasible
+
+    @property
+    def gamma_train(self) -> float | None:
+        """The (largest) level of the training noise, also where the curve is of another perturbation."""
+        gamma = self.summary.get("noise_gamma", self.curve.gamma_train)
+        return gamma[-1] if isinstance(gamma, list) else gamma
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,7 +87,8 @@ class Run:
         settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
         if isinstance(settings.get("fixed_multipliers"), str):
             del settings["fixed_multipliers"]
-        return settings | {name: self.summary[name] for name in TRAINED if name in self.summary}
+        settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}
+        return settings | self.summary.get("command", {})
 
     @property
     def arm(self) -> str:
@@ -97,5 +109,5 @@ def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
 def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
     """The shared level at which the runs' descent is compared: the greatest at which one was trained, or the least."""
     levels = shared_levels(groups)
-    trained = {run.curve.gamma_train for runs in groups.values() for run in runs}
+    trained = {run.gamma_train for runs in groups.values() for run in runs}
     return max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))

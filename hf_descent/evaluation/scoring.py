@@ -76,8 +76,8 @@ class Scorer:
         """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
         return inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
 
-    def data_fingerprint(self, inputs: Mapping[str, Any]) -> str:
-        """A short text that tells data apart, from the signal and the labels of their first batch."""
+    def fingerprint(self, inputs: Mapping[str, Any]) -> str:
+        """A short text that tells batches apart by their signal and their labels."""
         digest = hashlib.sha256()
         for name in [getattr(self._model, "main_input_name", "input_ids"), *self._label_names]:
             if torch.is_tensor(tensor := inputs.get(name)):
@@ -282,7 +282,9 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
             "`metric` is 'accuracy' but the labels are floating-point numbers; use 'rmse' or a function "
             "(logits, labels) -> (sum, count)."
         )
-    return (logits.argmax(-1) == labels).sum(), (labels != IGNORE_INDEX).sum()
+    largest, found = logits.max(-1)  # not a number where a logit is not, of which `found` would be some class
+    hits = torch.where(largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float())
+    return hits.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum()
 
 
 def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:

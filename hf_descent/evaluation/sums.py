@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class BlockSums:
         self.step = 1 if accelerator is None else accelerator.num_processes
         self.next_index = 0 if accelerator is None else accelerator.process_index
         self._blocks = np.zeros((BLOCKS, *shape, 4))
+        self._marks: list[tuple[int, str]] = []  # of the batches counted
         self._key = json.dumps(key, sort_keys=True)
         self._path = f"{path}.partial" if path is not None and self.step == 1 else None
         self._saved = time.monotonic()
@@ -46,14 +47,17 @@ class BlockSums:
             with np.load(self._path) as partial:
                 if str(partial["key"]) == self._key:
                     self._blocks, self.next_index = partial["blocks"], int(partial["next_index"])
+                    self._marks = list(enumerate(partial["marks"].tolist()))
 
-    def add(self, index: int, sums: np.ndarray):
-        """Count the sums `[*shape, 4]` of batch `index`."""
+    def add(self, index: int, sums: np.ndarray, mark: str = ""):
+        """Count the sums `[*shape, 4]` of batch `index`, which `mark` tells from others."""
         self._blocks[index % BLOCKS] += sums
+        self._marks.append((index, mark))
         self.next_index = index + self.step
         if self._path is not None and time.monotonic() - self._saved > SAVE_SECONDS:
             with open(f"{self._path}.tmp", "wb") as file:
-                np.savez(file, blocks=self._blocks, next_index=self.next_index, key=self._key)
+                marks = [mark for _, mark in self._marks]
+                np.savez(file, blocks=self._blocks, next_index=self.next_index, key=self._key, marks=marks)
             os.replace(f"{self._path}.tmp", self._path)
             self._saved = time.monotonic()
 
@@ -69,10 +73,19 @@ class BlockSums:
             raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
         return blocks[counts.reshape(BLOCKS, -1).any(axis=1)]
 
+    def fingerprint(self) -> str:
+        """A short text that tells the data apart, over all processes."""
+        return fingerprint_of(gather_object(self._marks) if self.step > 1 else self._marks)
+
     def forget(self):
         """Remove the partial sums, once the result itself is on disk."""
         if self._path is not None and os.path.isfile(self._path):
             os.remove(self._path)
+
+
+def fingerprint_of(marks: Iterable[tuple[int, str]]) -> str:
+    """One short text of the numbered marks of batches, in any order."""
+    return hashlib.sha256(repr(sorted(marks)).encode()).hexdigest()[:16]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -5,8 +5,9 @@ data, and any statistic of sums (a ratio over tokens, a root, an area under a cu
 the same batches) gets its standard error by leaving out one block at a time. Noise is drawn anew for each batch, so
 that the error covers both the choice of the samples and the draws of the noise.
 
-Assumed: blocks are independent and alike, as they are when the data is in random order. Data sorted by label makes
-the intervals wider, not narrower.
+Assumed: blocks are independent and alike, as they are when the data is in random order. Of data sorted by label few
+batches give blocks of one label, and intervals too wide; many give blocks more alike than by chance, and intervals
+too narrow. The commands shuffle held-out rows.
 
 Source: Quenouille (1956), Tukey (1958): the delete-a-group jackknife.
 """

@@ -14,7 +14,7 @@ import numpy as np
 from hf_descent import cli
 from hf_descent.evaluation.runs import Run, descent_level
 
-from .facts import facts, fingerprints
+from .facts import facts, fingerprint, fingerprints
 from .runner import Options, jobs
 from .tables import Panel, Table, Way
 
@@ -41,7 +41,7 @@ def collect(name: str, table: Table, panels: Sequence[Panel], options: Options, 
         "title": table.title,
         "seeds": list(options.seeds),
         "n_trials": options.n_trials,
-        "models": dict(options.models),
+        "models": {name: fingerprint(path) for name, path in options.models.items()},
         "data": fingerprints(options.data),
         "settings": dict(options.settings),
         "only_panels": options.panels,

@@ -6,6 +6,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 
 
 ROOT = Path(__file__).parent.parent.parent
+MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
 
 
 def facts() -> dict[str, Any]:
@@ -56,14 +58,24 @@ def machine() -> str:
 
 
 def fingerprints(data: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """For each data set given by paths its files' names, with the beginning of their SHA-256."""
-    found = {}
-    for name, paths in data.items():
-        found[name] = []
-        for path in (Path(part) for words in paths for part in words.split(",")):
-            digest = ""
-            if path.is_file():
-                with path.open("rb") as file:
-                    digest = f" ({hashlib.file_digest(file, 'sha256').hexdigest()[:12]})"
-            found[name].append(path.name + digest)
-    return found
+    """For each data set (or model) given by paths the [`fingerprint`] of each."""
+    return {name: [fingerprint(part) for words in paths for part in words.split(",")] for name, paths in data.items()}
+
+
+@cache
+def fingerprint(path: str) -> str:
+    """The last part of a path, with the beginning of the SHA-256 of the file, or of the config and weights of a model
+    in a folder; of a name on the Hub nothing more than the name."""
+    files = (
+        [Path(path)]
+        if Path(path).is_file()
+        else [each for ending in MODEL_FILES for each in sorted(Path(path).glob(ending))]
+    )
+    digests = []
+    for each in files:
+        with each.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    if not digests:
+        return Path(path).name if Path(path).parent.exists() else path
+    whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return f"{Path(path).name} ({whole[:12]})"

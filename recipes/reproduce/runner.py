@@ -14,7 +14,7 @@ from typing import Any
 from hf_descent import cli
 from hf_descent.checkpoints import newest_complete_checkpoint
 
-from .facts import facts
+from .facts import facts, fingerprints
 from .scales import ARMS, VIDEO, Scale
 from .tables import Panel, Way, searched
 
@@ -68,11 +68,13 @@ class Job:
         words (`list[str]`): after `hf-descent`.
         folder (`Path`): where its record `<kind>.job.json` lies.
         kind (`str`): "tune", "train", "evaluate" or the name of the answers.
+        files (`list[str]`): the files that it reads, with the beginning of their SHA-256.
     """
 
     words: list[str]
     folder: Path
     kind: str
+    files: list[str]
 
     @property
     def record(self) -> Path:
@@ -87,12 +89,13 @@ class Job:
         if not self.record.is_file():
             return False
         record = json.loads(self.record.read_text())
-        if record["words"] != self.words:
+        made, would_be = ([*each["words"], *each.get("files", self.files)] for each in (record, vars(self)))
+        if made != would_be:
             if self.kind == "evaluate":
                 return False
             raise ValueError(
-                f"{self.folder} was made by `{shlex.join(record['words'])}`, and this would be "
-                f"`{shlex.join(self.words)}`: remove that folder, or name another `--output_dir`."
+                f"{self.folder} was made by `{shlex.join(made)}`, and this would be `{shlex.join(would_be)}`: remove "
+                "that folder, or name another `--output_dir`."
             )
         return record["finished"]
 
@@ -100,7 +103,7 @@ class Job:
         """Runs the command from where it was; its record says with what it was last started and, in the end, how long
         that took."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = {"words": self.words, "finished": False, **facts()}
+        record = {"words": self.words, "files": self.files, "finished": False, **facts()}
         _write(self.record, record)
         start = time.perf_counter()
         cli.main([*self.words, *self.resumption()])
@@ -139,6 +142,14 @@ def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, searc
                 yield answer_job(found, gamma, options)
 
 
+def files(found: Way, options: Options) -> list[str]:
+    """The data and the model that a way of training is given by path, each with a fingerprint."""
+    given = {found.data: options.data.get(found.data, ())}
+    if found.model in options.models:
+        given[found.model] = [options.models[found.model]]
+    return [f"{name}: {file}" for name, each in fingerprints(given).items() for file in each]
+
+
 def recipe(found: Way) -> str:
     path = RECIPES / found.spec.recipes[found.data] / f"{ARMS[found.arm][0]}.yaml"
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
@@ -166,7 +177,9 @@ def tune_job(found: Way, options: Options) -> Job:
     folder = options.study_folder(found)
     given = flags(found, options) | {"n_trials": options.n_trials, "output_dir": folder}
     given["search_space"] = json.dumps(search_space(found, options))
-    return Job(["tune", found.spec.command, "--config", recipe(found), *words(given)], folder, "tune")
+    return Job(
+        ["tune", found.spec.command, "--config", recipe(found), *words(given)], folder, "tune", files(found, options)
+    )
 
 
 def search_space(found: Way, options: Options) -> dict[str, tuple[float, float]]:
@@ -182,7 +195,7 @@ def train_job(found: Way, seed: int, options: Options) -> Job:
         # `evaluate` follows. A level makes a run without noise measure sigma before training, as those with noise do.
         given["eval_gammas"] = "[]" if found.gamma else "[0.0]"
     given |= {"seed": seed, "output_dir": folder}
-    return Job([found.spec.command, "--config", recipe(found), *words(given)], folder, "train")
+    return Job([found.spec.command, "--config", recipe(found), *words(given)], folder, "train", files(found, options))
 
 
 def evaluate_job(found: Way, seed: int, options: Options) -> Job:
@@ -200,7 +213,9 @@ def evaluate_job(found: Way, seed: int, options: Options) -> Job:
     }
     if "per_device_eval_batch_size" in options.settings:
         given["per_device_eval_batch_size"] = options.settings["per_device_eval_batch_size"]
-    return Job(["evaluate", str(folder), "--config", recipe(found), *words(given)], folder, "evaluate")
+    return Job(
+        ["evaluate", str(folder), "--config", recipe(found), *words(given)], folder, "evaluate", files(found, options)
+    )
 
 
 def answer_job(found: Way, gamma: float, options: Options) -> Job:
@@ -211,7 +226,7 @@ def answer_job(found: Way, gamma: float, options: Options) -> Job:
         given["instructions"] = options.data["alpaca_eval"][0]
     if options.scale.answers is not None:
         given |= {"max_samples": options.scale.answers, "max_new_tokens": 128}
-    return Job(["generate", str(folder), *words(given)], folder, f"answers-{gamma:g}")
+    return Job(["generate", str(folder), *words(given)], folder, f"answers-{gamma:g}", files(found, options))
 
 
 def chosen(found: Way, options: Options) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
 from transformers.utils import logging
 
 from .configs import DescentArguments
@@ -82,8 +82,19 @@ class CheckpointMixin:
                 f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, but the evaluation has no "
                 "`eval_max_violation`: give one `eval_dataset`, not several, and an `objective` with constraints."
             )
-        # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
-        seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}
+        # A rank among all evaluations so far, this one included, so that the best one can also change backwards: to
+        # one whose checkpoint is there, where any are saved.
+        folder, saves = self._get_output_dir(trial), self.args.save_strategy != SaveStrategy.NO
+        seen = {
+            entry["step"]: entry
+            for entry in self.state.log_history
+            if "eval_max_violation" in entry
+            and (
+                entry["step"] == self.state.global_step
+                or not saves
+                or os.path.isdir(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{entry['step']}"))
+            )
+        }
         if not seen:
             return False  # the constraints are not known yet
         losses, violations = zip(*((entry["eval_loss"], entry["eval_max_violation"]) for entry in seen.values()))

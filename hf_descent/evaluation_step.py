@@ -20,6 +20,7 @@ class EvaluationMixin:
     _noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`, for the model card
     _layer_profile: LayerProfile | None = None  # of the last `evaluate_layers`, for the model card
     _eval_sums: torch.Tensor | None = None  # [layers + 1], loss sums and their item count
+    _scored = False  # whether the layers of the batch at hand were read
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         if self._eval_sums is not None:
@@ -31,7 +32,7 @@ class EvaluationMixin:
                 losses = torch.tensor(sums) / count  # [layers]
                 # Trainer averages batches; f_L is an average over items.
                 output.metrics[f"{metric_key_prefix}_loss"] = losses[-1].item()
-                output.metrics.update(self._state.evaluation(losses, metric_key_prefix))
+                output.metrics.update(self._state.evaluation(losses, metric_key_prefix, self.state.global_step))
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -46,16 +47,20 @@ class EvaluationMixin:
         step = partial(super().prediction_step, model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
         if self._readout_fn is None or self._count_items(inputs) is not None:
             before = None if self._eval_sums is None else self._eval_sums.clone()
+            self._scored = False
             prediction = step()
             own_rows = self._rows_counted_once(inputs)
-            if own_rows is not None and self._eval_sums is not None:
-                before = torch.zeros_like(self._eval_sums) if before is None else before
-                self._eval_sums.copy_(before)
+            # Seq2SeqTrainer calls the model by itself where it generates.
+            if self._count_items(inputs) is not None and not (self._scored and own_rows is None):
+                inputs = self._prepare_inputs(inputs)
+                self._prepare(model, inputs)
+                self._eval_sums.zero_() if before is None else self._eval_sums.copy_(before)
                 # On every process, also for no rows: a forward may gather parameters.
+                kept = inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1)))
                 with torch.no_grad(), self.compute_loss_context_manager():
-                    self._descent_loss(model, self._prepare_inputs(slice_tensors(inputs, slice(max(own_rows, 1)))))
+                    self._descent_loss(model, kept)
                 if own_rows == 0:
-                    self._eval_sums.copy_(before)
+                    self._eval_sums.zero_() if before is None else self._eval_sums.copy_(before)
             return prediction
         self._prepare(model, self._prepare_inputs(inputs))
         final = []
@@ -129,6 +134,7 @@ class EvaluationMixin:
             "label_names": self.label_names,
             "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
             "readout": self._readout_fn,
+            "remove_unused_columns": self.args.remove_unused_columns,
             # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
             "accelerator": None if self._shards_parameters else self.accelerator,
             "progress": self.is_world_process_zero() and not self.args.disable_tqdm,

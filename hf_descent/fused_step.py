@@ -78,7 +78,7 @@ class FusedStepMixin:
                 self._fused_losses = read(tokens, token_statistics=self._token_statistics)
                 return self._fused_losses.final_sum / max(len(tokens.rows), 1)
             for layer in state.trained_layers:
-                if not hidden_states[layer - 1].requires_grad:
+                if layer < num_layers and not hidden_states[layer - 1].requires_grad:
                     raise ValueError(
                         f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave "
                         "the layer out of `constrained_layers`, unfreeze the layers up to it, or use gradient "

@@ -14,22 +14,35 @@ from .readout import Readout
 IGNORE_INDEX = -100
 
 
-def count_items(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> torch.Tensor | None:
+def count_items(
+    inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool, of_rows: bool = False
+) -> torch.Tensor | None:
     """Number of items that a batch's mean loss averages over, a scalar tensor; `None` where no tensor of labels is.
 
-    Items are the labels that are not ignored (-100), as Trainer counts them; every number where labels are floating.
-    A causal language model predicts no first token (`shifts_labels`).
+    Items are the labels that are not ignored (-100), as Trainer counts them; every number where labels are floating;
+    the rows with a label where the loss averages over rows (`of_rows`).
     """
-    labels = inputs.get("shift_labels")
-    if labels is None:
-        labels = labels_of(inputs, label_names)
-        if not isinstance(labels, torch.Tensor):
-            return None
-        if shifts_labels:
-            labels = labels[..., 1:]
+    labels = predicted_labels(inputs, label_names, shifts_labels)
+    if not isinstance(labels, torch.Tensor):
+        return None
     if labels.is_floating_point():
         return torch.full((), labels.numel(), device=labels.device)
-    return labels.ne(IGNORE_INDEX).sum()
+    counted = labels.ne(IGNORE_INDEX)
+    return (counted.flatten(1).any(1) if of_rows and labels.dim() > 1 else counted).sum()
+
+
+def predicted_labels(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> Any | None:
+    """The first of a batch's labels, without those that nothing predicts: a causal language model's
+    (`shifts_labels`) of the first token."""
+    shifted = inputs.get("shift_labels")
+    labels = labels_of(inputs, label_names) if shifted is None else shifted
+    return labels[..., 1:] if shifts_labels and shifted is None and isinstance(labels, torch.Tensor) else labels
+
+
+def averages_over_rows(model: nn.Module) -> bool:
+    """Whether a model's own mean loss weighs rows alike, however many labels they have: connectionist temporal
+    classification does."""
+    return type(model).__name__.endswith("ForCTC")
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:

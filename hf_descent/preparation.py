@@ -219,8 +219,9 @@ class PreparationMixin:
             if self.compute_loss_func is not None:
                 loss = self._score_constant(logits.dim(), logits, shifted)
             else:
+                name = next(name for name in (*self.label_names, "labels") if inputs.get(name) is labels)
                 with probing(model):
-                    loss = model(**{**inputs, "labels": shifted})["loss"]
+                    loss = model(**{**inputs, name: shifted})["loss"]
             scales.append((loss / (factor * residual).square().mean()).item())
         if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
             raise _unmeasurable("a loss of numbers that is not proportional to the squared error")

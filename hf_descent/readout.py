@@ -219,6 +219,8 @@ def _check_replay(model, stack, inputs):
     stack.clones = any(tensor._version != version for tensor, version in given) or any(
         getattr(module, "inplace", False) for module in stack.neighbours
     )
+    # In train mode alone, which is not tried here: speech models mask their features in place.
+    stack.clones |= any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
 
 
 def _check_finite(layer, outputs, hidden):

@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-UNKNOWN_SCORE = -1e9  # below that of any checkpoint with a known problem
+UNKNOWN_SCORE = -1e9  # below that of any checkpoint with a known problem, also when steps are added to it
 
 
 class ReportMixin:
@@ -36,13 +36,14 @@ class ReportMixin:
             logs |= {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
         return logs
 
-    def evaluation(self, layer_losses: torch.Tensor, prefix: str) -> dict[str, float]:
+    def evaluation(self, layer_losses: torch.Tensor, prefix: str, step: int = 0) -> dict[str, float]:
         """Metrics of held-out layer losses `[L]`: the losses, and feasibility once the problem is known.
 
         `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
         negative score, minus its largest violation in units of f_0; a feasible one a positive score that falls with
         f_L. One with a loss that is not finite has the score of an unknown problem, since no checkpoint would be
-        better than not-a-number.
+        better than not-a-number. In warm-up, before the problem is known, the score rises with every `step`, so that
+        patience with it does not run out.
         """
         metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
         if self.problem is not None:
@@ -55,7 +56,7 @@ class ReportMixin:
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
             metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score) else UNKNOWN_SCORE
         elif self.awaits_problem:
-            metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE}
+            metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
         return metrics
 
     def verdict(self) -> dict[str, float]:

@@ -46,7 +46,8 @@ class ConstantPredictor:
         scale (`float`): the task loss in units of the loss named above (a sum instead of a mean, say).
         loss_fn (`Callable`, *optional*): `loss_fn(logits, labels)`, a loss of one's own for classes; its least value
             over constant logits is found numerically.
-        positions (`bool`): whether the classes are positions in a sequence, of which only those seen count.
+        positions (`bool`): whether the labels are the two ends of extractive answers, `[batch, 2]`, over whose losses
+            the task averages: the classes are positions in a sequence, of which only those seen count.
     """
 
     def __init__(
@@ -64,19 +65,22 @@ class ConstantPredictor:
         self.scale = scale
         self.label_smoothing = label_smoothing
         self.multi_label = multi_label
-        self.moments = None  # integer labels: counts [classes]; floating labels: count, sum, sum of squares [3, dims]
+        # Counts [classes], of positions [2, classes]; of floating labels count, sum, sum of squares [3, dims].
+        self.moments = None
 
     def update(self, labels: torch.Tensor) -> None:
-        """Count a batch of labels, of any shape."""
+        """Count a batch of labels, of any shape; of `positions` `[batch, 2]`."""
         precision = torch.float32 if labels.device.type == "mps" else torch.float64
         if labels.is_floating_point():
             rows = labels.detach().reshape(len(labels), -1).to(precision)  # [batch, dims]
             moments = torch.stack([torch.ones_like(rows), rows, rows.square()]).sum(1)  # [3, dims]
         else:
-            flat = labels.detach().reshape(-1)
-            counted = (flat >= 0) & (flat < self.num_classes)
-            moments = torch.zeros(self.num_classes, dtype=precision, device=flat.device)
-            moments.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.to(precision))  # [classes]
+            kinds = labels.detach().reshape(-1, 2 if self.positions else 1).unbind(-1)  # [labels] each
+            moments = torch.zeros(len(kinds), self.num_classes, dtype=precision, device=labels.device)
+            for row, flat in zip(moments, kinds):
+                counted = (flat >= 0) & (flat < self.num_classes)
+                row.index_add_(0, flat.clamp(0, self.num_classes - 1), counted.to(precision))
+            moments = moments if self.positions else moments[0]
         self.moments = moments if self.moments is None else self.moments + moments
 
     def loss(self, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> float:
@@ -96,6 +100,8 @@ class ConstantPredictor:
         return loss
 
     def _loss(self) -> float:
+        if self.positions:
+            return sum(map(self._loss_of_classes, self.moments)) / len(self.moments)
         if self.moments.dim() == 2:
             count, total, square = self.moments  # [dims] each
             mean = total / count
@@ -104,13 +110,16 @@ class ConstantPredictor:
             if self.multi_label:
                 return self.scale * _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
             return self.scale * (square / count - mean.square()).mean().item()
-        count = self.moments.sum()
+        return self._loss_of_classes(self.moments)
+
+    def _loss_of_classes(self, counts: torch.Tensor) -> float:
+        count = counts.sum()
         if self.loss_fn is not None:
-            return self._least_constant_loss(self.moments / count)
-        classes = (self.moments > 0).sum().item() if self.positions else self.num_classes
+            return self._least_constant_loss(counts / count)
+        classes = (counts > 0).sum().item() if self.positions else self.num_classes
         if count < MIN_LABELS_PER_CLASS * classes:
             return self.scale * math.log(classes) if classes else 0.0
-        probabilities = self.moments / count  # [classes]
+        probabilities = counts / count  # [classes]
         smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing / self.num_classes
         return self.scale * _entropy(smoothed).item()
 

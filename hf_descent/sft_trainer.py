@@ -16,6 +16,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from .fused import labelled_tokens
 from .losses import IGNORE_INDEX
+from .noise import inner_model
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 
@@ -61,6 +62,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        # TRL weighs the router's loss by its own coefficient; models weigh it by what they read when they were built.
+        for module in inner_model(self.model).modules():
+            if hasattr(module, "router_aux_loss_coef"):
+                module.router_aux_loss_coef = self.router_aux_loss_coef
         eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
             if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
@@ -77,6 +82,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def preview(self) -> str:
         """The first training example as the model sees it, in stretches of tokens with a label and without one."""
         example = next(iter(self.train_dataset))
+        if "input_ids" not in example:
+            raise ValueError(
+                f"The first training example has no `input_ids` but {sorted(example)}: nothing to preview."
+            )
         labels = example.get("labels", example["input_ids"])
         count = sum(label != IGNORE_INDEX for label in labels)
         lines = [f"First training example: {len(labels)} tokens, {count} with a label"]
@@ -205,7 +214,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def held_out_batches(self, dataset: Dataset) -> DataLoader:
         """The batches of a data set as `evaluate` takes it, for [`noise_curve`] and [`layer_profile`]."""
-        if "input_ids" not in dataset.column_names:
+        if "input_ids" not in dataset.column_names and not self._skip_prepare_dataset:
             packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
             dataset = self._prepare_dataset(
                 dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"

@@ -27,14 +27,15 @@ from .descent_state import DescentState
 from .evaluation_step import EvaluationMixin
 from .fused_step import FusedStepMixin
 from .hub import ModelCardMixin
-from .losses import count_items, labels_of, loss_from_logits, loss_of_ones_own
+from .losses import averages_over_rows, count_items, loss_from_logits, loss_of_ones_own, predicted_labels
 from .multipliers import Multipliers
-from .noise import EmbeddingNoise
+from .noise import EmbeddingNoise, inner_model
 from .preparation import PreparationMixin
 from .readout import Readout, has_router_loss, output_logits
+from .search import SearchMixin
 
 
-class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, CheckpointMixin, ModelCardMixin):
+class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, CheckpointMixin, SearchMixin, ModelCardMixin):
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
@@ -190,7 +191,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             self._state,
             self._readout.num_layers,
         )
-        unwrapped = self.accelerator.unwrap_model(model)
+        unwrapped, self._scored = self.accelerator.unwrap_model(model), True
         labels = inputs.get("labels")
         takes_items = training and self._loss_takes_items(model, inputs)
         # With the `items` of the whole step the losses are sums over the micro-batch divided by them, else means of
@@ -204,7 +205,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         weighted = state.weighted_layers(step) if training else []
 
         if training and state.needs_labels:
-            state.constant_predictor.update(labels_of(inputs, self.label_names))
+            state.constant_predictor.update(self._predicted_labels(inputs))
         if self._fused is not None:
             return self._fused_loss(model, inputs, share, weighted)
 
@@ -212,7 +213,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         final: list[torch.Tensor] = []
 
         def score(layer, outputs, hidden):
-            if layer in trained and not hidden.requires_grad:
+            if layer in trained and layer < num_layers and not hidden.requires_grad:
                 raise ValueError(
                     f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave the "
                     "layer out of `constrained_layers`, or unfreeze the layers up to it."
@@ -282,7 +283,15 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
     # ---- items ----
 
     def _count_items(self, inputs) -> torch.Tensor | None:
-        return count_items(inputs, self.label_names, self._loss_shifts_labels)
+        of_rows = self._model_scores and averages_over_rows(inner_model(self.model))
+        return count_items(inputs, self.label_names, self._loss_shifts_labels, of_rows)
+
+    def _predicted_labels(self, inputs) -> torch.Tensor:
+        """What a constant prediction would be of: of an extractive answer, both ends `[batch, 2]`."""
+        ends = [inputs.get(f"{end}_positions") for end in ("start", "end")]
+        if None not in ends:
+            return torch.stack(ends, dim=-1)
+        return predicted_labels(inputs, self.label_names, self._loss_shifts_labels)
 
     def _share_of_items(self, inputs) -> torch.Tensor:
         """This micro-batch's share of the items of the step, times the number of processes; a scalar tensor."""
@@ -325,7 +334,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._training_noise(self.model)
         return super()._finalize_training(*args, **kwargs)
 
-    # ---- logs and search ----
+    # ---- logs ----
 
     def log(self, logs, start_time=None):
         if self._state is not None and "loss" in logs:
@@ -333,21 +342,6 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         elif self._state is not None and "train_runtime" in logs:
             logs.update(self._state.verdict())
         super().log(logs, start_time)
-
-    def hyperparameter_search(
-        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", *args, **kwargs
-    ):
-        if compute_objective is None and self.args.objective != "erm":
-            if direction != "minimize":
-                raise ValueError(
-                    f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
-                )
-            compute_objective = _eval_loss
-        return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
-
-
-def _eval_loss(metrics: dict[str, float]) -> float:
-    return metrics["eval_loss"]
 
 
 class DescentTrainer(DescentMixin, Trainer):

@@ -2,8 +2,9 @@ import copy
 
 import pytest
 import torch
+from architectures import AUDIO, build
 from tiny import bert, classification_data, config, language_data, llama
-from transformers import BertForMaskedLM, BertForQuestionAnswering
+from transformers import BertForMaskedLM, BertForQuestionAnswering, default_data_collator
 
 from hf_descent import DescentTrainer, layer_losses
 from hf_descent.losses import count_items, shifts_labels
@@ -85,3 +86,36 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     assert shifts_labels(llama().bfloat16(), inputs)
     masked = BertForMaskedLM(bert(num_labels=2).config).bfloat16().eval()
     assert not shifts_labels(masked, inputs)
+
+
+def test_rows_with_a_label_are_the_items_of_a_mean_over_rows():
+    labels = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])
+    assert count_items({"labels": labels}, ["labels"], False) == 4
+    assert count_items({"labels": labels}, ["labels"], False, of_rows=True) == 2
+    assert count_items({"labels": labels[:, 0]}, ["labels"], False, of_rows=True) == 2
+
+
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_losses_of_transcriptions_do_not_depend_on_the_batch_size(tmp_path, batch_size):
+    settings = AUDIO | {"layerdrop": 0.0, "apply_spec_augment": False, "ctc_loss_reduction": "mean", "pad_token_id": 0}
+    settings |= {f"{part}_dropout": 0.0 for part in ("hidden", "attention", "feat_proj", "activation", "final")}
+    model, generator = build("Wav2Vec2ForCTC", settings), torch.Generator().manual_seed(0)
+    data = [
+        {
+            "input_values": torch.randn(400, generator=generator),
+            "labels": torch.where(torch.arange(8) <= row, torch.randint(1, 99, (8,), generator=generator), -100),
+        }
+        for row in range(8)
+    ]
+    with torch.no_grad():
+        expected = model.eval()(**default_data_collator(data)).loss.item()
+    args = config(
+        tmp_path, per_device_eval_batch_size=batch_size, per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=8 // batch_size, initial_loss_bound=30.0, max_steps=1,
+    )  # fmt: skip
+    trainer = DescentTrainer(model, args, train_dataset=data, eval_dataset=data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    curve = trainer.evaluate_robustness(gammas=[0.0], metric=lambda logits, labels: (torch.tensor(0), 1))
+    assert curve.losses[0, 0] == pytest.approx(expected, rel=1e-5)
+    trainer.train()
+    assert trainer.state.log_history[-2]["layer_loss_3"] == pytest.approx(expected, rel=1e-5)

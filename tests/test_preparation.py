@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import shutil
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from tiny import batches, bert, classification_data, config, language_data, llama
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertForSequenceClassification, default_data_collator
+from transformers.utils import ModelOutput
 
 from hf_descent import DescentTrainer
 from hf_descent.early_exit import truncate
@@ -163,6 +165,36 @@ def test_a_given_f_0_above_chance_is_said(tmp_path, caplog):
         settings = {"initial_loss_bound": bound, "descent_alpha": 0.1, "log_level": "info"}
         make(tmp_path, bert(), classification_data(64), **settings).train()
         assert ("lies above" in caplog.text) == said
+
+
+def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(5, 7, (400, 3), generator=generator)
+    rows[:, 0] = 4  # where every text begins
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = make(tmp_path, llama(), data, per_device_train_batch_size=100)
+    trainer.train()
+    assert trainer.problem.initial_loss_bound == pytest.approx(math.log(2), rel=1e-3)
+
+
+class Renamed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = bert(num_labels=1)
+        self.config = self.model.config
+
+    def forward(self, input_ids, attention_mask, target=None):
+        logits = self.model(input_ids, attention_mask).logits
+        loss = None if target is None else F.mse_loss(logits.squeeze(-1), target)
+        return ModelOutput(loss=loss, logits=logits)
+
+
+def test_numbers_may_be_labels_under_another_name(tmp_path):
+    data = [{**row, "target": row.pop("labels")} for row in regression_rows()]
+    trainer = make(tmp_path, Renamed(), data, label_names=["target"])
+    trainer.train()
+    targets = torch.tensor([float(row["target"]) for row in data])
+    assert trainer.problem.initial_loss_bound == pytest.approx(targets.var().item(), rel=0.3)
 
 
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):

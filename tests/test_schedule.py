@@ -62,6 +62,12 @@ def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
     assert predictor.loss() == pytest.approx(expected, rel=1e-5)
 
 
+def test_both_ends_of_an_answer_count():
+    predictor = ConstantPredictor(64, positions=True)
+    predictor.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
+    assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
+
+
 def test_no_labels_is_an_error():
     with pytest.raises(ValueError, match="initial_loss_bound"):
         ConstantPredictor(3).loss()

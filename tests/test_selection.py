@@ -4,7 +4,10 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny import bert, classification_data, config
+from transformers import EarlyStoppingCallback
 
 from hf_descent import DescentTrainer
 from hf_descent.selection import best_candidate
@@ -40,6 +43,42 @@ def test_a_run_keeps_the_best_candidate(tmp_path):
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best - 1], rel=1e-5)
     assert np.unique(losses).size > 1
+
+
+def test_the_best_candidate_is_one_that_was_kept(tmp_path):
+    """A rank may go back to a step whose checkpoint is gone."""
+    found = iter([(0.8, 0.2), (0.6, 0.1), (0.9, 0.5), (0.3, 0.4), (0.8, 0.6), (0.5, 0.6)])
+
+    class Scripted(DescentTrainer):
+        def evaluation_loop(self, *args, **kwargs):
+            output = super().evaluation_loop(*args, **kwargs)
+            output.metrics["eval_loss"], output.metrics["eval_max_violation"] = next(found)
+            return output
+
+    data = classification_data(16)
+    args = config(
+        tmp_path, max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="best_candidate", save_total_limit=2,
+    )  # fmt: skip
+    trainer = Scripted(bert(num_layers=2), args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    state = trainer.state
+    assert state.best_model_checkpoint.endswith(f"checkpoint-{state.best_global_step}")
+    kept = load_file(f"{state.best_model_checkpoint}/model.safetensors")
+    assert all(torch.equal(kept[name], value) for name, value in trainer.model.state_dict().items() if name in kept)
+
+
+def test_patience_with_feasibility_does_not_run_out_in_warm_up(tmp_path):
+    data = classification_data(32)
+    args = config(
+        tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=8, max_steps=10,
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="feasible_score",
+    )  # fmt: skip
+    stopping = EarlyStoppingCallback(2)
+    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data, callbacks=[stopping])
+    trainer.train()
+    assert trainer.problem is not None and trainer.state.best_global_step >= 8
 
 
 @pytest.mark.parametrize("case", ["no constraints", "several data sets"])

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from tiny_sft import LORA, SETTINGS, TOKENIZER, history, llama, make, pairs, plain
+from tiny_sft import LORA, SETTINGS, TOKENIZER, history, llama, make, mixtral, pairs, plain
 from torch import nn
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -342,3 +342,31 @@ def test_importing_the_package_needs_neither_trl_nor_peft():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install hf_descent[sft]" in result.stdout
+
+
+@pytest.mark.parametrize("coefficient", [None, 5.0])
+def test_the_router_s_loss_weighs_what_the_config_says(tmp_path, coefficient):
+    routers = []
+    for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"dual_warmup_steps": 1})):
+        given |= {"router_aux_loss_coef": coefficient, "max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0}
+        trainer = make(cls, tmp_path, model=mixtral, learning_rate=1.0, **given)
+        trainer.train()
+        routers.append([value for name, value in trainer.model.named_parameters() if name.endswith("gate.weight")])
+    assert len(routers[0]) > 0
+    torch.testing.assert_close(*routers, rtol=1e-4, atol=1e-7)
+
+
+def test_rows_that_trl_leaves_to_the_collator_are_evaluated(tmp_path):
+    def collate(rows):
+        batch = TOKENIZER([row["text"] for row in rows], return_tensors="pt", padding=True)
+        return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+    rows = Dataset.from_list([{"text": f"ab{index}"} for index in range(12)])
+    settings = {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+    trainer = make(
+        SFTDescentTrainer, tmp_path, lambda: rows, eval_data=rows, keywords={"data_collator": collate}, **settings
+    )
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)
+    with pytest.raises(ValueError, match="no `input_ids`"):
+        trainer.preview()

@@ -291,3 +291,17 @@ def test_neftune_is_removed_when_training_raises(tmp_path):
     with pytest.raises(RuntimeError, match="stopped"):
         trainer.train()
     assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_a_head_is_trained_on_a_frozen_model(tmp_path):
+    """Linear probing: the last layer's hidden state has no gradient, and its readout has one."""
+    model = bert()
+    model.bert.requires_grad_(False)
+    before = model.classifier.weight.clone()
+
+    def readout(model, hidden, inputs):
+        return model.classifier(hidden[:, 0])
+
+    args = config(tmp_path, objective="erm", max_steps=2)
+    DescentTrainer(model, args, train_dataset=classification_data(16), readout=readout).train()
+    assert not torch.equal(model.classifier.weight, before)

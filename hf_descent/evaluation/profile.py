@@ -174,6 +174,7 @@ def layer_profiles(
     scale: float = 1.0,
     data_collator: Callable | None = None,
     processing_class: Any | None = None,
+    remove_unused_columns: bool = True,
     batch_size: int = 32,
     seed: int = 0,
     sigma: float | None = None,
@@ -198,7 +199,7 @@ def layer_profiles(
     gammas = [float(gamma) for gamma in gammas]
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
-    collate = prepare_collator(model, data_collator, processing_class, label_names)
+    collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
     sums, samples = None, []  # samples: (batch, losses [levels, samples, layers])
     step, first = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
 

@@ -188,6 +188,7 @@ def noise_curve(
     scale: float = 1.0,
     data_collator: Callable | None = None,
     processing_class: Any | None = None,
+    remove_unused_columns: bool = True,
     batch_size: int = 32,
     draws: int = 3,
     seed: int = 0,
@@ -214,7 +215,7 @@ def noise_curve(
         dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
         gammas (sequence of `float`): noise levels >= 0, in units of `sigma`.
         metric, scale, label_names, layer_loss_fn: see [`~evaluation.scoring.Scorer`].
-        data_collator, processing_class: as in `Trainer`.
+        data_collator, processing_class, remove_unused_columns: as in `Trainer`.
         batch_size (`int`): samples per batch; it is part of what fixes the noise.
         draws (`int`): noise draws per level (level 0 is evaluated once).
         seed, sigma: see [`EmbeddingNoise`].
@@ -249,7 +250,7 @@ def noise_curve(
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
     alone = accelerator is None or accelerator.num_processes == 1
-    collate = prepare_collator(model, data_collator, processing_class, label_names)
+    collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
     device = next(model.parameters()).device
 
     def inputs_of(index: int, batch: Any) -> Callable[[float, int], Mapping[str, Any]]:

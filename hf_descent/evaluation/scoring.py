@@ -20,7 +20,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
-from ..losses import IGNORE_INDEX, count_items, finds_shift, loss_from_logits
+from ..losses import IGNORE_INDEX, averages_over_rows, count_items, finds_shift, loss_from_logits
 from ..noise import inner_model
 from ..readout import Readout, output_logits
 
@@ -67,7 +67,8 @@ class Scorer:
     def __call__(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
         """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU."""
         logits, labels = self._scored(outputs, inputs)
-        items = int(count_items(inputs, self._label_names, bool(self._shifts_labels)))
+        of_rows = self._layer_loss_fn is None and averages_over_rows(self._model)
+        items = int(count_items(inputs, self._label_names, bool(self._shifts_labels), of_rows))
         loss_sum = self._loss(outputs, inputs) * items if items else 0.0  # the mean over no items is not a number
         total, count = self._metric(logits, labels)
         return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
@@ -197,11 +198,15 @@ def prepare_collator(
     data_collator: Callable | None,
     processing_class: Any | None,
     label_names: Sequence[str] | None = None,
+    remove_unused_columns: bool = True,
 ) -> Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]:
-    """Rows to a batch as `Trainer` collates: columns that the model does not take are dropped."""
+    """Rows to a batch as `Trainer` collates: columns that the model does not take are dropped, unless a collator of
+    one's own needs them."""
     if data_collator is None:
         can_pad = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
         data_collator = DataCollatorWithPadding(processing_class) if can_pad else default_data_collator
+    if not remove_unused_columns:
+        return data_collator
     arguments = inspect.signature(type(inner_model(model)).forward).parameters
     return RemoveColumnsCollator(data_collator, [*arguments, *(label_names or ()), "label", "label_ids"])
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from architectures import AUDIO, build
 from tiny import VOCAB, config
 
 from hf_descent import DescentTrainer
@@ -107,6 +108,11 @@ TASKS = {
         ),
         "decoder.block",
         text(lambda x, g: {"labels": x.flip(0)}),
+    ),
+    "speech": (  # with its default masks, which are written into the features in training
+        lambda: build("Wav2Vec2ForSequenceClassification", AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}),
+        "wav2vec2.encoder.layers",
+        lambda g: {"input_values": torch.randn(2000, generator=g), "labels": int(token_ids(g)[0]) % 2},
     ),
     "mixture": (
         lambda: transformers.MixtralForCausalLM(

@@ -99,6 +99,60 @@ def test_a_search_over_objectives_takes_dual_steps_where_the_trial_has_duals(tmp
     assert steps == [None, 2.0, None]
 
 
+def search(tmp_path, values, eval_dataset=DATA_TEST, **arguments):
+    """What the trials of a search over some arguments, one set of values each, were judged by."""
+    found = []
+
+    class Watch(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            found.append(metrics.get("eval_loss"))
+
+    given = arguments.pop("compute_metrics", None)
+    trainer = DescentTrainer(
+        args=config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, **arguments),
+        model_init=lambda: bert(), train_dataset=DATA, eval_dataset=eval_dataset, callbacks=[Watch()],
+        compute_metrics=given,
+    )  # fmt: skip
+    best = trainer.hyperparameter_search(hp_space=lambda trial: values[trial.number], n_trials=len(values))
+    return best.objective, found
+
+
+def test_trials_of_all_objectives_are_judged_by_their_loss(tmp_path):
+    pytest.importorskip("optuna")
+    best, losses = search(tmp_path, [{"objective": "erm"}, {"objective": "descent"}], objective="erm")
+    assert len(losses) == 2 and best == pytest.approx(min(losses))
+
+
+def test_trials_that_share_no_objective_are_refused(tmp_path):
+    pytest.importorskip("optuna")
+    values = [{"objective": "erm"}, {"objective": "descent"}]
+    with pytest.raises(ValueError, match="no common default objective.*pass `compute_objective`"):
+        search(tmp_path, values, objective="erm", compute_metrics=lambda prediction: {"constant": 100.0})
+    with pytest.raises(ValueError, match="no common default objective"):
+        search(tmp_path, values[1:], eval_dataset={"a": DATA_TEST, "b": DATA_TEST})
+
+
+def test_arguments_of_several_types_are_searched(tmp_path):
+    pytest.importorskip("optuna")
+    values = [
+        {"descent_alpha": 0.2, "constrained_layers": [2, 3], "noise_gamma": 0.0},
+        {"descent_alpha": "auto", "constrained_layers": None, "noise_gamma": [0.0, 1.0]},
+        {"descent_alpha": [0.1, 0.2, 0.3]},
+    ]
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            seen.append({name: getattr(args, name) for name in values[0]})
+
+    trainer = DescentTrainer(
+        args=config(tmp_path, max_steps=2, dual_warmup_steps=1), model_init=lambda: bert(), train_dataset=DATA,
+        eval_dataset=DATA_TEST, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.hyperparameter_search(hp_space=lambda trial: values[trial.number], n_trials=3)
+    assert seen == [values[0], values[1], values[1] | values[2]]
+
+
 def test_auto_find_batch_size_starts_afresh(tmp_path):
     class TooLarge(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

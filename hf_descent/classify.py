@@ -42,6 +42,13 @@ class ModelArguments:
         default=None,
         metadata={"help": "Train an unrolled transformer (UT) of this depth on the token embeddings of that model."},
     )
+    freeze_embeddings: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave the token embeddings as they are. Trained at a large rate they outgrow the noise, whose "
+            "scale is theirs before training."
+        },
+    )
     use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters and the head, not the whole model."})
     lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
@@ -146,6 +153,8 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
         model = LinearReadoutForSequenceClassification.from_encoder(
             args.model_name_or_path, POOLING[args.pooling], **labels
         )
+    if args.freeze_embeddings:
+        model.get_input_embeddings().requires_grad_(False)
     if not args.use_peft:
         return model
     if not is_peft_available():

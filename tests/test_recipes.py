@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tiny import bert, classification_data, llama, word_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DistilBertConfig,
@@ -267,11 +268,15 @@ def test_other_readouts_and_lora_run(smoke, workplace, tmp_path, pooling):
     assert len(results_of(tmp_path, "exit_profile")["losses"]) == 3
 
 
-def test_an_unrolled_transformer_takes_the_models_embeddings(smoke):
-    folder = smoke("imdb-descent", "--pooling", "head", "--unrolled_layers", "4", "--max_steps", "4")
+@pytest.mark.parametrize("frozen", ["true", "false"])
+def test_an_unrolled_transformer_takes_the_models_embeddings(smoke, workplace, frozen):
+    flags = ["--unrolled_layers", "4", "--freeze_embeddings", frozen, "--learning_rate", "0.1"]
+    folder = smoke("imdb-descent", "--pooling", "head", "--max_steps", "4", *flags)
     assert len(results_of(folder, "layer_profile")["losses"]) == 4
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert (type(model).__name__, model.config.hidden_size) == ("UTForSequenceClassification", 16)
+    given = AutoModel.from_pretrained(workplace / "distilbert").get_input_embeddings().weight
+    assert torch.equal(model.get_input_embeddings().weight, given) == (frozen == "true")
 
 
 @pytest.mark.slow

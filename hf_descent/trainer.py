@@ -288,9 +288,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
 
     def _predicted_labels(self, inputs) -> torch.Tensor:
         """What a constant prediction would be of: of an extractive answer, both ends `[batch, 2]`."""
-        ends = [inputs.get(f"{end}_positions") for end in ("start", "end")]
-        if None not in ends:
-            return torch.stack(ends, dim=-1)
+        if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
+            return torch.stack([inputs["start_positions"], inputs["end_positions"]], dim=-1)
         return predicted_labels(inputs, self.label_names, self._loss_shifts_labels)
 
     def _share_of_items(self, inputs) -> torch.Tensor:

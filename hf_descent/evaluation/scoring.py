@@ -111,10 +111,15 @@ class Scorer:
         """Mean loss of each sample over its own items, float32 `[samples]`; samples without items are left out.
 
         Cross-entropy for integer labels, mean squared error for floating ones (binary cross-entropy where
-        `config.problem_type` says multi-label).
+        `config.problem_type` says multi-label). ValueError where labels and logits do not belong to each other.
         """
         logits, labels = self._scored(outputs, inputs)
         if not labels.is_floating_point():
+            if logits.shape[:-1] != labels.shape:
+                raise ValueError(
+                    f"{type(self._model).__name__} has logits of shape {list(logits.shape)} for labels of shape "
+                    f"{list(labels.shape)}: there is no loss of each sample. `evaluate` has the layers' losses."
+                )
             losses = _cross_entropy(logits, labels).reshape(len(labels), -1).sum(1)  # [batch]
             counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)  # [batch]
             return losses[counts > 0] / counts[counts > 0]

@@ -82,19 +82,13 @@ class CheckpointMixin:
                 f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, but the evaluation has no "
                 "`eval_max_violation`: give one `eval_dataset`, not several, and an `objective` with constraints."
             )
-        # A rank among all evaluations so far, this one included, so that the best one can also change backwards: to
-        # one whose checkpoint is there, where any are saved.
-        folder, saves = self._get_output_dir(trial), self.args.save_strategy != SaveStrategy.NO
-        seen = {
-            entry["step"]: entry
-            for entry in self.state.log_history
-            if "eval_max_violation" in entry
-            and (
-                entry["step"] == self.state.global_step
-                or not saves
-                or os.path.isdir(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{entry['step']}"))
-            )
-        }
+        # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
+        seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}
+        if self.args.save_strategy != SaveStrategy.NO:
+            # To one whose checkpoint is there, on the first process: others may not see its disk.
+            folder = os.path.join(self._get_output_dir(trial), PREFIX_CHECKPOINT_DIR)
+            kept = [step for step in seen if step == self.state.global_step or os.path.isdir(f"{folder}-{step}")]
+            seen = {step: seen[step] for step in broadcast_object_list([kept])[0]}
         if not seen:
             return False  # the constraints are not known yet
         losses, violations = zip(*((entry["eval_loss"], entry["eval_max_violation"]) for entry in seen.values()))
@@ -156,7 +150,8 @@ class CheckpointMixin:
                 summary["readout"] = getattr(self._readout_fn, "__name__", type(self._readout_fn).__name__)
         # Of the model's config, without which an adapter is saved.
         config = getattr(self.model, "config", None)
-        of_classifiers = ("num_labels", "pooling", "pad_token_id") if "Classification" in summary["model"] else ()
+        of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")
+        of_classifiers = of_classifiers if "Classification" in summary["model"] else ()
         for name in ("noise_sigma", *of_classifiers):
             if (value := getattr(config, name, None)) is not None:
                 summary[name] = value

@@ -60,6 +60,10 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
         model = AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
     else:
         model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype=dtype, **labels)
+    if auto_class is AutoModelForSequenceClassification:
+        # The base may have names of its own, perhaps of the same classes in another order.
+        names = summary.get("id2label", {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)})
+        model.config.id2label = {int(number): label for number, label in names.items()}
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
     return model.eval()

@@ -20,15 +20,16 @@ def count_items(
     """Number of items that a batch's mean loss averages over, a scalar tensor; `None` where no tensor of labels is.
 
     Items are the labels that are not ignored (-100), as Trainer counts them; every number where labels are floating;
-    the rows with a label where the loss averages over rows (`of_rows`).
+    all rows where the loss averages over rows (`of_rows`).
     """
     labels = predicted_labels(inputs, label_names, shifts_labels)
     if not isinstance(labels, torch.Tensor):
         return None
     if labels.is_floating_point():
         return torch.full((), labels.numel(), device=labels.device)
-    counted = labels.ne(IGNORE_INDEX)
-    return (counted.flatten(1).any(1) if of_rows and labels.dim() > 1 else counted).sum()
+    if of_rows:
+        return torch.full((), len(labels), device=labels.device)
+    return labels.ne(IGNORE_INDEX).sum()
 
 
 def predicted_labels(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> Any | None:
@@ -40,9 +41,10 @@ def predicted_labels(inputs: Mapping[str, Any], label_names: Sequence[str], shif
 
 
 def averages_over_rows(model: nn.Module) -> bool:
-    """Whether a model's own mean loss weighs rows alike, however many labels they have: connectionist temporal
-    classification does."""
-    return type(model).__name__.endswith("ForCTC")
+    """Whether a model's own loss weighs rows alike, however many labels they have, as the mean of connectionist
+    temporal classification does. (Its sum over rows is no average of items at all.)"""
+    config = getattr(model, "config", None)
+    return type(model).__name__.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", None) == "mean"
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:

@@ -129,6 +129,12 @@ def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expect
     assert [label for _, label in sorted(zip(rows["text"], rows["labels"]))] == expected
 
 
+def test_classes_that_do_not_occur_need_no_number():
+    features = Features({"text": Value("string"), "labels": ClassLabel(names=["neg", "pos", "unsup"])})
+    rows = Dataset.from_dict({"text": ["a", "b", "c"], "labels": [0, 1, 0]}, features=features)
+    assert align_classes(DatasetDict(train=rows), {0: "pos", 1: "neg"})["train"]["labels"][:] == [1, 0, 1]
+
+
 def test_unlabelled_rows_are_dropped_and_counted(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(text.logger, "info", said.append)

@@ -1,4 +1,5 @@
 import math
+import os
 
 import numpy as np
 import pytest
@@ -240,7 +241,9 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
         [1.0, resumed.mean[1], resumed.radius("mean")[1], resumed.std[1], resumed.losses[1].mean()]
     )
 
+    os.utime(path, (0, 0))
     again = noise_curve(model, data, [0.0, 1.0], **settings)
+    assert path.stat().st_mtime > 0  # as new: a training since then may have changed nothing
     assert len(collated) == 13  # all batches, to know that no row is another
     assert again.to_dict() == resumed.to_dict()
     with torch.no_grad():

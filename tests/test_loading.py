@@ -18,6 +18,8 @@ def test_an_adapter_is_put_on_its_base(kind, tmp_path):
         (llama(), AutoModelForCausalLM) if kind == "CAUSAL_LM" else (bert(), AutoModelForSequenceClassification)
     )
     base.config.noise_sigma = 0.5
+    if kind == "SEQ_CLS":
+        base.config.id2label = {0: "x", 1: "y", 2: "z"}  # which the adapter's training may number otherwise
     base.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(task_type=kind, init_lora_weights=False, target_modules="all-linear")
     model = peft.get_peft_model(loader.from_pretrained(tmp_path / "base"), config).eval()
@@ -28,6 +30,11 @@ def test_an_adapter_is_put_on_its_base(kind, tmp_path):
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
         assert not torch.equal(loaded(ids).logits, base.eval()(ids).logits)
     assert loaded.config.noise_sigma == 0.25  # of its own training, not its base's
+    if kind == "SEQ_CLS":
+        assert loaded.config.id2label == {number: f"LABEL_{number}" for number in range(3)}
+        summary = {"noise_sigma": 0.25, "id2label": {"0": "z", "1": "x", "2": "y"}}
+        (tmp_path / "adapter" / "descent_config.json").write_text(json.dumps(summary))
+        assert load_model(str(tmp_path / "adapter")).config.id2label == {0: "z", 1: "x", 2: "y"}
     assert architecture_of(str(tmp_path / "adapter")).endswith(
         type(base).__name__.removeprefix("Llama").removeprefix("Bert")
     )

@@ -227,6 +227,8 @@ def test_what_was_made_of_other_files_is_not_finished(tmp_path):
     for kind in ("train", "evaluate"):
         (tmp_path / f"{kind}.job.json").write_text(json.dumps(made))
         assert Job(made["words"], tmp_path, kind, made["files"]).finished()
+    (tmp_path / "evaluate.job.json").write_text(json.dumps({**made, "files": None}))  # of an earlier version
+    assert not Job(made["words"], tmp_path, "evaluate", made["files"]).finished()
     other = ["imdb: train.csv (1)"]
     assert not Job(made["words"], tmp_path, "evaluate", other).finished()  # which is just made again
     with pytest.raises(ValueError, match="remove that folder"):

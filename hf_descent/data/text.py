@@ -70,11 +70,12 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
         ValueError: the data has a class that the model has not.
     """
     names = dataset["train"].features["labels"].names
+    occurring = {names[label] for rows in dataset.values() for label in set(rows["labels"])}
     classes = [str(id2label[number]) for number in range(len(id2label))]
     for known in (classes, [str(number) for number in range(len(classes))]):
-        if set(names) <= set(known):
+        if occurring <= set(known):
             return DatasetDict({split: _encode_labels(rows, known, split) for split, rows in dataset.items()})
-    if len(names) == len(classes) and not set(names) & set(classes):
+    if len(names) == len(classes) and not occurring & set(classes):
         return dataset
     raise ValueError(
         f"The data has the classes {names}, and the model {classes}: give the data that the model was trained on, or "

@@ -283,6 +283,7 @@ def noise_curve(
         same = key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, measured]
         marks = (mark(index, batch) for index, batch in batches_from())
         if same and (not known_length or curve.settings["data"] == fingerprint_of(enumerate(marks))):
+            os.utime(path)  # made before the last training, it is this model's all the same
             return curve
 
     if known_length and path is not None:  # that partial sums are of these rows; their end is not to be read for it

@@ -294,7 +294,7 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
         )
     largest, found = logits.max(-1)  # not a number where a logit is not, of which `found` would be some class
     hits = torch.where(largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float())
-    return hits.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum()
+    return hits.sum(), (labels != IGNORE_INDEX).sum()
 
 
 def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -45,7 +45,7 @@ class BlockSums:
         self._saved = time.monotonic()
         if self._path is not None and os.path.isfile(self._path):
             with np.load(self._path) as partial:
-                if str(partial["key"]) == self._key:
+                if "marks" in partial and str(partial["key"]) == self._key:
                     self._blocks, self.next_index = partial["blocks"], int(partial["next_index"])
                     self._marks = list(enumerate(partial["marks"].tolist()))
 

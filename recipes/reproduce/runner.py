@@ -89,10 +89,10 @@ class Job:
         if not self.record.is_file():
             return False
         record = json.loads(self.record.read_text())
+        if self.kind == "evaluate" and (record["words"], record.get("files")) != (self.words, self.files):
+            return False
         made, would_be = ([*each["words"], *each.get("files", self.files)] for each in (record, vars(self)))
         if made != would_be:
-            if self.kind == "evaluate":
-                return False
             raise ValueError(
                 f"{self.folder} was made by `{shlex.join(made)}`, and this would be `{shlex.join(would_be)}`: remove "
                 "that folder, or name another `--output_dir`."

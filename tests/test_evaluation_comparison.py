@@ -235,7 +235,7 @@ def test_results_of_a_former_training_are_not_those_of_the_model(tmp_path):
     started = (tmp_path / "run" / "noise_curve.json").stat().st_mtime
     summary = json.dumps(run.summary | {"training_started": started + 10})
     (tmp_path / "run" / "descent_config.json").write_text(summary)
-    with pytest.raises(ValueError, match="holds an older noise_curve.json than its model; run `hf-descent evaluate"):
+    with pytest.raises(ValueError, match="holds a noise_curve.json older than its model; run `hf-descent evaluate"):
         Run.load(folder)
     os.utime(tmp_path / "run" / "noise_curve.json", (started + 20, started + 20))
     assert Run.load(folder).profiles == {} and Run.load(folder).feasible is None

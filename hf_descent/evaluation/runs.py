@@ -40,11 +40,8 @@ class Run:
         """Reads a run's folder; ValueError where it holds no curve of that name, or one of a former training."""
         path, summary = os.path.join(folder, f"{curve}.json"), find_json(folder, SUMMARY_NAME)
         if not os.path.isfile(path) or is_stale(path, summary):
-            state = "an older" if os.path.isfile(path) else "no"
-            raise ValueError(
-                f"{folder} holds {state} {curve}.json{' than its model' if state != 'no' else ''}; run `hf-descent "
-                f"evaluate {folder} --config RECIPE`."
-            )
+            found = f"a {curve}.json older than its model" if os.path.isfile(path) else f"no {curve}.json"
+            raise ValueError(f"{folder} holds {found}; run `hf-descent evaluate {folder} --config RECIPE`.")
         files = glob.glob(os.path.join(glob.escape(folder), "layer_profile*.json"))
         profiles = [LayerProfile.from_json(file) for file in files if not is_stale(file, summary)]
         state = os.path.join(folder, "trainer_state.json")

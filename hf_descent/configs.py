@@ -249,7 +249,7 @@ class DescentArguments:
     @property
     def gamma_train(self) -> float:
         """The noise level of training; of a range the upper end."""
-        return self.noise_gamma[-1] if isinstance(self.noise_gamma, list) else self.noise_gamma
+        return upper_level(self.noise_gamma)
 
     @classmethod
     def from_training_arguments(cls, args: TrainingArguments, **fields: Any) -> "DescentArguments":
@@ -276,6 +276,11 @@ class DescentConfig(DescentArguments, TrainingArguments):
         "Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following.\n\n"
         + inspect.cleandoc(DescentArguments.__doc__ or "")
     )
+
+
+def upper_level(noise_gamma: float | list[float] | None) -> float | None:
+    """The level, of a range the upper end."""
+    return noise_gamma[-1] if isinstance(noise_gamma, list) else noise_gamma
 
 
 def _as_float(name: str, value: Any) -> float:

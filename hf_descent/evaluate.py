@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from .cli import parse_recipe
+from .configs import upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, tokenize
 from .data.video import VideoArguments, load_clips
@@ -195,8 +196,7 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
     summary = find_json(name, SUMMARY_NAME)
-    gamma_train = summary.get("noise_gamma")
-    gamma_train = gamma_train[-1] if isinstance(gamma_train, list) else gamma_train
+    gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
         **task.settings,
         "batch_size": args.per_device_eval_batch_size,

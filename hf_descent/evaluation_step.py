@@ -54,13 +54,14 @@ class EvaluationMixin:
             if self._count_items(inputs) is not None and not (self._scored and own_rows is None):
                 inputs = self._prepare_inputs(inputs)
                 self._prepare(model, inputs)
-                self._eval_sums.zero_() if before is None else self._eval_sums.copy_(before)
+                before = torch.zeros_like(self._eval_sums) if before is None else before
+                self._eval_sums.copy_(before)
                 # On every process, also for no rows: a forward may gather parameters.
                 kept = inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1)))
                 with torch.no_grad(), self.compute_loss_context_manager():
                     self._descent_loss(model, kept)
                 if own_rows == 0:
-                    self._eval_sums.zero_() if before is None else self._eval_sums.copy_(before)
+                    self._eval_sums.copy_(before)
             return prediction
         self._prepare(model, self._prepare_inputs(inputs))
         final = []

@@ -25,6 +25,7 @@ import numpy as np
 from scipy import stats
 
 from .runs import Run
+from .uncertainty import check_confidence
 
 
 PRIMARY = "auc_over_range"
@@ -280,8 +281,7 @@ def compare(
         ValueError: a folder was not evaluated, or is given twice, fewer than two groups, runs that were not evaluated
             alike, a confidence that is none.
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95.")
+    check_confidence(confidence)
     folders = runs if not isinstance(runs, Mapping) else [folder for group in runs.values() for folder in group]
     given = [os.path.realpath(folder) for folder in folders]
     if twice := sorted({folder for folder in given if given.count(folder) > 1}):

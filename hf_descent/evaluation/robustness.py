@@ -292,7 +292,7 @@ def noise_curve(
     sweep = _Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
     with evaluating(model):
         for index, batch in tqdm(batches_from(sums.next_index, sums.step), desc="Noise curve", disable=not progress):
-            sums.add(index, sweep(index, inputs_of(index, batch)), mark(index, batch))
+            sums.add(index, sweep(index, inputs_of(index, batch)), mark(index, batch) if known_length else "")
     blocks = sums.total()
     if known_length:
         settings["data"] = sums.fingerprint()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..configs import upper_level
 from ..descent_state import SUMMARY_NAME, find_json, is_stale
 from ..objectives import UNCONSTRAINED
 from .profile import LayerProfile
@@ -73,8 +74,7 @@ class Run:
     @property
     def gamma_train(self) -> float | None:
         """The (largest) level of the training noise, also where the curve is of another perturbation."""
-        gamma = self.summary.get("noise_gamma", self.curve.gamma_train)
-        return gamma[-1] if isinstance(gamma, list) else gamma
+        return upper_level(self.summary.get("noise_gamma", self.curve.gamma_train))
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -46,6 +46,12 @@ def standard_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.nda
     return values.std(axis=0, ddof=1) / np.sqrt(len(values))
 
 
+def check_confidence(confidence: float) -> None:
+    """ValueError unless it is a level."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95.")
+
+
 def radius(
     statistic: Callable[[np.ndarray], np.ndarray],
     blocks: np.ndarray | None,
@@ -54,8 +60,7 @@ def radius(
 ) -> np.ndarray | float:
     """Half-width of the two-sided t interval of `statistic`; of `comparisons` intervals that hold together
     (Bonferroni)."""
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` is {confidence}; give a level between 0 and 1, such as 0.95.")
+    check_confidence(confidence)
     error = standard_error(statistic, blocks)
     freedom = 1 if blocks is None or len(blocks) < 2 else len(blocks) - 1
     return stats.t.ppf(1 - (1 - confidence) / (2 * comparisons), freedom) * error

@@ -141,6 +141,8 @@ def test_accelerate_configs_load(path):
     several_machines = path.stem.endswith("_multi_node")
     assert config.num_machines == (2 if several_machines else 1)
     assert config.num_processes == (16 if several_machines else 1 if path.stem == "single_gpu" else 2)
+    if path.stem != "single_gpu":
+        assert config.main_process_port == (29500 if several_machines else 0)  # 0: a second run finds its own
 
 
 # ---- the smoke recipes, through the real command line ----

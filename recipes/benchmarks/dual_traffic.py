@@ -120,7 +120,7 @@ def measure(processes):
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "counts.json")
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG)]
-        command += ["--num_processes", str(processes), "--main_process_port", "0"]
+        command += ["--num_processes", str(processes)]
         subprocess.run([*command, __file__, "--child", output], check=True, capture_output=True, text=True)
         return json.loads(Path(output).read_text())
 

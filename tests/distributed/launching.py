@@ -35,7 +35,7 @@ def start(folder, jobs, backend="cpu_ddp"):
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{backend}.yaml")]
-    command += ["--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no"]
+    command += ["--num_processes", "2", "--mixed_precision", "no"]
     command += [str(HERE / "train_steps.py"), str(folder)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1500)
 

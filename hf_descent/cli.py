@@ -3,13 +3,14 @@
 A command is a module of this package. It either trains from a recipe and exposes `argument_types` (dataclasses, which
 give the flags, and whose values a `--config` file may set) with `run(*dataclass_instances)`, or is a plain tool and
 exposes `add_arguments(parser)` with `run(args)`, or parses a grammar of its own by `parse(argv, prog, description)`
-for `run(*parsed)`. Modules are imported only when their command is called. `--launch` starts a command in several
-processes (`launch.py`).
+for `run(*parsed)`. Modules are imported only when their command is called. `--launch` starts a training in
+several processes (`launch.py`).
 """
 
 import argparse
 import dataclasses
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from .launch import launch, launch_arguments
+from .launch import TRAINING, check_processes, launch, launch_arguments
 
 
 COMMANDS = {
@@ -42,7 +43,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
             The command line without the program's name. `None`: that of this process.
 
     Raises:
-        ValueError: a `--config` file cannot be read, or it or the command line sets something the command lacks.
+        ValueError: a `--config` file cannot be read, or it or the command line sets something the command lacks; or
+            the command works in one process, and this is one of several.
         SystemExit: by argparse, on an unknown command or a value of the wrong type.
     """
     parser = argparse.ArgumentParser(
@@ -51,11 +53,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         description="Train transformers whose layers are constrained to descend.",
         epilog="commands:\n"
         + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
-        + "\n\nany command takes --launch CONFIG (ddp, fsdp2, zero3, ... or a file) to run in several processes",
+        + f"\n\n{', '.join(TRAINING)} take --launch CONFIG (ddp, fsdp2, zero3, ... or a file) to run in several processes",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
     args = parser.parse_args(argv)
+    if "LOCAL_RANK" in os.environ:  # some clusters set the size alone, in every container
+        check_processes(args.command, int(os.environ.get("WORLD_SIZE", 1)))
 
     module = importlib.import_module(f"hf_descent.{args.command}")
     prog, summary = f"hf-descent {args.command}", COMMANDS[args.command]

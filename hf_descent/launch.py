@@ -8,8 +8,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 
 CONFIGS = Path(__file__).parent / "accelerate_configs"
+TRAINING = ("classify", "denoise", "sft")  # the commands that share their work among processes
 FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
@@ -17,7 +20,8 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     """The command line for `accelerate launch` that `argv` is short for; `None` where `--launch` is not in it.
 
     Raises:
-        ValueError: `--launch` names neither a config of ours nor a file.
+        ValueError: `--launch` names neither a config of ours nor a file, is given to a command that works in one
+            process, or its config is for one machine and `--num_machines` for several.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--launch")
@@ -34,8 +38,24 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     for flag in FLAGS:
         parser.add_argument(f"--{flag}")
     flags, rest = parser.parse_known_args(rest)
+    check_processes(rest[0] if rest else "", 2)
+    one_machine = yaml.safe_load(path.read_text(encoding="utf-8")).get("main_process_port") == 0
+    if one_machine and int(flags.num_machines or 1) > 1 and flags.main_process_port is None:
+        raise ValueError(
+            f"`--num_machines` is {flags.num_machines}, and with {path.name} each machine would choose a port of its "
+            "own: take the config that ends in `_multi_node`, or give all machines the same `--main_process_port`."
+        )
     given = [part for flag in FLAGS if (value := getattr(flags, flag)) for part in (f"--{flag}", value)]
     return ["--config_file", str(path), *given, "-m", "hf_descent.cli", *rest]
+
+
+def check_processes(command: str, processes: int) -> None:
+    """ValueError where each of several processes would do the whole work of `command`, over the others' files."""
+    if processes > 1 and command not in TRAINING:
+        raise ValueError(
+            f"`hf-descent {command}` does its work in one process: leave out `--launch` or `accelerate launch`, which "
+            f"are for {', '.join(TRAINING)}."
+        )
 
 
 def launch(arguments: Sequence[str]) -> None:

@@ -12,9 +12,6 @@ from collections.abc import Callable
 import torch
 
 
-# Below this many labels per class the label histogram underestimates the entropy, and log of the number of classes
-# (the uniform predictor) is the safer reference.
-MIN_LABELS_PER_CLASS = 10
 # The least total decrease asked for, as f_L / f_0: without it a model that is no better than a constant at the end of
 # warm-up would get alpha <= 0.
 MAX_LOSS_RATIO = 0.98
@@ -35,8 +32,9 @@ def geometric_alpha(initial_loss_bound: float, final_loss: float, num_constraint
 class ConstantPredictor:
     """Running statistics of the labels, and the loss of the best constant predictor on them.
 
-    Integer labels give the entropy of their distribution (negative values are ignored labels), labels of several
-    independent classes (`multi_label`) the mean binary entropy, floating labels the variance (mean squared error).
+    Integer labels give the entropy of their distribution (negative values are ignored labels), with Good and Turing's
+    estimate for the classes that were seen once or never; labels of several independent classes (`multi_label`) give
+    the mean binary entropy, floating labels the variance (mean squared error).
     The statistics stay on the device of the labels; `loss` reads them back.
 
     Args:
@@ -113,14 +111,14 @@ class ConstantPredictor:
         return self._loss_of_classes(self.moments)
 
     def _loss_of_classes(self, counts: torch.Tensor) -> float:
-        count = counts.sum()
+        if not counts.any():
+            return 0.0
+        if self.positions:
+            counts = counts[: counts.nonzero().max() + 1]  # no answer ends beyond the longest text
+        probabilities = _probabilities(counts)
         if self.loss_fn is not None:
-            return self._least_constant_loss(counts / count)
-        classes = (counts > 0).sum().item() if self.positions else self.num_classes
-        if count < MIN_LABELS_PER_CLASS * classes:
-            return self.scale * math.log(classes) if classes else 0.0
-        probabilities = counts / count  # [classes]
-        smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing / self.num_classes
+            return self._least_constant_loss(probabilities)
+        smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing / len(probabilities)
         return self.scale * _entropy(smoothed).item()
 
     @torch.enable_grad()
@@ -142,6 +140,18 @@ class ConstantPredictor:
 
         optimizer.step(closure)
         return closure().item()
+
+
+def _probabilities(counts: torch.Tensor) -> torch.Tensor:
+    """The classes' probabilities `[classes]` from how often they were seen.
+
+    Frequencies alone would underestimate the entropy of many classes (a vocabulary, say), of which few labels show
+    but some. What was seen once stands for what was not seen, by Good and Turing's estimate: all of these share the
+    mass of the former evenly. Where every class was seen twice these are the frequencies.
+    """
+    rare = counts <= 1
+    shared = counts[rare].mean() if rare.any() else 0.0
+    return torch.where(rare, shared, counts) / counts.sum()
 
 
 def _entropy(probabilities: torch.Tensor) -> torch.Tensor:

@@ -122,8 +122,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     Raises:
         ValueError: a search space that is no JSON mapping; the command leaves no noise curve; the folder holds the
-            study of another search, or another process searches in it; no trial has a finite metric; several
-            processes. ImportError: no Optuna.
+            study of another search, or another process searches in it; no trial has a finite metric.
+        ImportError: no Optuna.
     """
     try:
         import optuna
@@ -131,8 +131,6 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
     from .checkpoints import training_arguments
 
-    if args.world_size > 1:
-        raise ValueError(f"Each of {args.world_size} processes would make a search of its own: leave out `--launch`.")
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args.objective)
     data_args = without_test_rows(data_args)

@@ -1,6 +1,7 @@
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
+from hf_descent.cli import parse_arguments
 from hf_descent.launch import CONFIGS, launch_arguments
 
 
@@ -21,6 +22,24 @@ def test_without_launch_nothing_is_taken_away():
 def test_a_config_is_a_name_or_a_file(tmp_path):
     (tmp_path / "own.yaml").write_text("num_processes: 1")
     path = str(tmp_path / "own.yaml")
-    assert launch_arguments(["demo", f"--launch={path}"])[:2] == ["--config_file", path]
+    assert launch_arguments(["sft", f"--launch={path}"])[:2] == ["--config_file", path]
     with pytest.raises(ValueError, match="'dpp': give one of cpu_ddp, ddp, .*zero3"):
-        launch_arguments(["demo", "--launch", "dpp"])
+        launch_arguments(["sft", "--launch", "dpp"])
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate", "tune", "demo"])
+def test_a_command_of_one_process_is_not_started_in_several(command, monkeypatch):
+    with pytest.raises(ValueError, match=f"`hf-descent {command}` does its work in one process: leave out `--launch`"):
+        launch_arguments([command, "--launch", "cpu_ddp"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ValueError, match=f"`hf-descent {command}` does its work in one process"):
+        parse_arguments([command, "RUN"])
+
+
+def test_machines_do_not_choose_ports_of_their_own():
+    several = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "10.0.0.1", "--machine_rank", "0"]
+    with pytest.raises(ValueError, match="`--num_machines` is 2, and with ddp.yaml each machine would choose a port"):
+        launch_arguments(["sft", "--launch", "ddp", *several])
+    assert launch_arguments(["sft", "--launch", "ddp", *several, "--main_process_port", "29511"])
+    assert launch_arguments(["sft", "--launch", "ddp_multi_node", *several])

@@ -40,10 +40,28 @@ def test_ignored_labels_do_not_count():
     assert predictor.loss() == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
 
 
-def test_few_labels_for_many_classes_fall_back_to_the_uniform_predictor():
+def test_labels_that_tell_nothing_of_their_classes_give_the_uniform_predictor():
     predictor = ConstantPredictor(1000)
     predictor.update(torch.arange(50))
     assert predictor.loss() == pytest.approx(math.log(1000))
+
+
+def test_classes_that_do_not_occur_do_not_raise_f_0():
+    predictor = ConstantPredictor(20)
+    predictor.update(torch.tensor([0, 1] * 16))
+    assert predictor.loss() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("size", [2_000, 20_000])
+def test_few_labels_of_a_large_vocabulary(size):
+    """Of 30,000 tokens by Zipf's law: the uniform prediction is 3 nats off, the frequencies of 2,000 labels 1.3."""
+    zipf = 1 / torch.arange(1, 30_001).double()
+    zipf /= zipf.sum()
+    entropy = -(zipf * zipf.log()).sum().item()
+    generator = torch.Generator().manual_seed(0)
+    predictor = ConstantPredictor(30_000)
+    predictor.update(torch.multinomial(zipf, size, replacement=True, generator=generator))
+    assert predictor.loss() == pytest.approx(entropy, abs=0.2)
 
 
 def test_regression_is_the_variance_and_multi_label_the_binary_entropy():

@@ -187,11 +187,6 @@ def test_a_search_without_a_finite_metric_says_so(command, tmp_path, monkeypatch
     assert not (tmp_path / "study.json").exists()
 
 
-def test_a_search_runs_in_one_process(tmp_path):
-    with pytest.raises(ValueError, match="Each of 2 processes would make a search of its own"):
-        tune.run(None, tune.TuneArguments(), None, None, SimpleNamespace(world_size=2))
-
-
 def test_a_grid_makes_every_combination_once(command, tmp_path):
     space = '{"descent_alpha": [0.1, 0.2], "resilience": [0.05, 0.5]}'
     cli.main([*command, "--output_dir", str(tmp_path), "--search", "grid", "--n_trials", "9", "--search_space", space])

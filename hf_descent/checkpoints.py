@@ -53,9 +53,16 @@ class CheckpointMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         if resume_from_checkpoint is True:
-            newest = newest_complete_checkpoint(self.args.output_dir)
+            newest = None
+            if self.args.process_index == 0:
+                try:
+                    newest = newest_complete_checkpoint(self.args.output_dir)
+                except ValueError as error:
+                    newest = error
             # The first process's: another could see a shared disk as it was a moment ago, and go on from elsewhere.
             resume_from_checkpoint = broadcast_object_list([newest])[0]
+            if isinstance(resume_from_checkpoint, ValueError):
+                raise resume_from_checkpoint
         elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
             for fault in faults(resume_from_checkpoint):
                 raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
@@ -68,6 +75,9 @@ class CheckpointMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
+        self._save_dual_state(output_dir)
+
+    def _save_dual_state(self, output_dir) -> None:
         if self._state is not None:
             self._check_agreement()
             self._state.save(output_dir, write=self.args.should_save)
@@ -129,6 +139,8 @@ class CheckpointMixin:
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_summary(output_dir or self.args.output_dir, self._run_summary())
+        if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
+            self._save_dual_state(output_dir)
 
     def _run_summary(self) -> dict:
         """What tells this run from others, plain training included, and what a step of it costs.

@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         description="Train transformers whose layers are constrained to descend.",
         epilog="commands:\n"
         + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
-        + f"\n\n{', '.join(TRAINING)} take --launch CONFIG (ddp, fsdp2, zero3, ... or a file) to run in several processes",
+        + f"\n\n{', '.join(TRAINING)} take --launch CONFIG (ddp, fsdp2, zero3, ... or a file), for several processes",
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")

@@ -96,12 +96,12 @@ def own_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits, labels)
 
 
-@pytest.mark.parametrize(("bound", "loss"), [("auto", None), (1.1, own_loss)])
-def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path, bound, loss):
+@pytest.mark.parametrize(("bound", "loss", "save_only_model"), [("auto", None, False), (1.1, own_loss, True)])
+def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path, bound, loss, save_only_model):
     args = config(
         tmp_path, descent_alpha="auto", initial_loss_bound=bound, dual_warmup_steps=4, max_steps=6,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="feasible_score",
+        metric_for_best_model="feasible_score", save_only_model=save_only_model,
     )  # fmt: skip
     trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST, layer_loss_fn=loss)
     trainer.train()

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .objectives import MEASURING, OBJECTIVES
+from .objectives import MEASURING, OBJECTIVES, UNCONSTRAINED
 from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound
 
 
@@ -234,6 +234,12 @@ class DescentArguments:
         if not isinstance(self.fixed_multipliers, str | list | None):
             raise ValueError(
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
+            )
+        chosen_by = (self.metric_for_best_model or "").removeprefix("eval_")
+        if chosen_by in ("feasible_score", "best_candidate") and self.is_auto and self.objective in UNCONSTRAINED:
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, but `objective={self.objective!r}` has no constraints if "
+                "`descent_alpha` or `initial_loss_bound` is 'auto': give both as numbers, or choose by 'eval_loss'."
             )
         if self.is_auto and self.dual_warmup_steps == 0 and self.objective in MEASURING:
             raise ValueError(

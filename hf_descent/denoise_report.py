@@ -55,9 +55,12 @@ def classical_rmse(clips: np.ndarray, gammas: Sequence[float], sigma: float) -> 
 def import_restoration():
     """scikit-image's module of classical denoisers; ImportError saying how to install it."""
     try:
+        import pywt  # noqa: F401  (which scikit-image imports when the wavelets are called)
         from skimage import restoration
     except ImportError as error:
-        raise ImportError("The classical denoisers are scikit-image's: `pip install hf_descent[video]`.") from error
+        raise ImportError(
+            "The classical denoisers need scikit-image and PyWavelets: `pip install hf_descent[video]`."
+        ) from error
     return restoration
 
 

@@ -261,7 +261,7 @@ class DescentState(ReportMixin):
             summary |= self.problem.state_dict()
         if self.average_weight.item():
             summary["train_layer_losses"] = self.mean_losses.tolist()
-        return summary
+        return summary | self.train_feasibility
 
     def save(self, folder: str, write: bool = True) -> None:
         """Write the state into a checkpoint folder, whole or not at all. All processes call, one writes."""

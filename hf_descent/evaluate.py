@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import (
     AutoModelForImageToImage,
@@ -24,14 +23,14 @@ from transformers import (
 from transformers.utils import logging
 
 from .cli import parse_recipe
-from .configs import upper_level
+from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, tokenize
 from .data.video import VideoArguments, load_clips
 from .descent_state import SUMMARY_NAME, find_json
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
-from .loading import architecture_of, load_model, load_tokenizer
+from .loading import architecture_of, best_device, load_model, load_tokenizer
 from .losses import IGNORE_INDEX
 from .privacy import privacy_curve
 from .problem import DescentProblem
@@ -75,8 +74,12 @@ class EvaluateArguments:
     private_tokens: int = field(default=1, metadata={"help": "Tokens that an epsilon protects together."})
     confidence: float = field(default=0.95, metadata={"help": "Confidence of the certificates."})
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Rows in a batch; it fixes the noise."})
-    feasibility_tolerance: float = field(
-        default=0.01, metadata={"help": "A layer is feasible when its violation is at most this fraction of f_0."}
+    feasibility_tolerance: float | None = field(
+        default=None,
+        metadata={
+            "help": "A layer is feasible when its violation is at most this fraction of f_0; as in the model's "
+            "training where not given."
+        },
     )
     results_dir: str | None = field(
         default=None,
@@ -195,6 +198,8 @@ def _results_folder(name: str, results_dir: str | None) -> str:
 
 def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
+    if args.perturbation_rates is not None and task.perturbation is None:
+        raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
     summary = find_json(name, SUMMARY_NAME)
     gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
@@ -204,32 +209,34 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         "sigma": args.noise_sigma,
         "progress": True,
     }
-    model = task.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = task.model.to(best_device())
 
     def curve(file: str, rows, gammas, **settings) -> NoiseCurve:
         path = os.path.join(folder, f"{file}.json")
         return noise_curve(model, rows, gammas, draws=args.draws, path=path, **shared | settings)
 
-    tables = [f"Noise curve\n{curve('noise_curve', task.rows, args.eval_gammas, gamma_train=gamma_train)}"]
-    if args.perturbation_rates is not None:
-        if task.perturbation is None:
-            raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
-        kind = task.perturbation.name
-        found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
-        tables.append(f"{kind}, by their rate\n{found}")
-
-    if args.epsilons is not None:
+    tables = []
+    if args.epsilons is not None:  # first, since it refuses the most
         private = privacy_curve(
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
         private.to_json(os.path.join(folder, "privacy_curve.json"))
         tables.append(f"Privacy of the input\n{private}")
+    found = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
+    tables.append(f"Noise curve\n{found}")
+    if args.perturbation_rates is not None:
+        kind = task.perturbation.name
+        found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
+        tables.append(f"{kind}, by their rate\n{found}")
 
     problem, tolerance = None, 0.0
     if "alpha" in summary:
         names = ("alpha", "initial_loss_bound", "num_layers", "constrained_layers")
         problem = DescentProblem(**{name: summary[name] for name in names})
-        tolerance = args.feasibility_tolerance * problem.initial_loss_bound
+        share = args.feasibility_tolerance
+        if share is None:
+            share = summary.get("arguments", {}).get("feasibility_tolerance", DescentConfig.feasibility_tolerance)
+        tolerance = share * problem.initial_loss_bound
     gammas = args.profile_gammas or sorted({0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))})
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
     for file in os.listdir(folder):

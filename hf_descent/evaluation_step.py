@@ -96,6 +96,9 @@ class EvaluationMixin:
 
         Returns:
             [`NoiseCurve`], also logged under `eval_`.
+
+        Raises:
+            ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
         gammas = self.args.eval_gammas if gammas is None else gammas
         if not gammas:
@@ -116,6 +119,12 @@ class EvaluationMixin:
         Args:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
             kwargs: passed to [`layer_profile`].
+
+        Returns:
+            [`LayerProfile`], with violations where the problem is known.
+
+        Raises:
+            ValueError: no data, or as [`layer_profile`].
         """
         model = self.accelerator.unwrap_model(self.model)
         settings = self._evaluation_settings(model)

@@ -8,7 +8,6 @@ from typing import Any, get_args
 import torch
 from datasets import load_dataset
 from matplotlib.figure import Figure
-from transformers import AutoTokenizer
 
 from .data.splits import FILE_TYPES
 from .data.text import DataArguments, align_classes, load_text_classification, tokenize
@@ -22,7 +21,7 @@ from .early_exit import (
     truncate,
 )
 from .evaluation.scoring import Result
-from .loading import load_model
+from .loading import best_device, load_model, load_tokenizer
 from .losses import IGNORE_INDEX
 
 
@@ -57,19 +56,19 @@ def run(args: argparse.Namespace) -> None:
     """
     folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))
     folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = load_model(args.model), AutoTokenizer.from_pretrained(args.model)
+    model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)
     if hasattr(model, "merge_and_unload"):  # an adapter: its layers are taken away with those of its base
         model = model.merge_and_unload()
+    if args.save_layer is not None:
+        target = folder / f"layer-{args.save_layer}"
+        truncate(model, args.save_layer).save_pretrained(target)
+        tokenizer.save_pretrained(target)
     measure = _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
     results = measure(model, tokenizer, args)
     for name, result in results.items():
         result.to_json(str(folder / f"{name}.json"))
         print(f"{name.replace('_', ' ')}\n{result}\n")
     plot(**results).savefig(folder / "exits.png", dpi=150)
-    if args.save_layer is not None:
-        target = folder / f"layer-{args.save_layer}"
-        truncate(model, args.save_layer).save_pretrained(target)
-        tokenizer.save_pretrained(target)
     print(f"Written to {folder}")
 
 

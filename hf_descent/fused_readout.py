@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
 
 from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_layer_losses, labelled_tokens
-from .layer_stack import LayerStack, intercepted, tensors
+from .layer_stack import LayerStack, intercepted, share_storage, tensors
 from .losses import ignores_masked_labels, shifts_labels
 from .readout import Readout, output_logits, probing
 from .tape import present_autocast
@@ -280,12 +280,12 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
     head, (reached, *_), (scores, *_) = heads[-1]
     chain = []
     for module, received, made in reversed(tail):
-        if _same_storage(reached, last):
+        if share_storage(reached, last):
             break
-        if received and made and _same_storage(made[0], reached):
+        if received and made and share_storage(made[0], reached):
             chain.insert(0, module)
             reached = received[0]
-    if not _same_storage(reached, last):
+    if not share_storage(reached, last):
         raise ValueError(f"{name}: no chain of modules leads from the last layer to the head.")
     norm = _Norm(*chain)
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
@@ -348,7 +348,3 @@ def _gather_with(model, part):
 
 def _unchanged(tensor):
     return tensor
-
-
-def _same_storage(a, b):
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

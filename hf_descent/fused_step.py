@@ -14,7 +14,7 @@ logger = logging.get_logger(__name__)
 # From this vocabulary on, reading every layer on all tokens costs several times the model itself.
 LARGE_VOCABULARY = 8192
 # Chosen by measurement (`recipes/benchmarks/`): violations are two to three times as noisy as on all tokens, which the
-# multipliers average out over many steps, and a step costs 1.2 times plain training instead of 3.3 times.
+# multipliers average out over many steps, and a step costs little more than plain training.
 DEFAULT_TOKEN_FRACTION = 0.125
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
-from .loading import load_model, load_tokenizer
+from .loading import best_device, load_model, load_tokenizer
 from .noise import EmbeddingNoise
 
 
@@ -86,7 +86,7 @@ def run(args: Namespace) -> None:
     model = load_model(args.model, args.dtype)
     if not model.can_generate():
         raise ValueError(f"`model` is {args.model!r}, a {type(model).__name__}; give a causal language model.")
-    model = model.to(args.device or torch.accelerator.current_accelerator() or "cpu")
+    model = model.to(args.device or best_device())
     noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else None
     with tqdm(total=len(rows), initial=len(answers), desc="Answering") as progress:
         for start in range(len(answers), len(rows), args.batch_size):

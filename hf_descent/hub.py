@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
-from .configs import DescentArguments
+from .checkpoints import training_arguments
 from .descent_state import SUMMARY_NAME, is_stale, read_json, write_summary
 from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
@@ -48,19 +48,6 @@ SAID = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
     "limits",
 )  # fmt: skip
-SETTINGS = [
-    "learning_rate",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_train_epochs",
-    "max_steps",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "optim",
-    "weight_decay",
-    "seed",
-    *(name for name in DescentArguments.__dataclass_fields__ if name not in ("objective", "eval_gammas")),
-]
 
 
 class ModelCardMixin:
@@ -112,7 +99,7 @@ class ModelCardMixin:
             "pipeline_tag": (_listed(summary.tasks) or [None])[0],
             "architecture": type(model).__name__,
             "objective": self.args.objective if trained else None,
-            "settings": {name: getattr(self.args, name) for name in SETTINGS} if trained else None,
+            "settings": training_arguments(self.args) if trained else None,
             "paper": self._paper,
             "evaluation": {name: value for entry in last for name, value in entry.items()} or None,
         }

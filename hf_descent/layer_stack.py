@@ -184,7 +184,7 @@ def _recording_hooks_removed(model):
 
 def _by_hidden_states(calls_of, hidden_states):
     """(name, index of the hidden state in the output) of the container that made most of the hidden states."""
-    for same in (_share_storage, _equal):
+    for same in (share_storage, _equal):
         # max() keeps the first of equals, and outer containers come first
         matches = {
             name: {
@@ -212,7 +212,7 @@ def _by_chain(calls_of, members):
 def _is_chain(calls, index):
     """Whether each call receives the hidden state that the call before returned, and keeps its shape."""
     return all(len(outputs) > index for _, _, outputs in calls) and all(
-        before[index].shape == after[index].shape and any(_share_storage(before[index], tensor) for tensor in received)
+        before[index].shape == after[index].shape and any(share_storage(before[index], tensor) for tensor in received)
         for (_, _, before), (_, received, after) in pairwise(calls)
     )
 
@@ -226,7 +226,7 @@ def _follow_one_another(states, hidden_states):
     )
 
 
-def _share_storage(a, b):
+def share_storage(a, b):
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

@@ -1,5 +1,6 @@
 """The tokenizers of text models, and the models of finished runs, whole or as an adapter beside its base."""
 
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -67,6 +68,12 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
     for field in ("noise_sigma", "pad_token_id"):
         setattr(model.config, field, summary.get(field, getattr(model.config, field, None)))
     return model.eval()
+
+
+def best_device() -> torch.device:
+    """The accelerator of this machine, or else its processor."""
+    # `current_accelerator` tells what torch was built for.
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:

@@ -286,11 +286,12 @@ def _verdict(card, layers) -> str:
     violation, feasible, source = layers.get("max_violation"), layers.get("feasible"), "held-out data"
     if violation is not None:
         source += f" at noise gamma {layers['gamma']:g}" if layers.get("gamma") else " without noise"
-    for prefix in ("test", "eval", "train"):
+    for prefix in ("test", "eval"):
         if violation is None:
             violation, feasible = (evaluation.get(f"{prefix}_{name}") for name in ("max_violation", "feasible"))
     if violation is None:
-        violation, feasible, source = descent.get("max_violation"), descent.get("feasible"), "the end of training"
+        violation, feasible = (descent.get(f"train_{name}") for name in ("max_violation", "feasible"))
+        source = "the last training batches"
     if violation is None:
         return "Whether the constraints are met was not measured."
     bound = descent.get("initial_loss_bound")

@@ -242,7 +242,10 @@ class PreparationMixin:
         return self._noise
 
     def noise_sigma(self, model=None) -> float:
-        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once."""
+        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once.
+
+        ValueError where it is none of these, or cannot be estimated.
+        """
         model = self.accelerator.unwrap_model(self.model) if model is None else model
         config = getattr(model, "config", None)
         sigma = self.args.noise_sigma or self._saved_sigma() or getattr(config, "noise_sigma", None)

@@ -156,9 +156,10 @@ def privacy_curve(
     Raises:
         ValueError: as [`noise_curve`] and [`epsilon_of_gamma`].
     """
-    clip_norm = median_norm(model) if clip_norm is None else clip_norm
     epsilons = sorted(set(epsilons), reverse=True)
-    noise = PrivateEmbeddings(model, 1.0, clip_norm, seed, sigma)
+    noise = PrivateEmbeddings(model, 1.0, 1.0 if clip_norm is None else clip_norm, seed, sigma)
+    if clip_norm is None:  # only now is it known that there are embeddings
+        noise.clip_norm = clip_norm = median_norm(model)
     levels = [gamma_of_epsilon(epsilon, delta, clip_norm, noise.sigma, tokens) for epsilon in epsilons]
     curve = noise_curve(model, dataset, [0.0, *levels], noise=noise, **settings)
     return PrivacyCurve(

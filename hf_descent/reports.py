@@ -59,19 +59,22 @@ class ReportMixin:
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
         return metrics
 
-    def verdict(self) -> dict[str, float]:
-        """Feasibility of the running averages of training, said in the log; empty before the problem is known."""
-        self._report_faults()
+    @property
+    def train_feasibility(self) -> dict[str, float]:
+        """Feasibility of the running averages of training; empty before the problem is known."""
         if self.problem is None or not self.average_weight.item():
             return {}
-        violations = self.problem.violations(self.mean_losses)  # [layers]
-        metrics = {
-            name: value
-            for name, value in self.evaluation(self.mean_losses, "train").items()
-            if name in ("train_max_violation", "train_feasible")
-        }
-        hardest = int(violations[self.problem._layers].argmax())
-        hardest = self.problem.constrained_layers[hardest]
+        metrics = self.evaluation(self.mean_losses, "train")
+        return {name: metrics[name] for name in ("train_max_violation", "train_feasible")}
+
+    def verdict(self) -> dict[str, float]:
+        """[`train_feasibility`], said in the log."""
+        self._report_faults()
+        metrics = self.train_feasibility
+        if not metrics:
+            return {}
+        violations = self.problem.violations(self.mean_losses).tolist()  # [layers]
+        hardest = max(self.problem.constrained_layers, key=lambda layer: violations[layer - 1])
         text = (
             f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
             f"(f_0 = {self.problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1]:.3g})"

@@ -94,8 +94,8 @@ class Tape:
         if is_layer and self.has_grad and not torch.is_grad_enabled():
             raise ValueError(
                 f"The layers of `{self.stack.name}` run without gradient in a function of their own (Reformer's "
-                "reversible layers, or reentrant gradient checkpointing), where no loss can be taken. Set "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}, or use another architecture."
+                "reversible layers, or reentrant activation checkpointing), where no loss can be taken. Set "
+                "activation_checkpointing_kwargs={'use_reentrant': False}, or use another architecture."
             )
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
         self.nested = True

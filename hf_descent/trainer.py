@@ -356,6 +356,10 @@ class DescentTrainer(DescentMixin, Trainer):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given. The same contract as `compute_loss_func`.
 
+    Raises:
+        ValueError: the model, the loss or a setting is one with which its layers cannot be constrained; when the
+            trainer is made, or on the first batch, of training or evaluation.
+
     Example:
 
     ```python

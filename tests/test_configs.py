@@ -90,6 +90,7 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
+        ({"objective": "deep_supervision", "metric_for_best_model": "eval_best_candidate"}, "metric_for_best_model"),
         ({"readout_gradient_threshold": 0.01, "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
 )

@@ -39,6 +39,8 @@ def workplace(tmp_path_factory):
         json.dumps(
             {
                 "noise_gamma": 0.5,
+                "objective": "descent",
+                "arguments": {"objective": "descent", "feasibility_tolerance": 0.25},
                 "alpha": [0.1] * 3,
                 "initial_loss_bound": 0.7,
                 "num_layers": 3,
@@ -76,12 +78,12 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert PrivacyCurve.from_json(f"{names[0]}/privacy_curve.json").tokens == 8
     clean = LayerProfile.from_json(f"{names[1]}/layer_profile.json")
     assert clean.losses[-1] == pytest.approx(expected.losses[0, 0], rel=1e-5)
-    assert clean.problem["initial_loss_bound"] == 0.7
-    assert "not certified" in printed or "certified feasible" in printed
+    assert clean.problem["initial_loss_bound"] == 0.7 and clean.tolerance == 0.25 * 0.7  # as in its training
+    assert str(Certificate.from_json(f"{names[1]}/certificate.json")) in printed
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
     assert ShiftGrowth.from_json(f"{names[1]}/shift_growth.json").gammas.tolist() == [0.5, 1.0]
     cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
-    assert "run-1 against run-0: open" in capsys.readouterr().out
+    assert "descent against run-0: open" in capsys.readouterr().out
 
 
 def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace):
@@ -101,7 +103,8 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
     assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
     assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
-    cli.main([*argv, "--profile_gammas", "1", "2", "--noise_sigma", "0.5"])
+    cli.main([*argv, "--profile_gammas", "1", "2", "--noise_sigma", "0.5", "--feasibility_tolerance", "0.5"])
+    assert LayerProfile.from_json(name / "layer_profile_gamma_2.json").tolerance == 0.35
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
     assert not (name / "certificate.json").exists() and not (name / "shift_growth.json").exists()
     assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
@@ -134,6 +137,9 @@ def test_completions_of_a_language_model(tmp_path):
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--train_file", str(tmp_path / "rows.json"), "--test_file", str(tmp_path / "rows.json")]
     flags += ["--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
+    with pytest.raises(ValueError, match="there are no typing errors for completions"):
+        cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
+    assert not list((tmp_path / "results" / "model").iterdir())  # before anything is measured
     cli.main(["evaluate", str(tmp_path / "model"), *flags])
     curve = NoiseCurve.from_json(str(tmp_path / "results" / "model" / "noise_curve.json"))
 

@@ -15,7 +15,6 @@ from hf_descent import DescentTrainer, cli, layer_profile, noise_curve
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from hf_descent.evaluation.robustness import SUMMARIES
 from hf_descent.hub import collect, plain, write_card
-from hf_descent.loading import load_model as load_adapted
 from hf_descent.model_card import metrics_of, render
 
 
@@ -210,18 +209,6 @@ def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
     assert "| layer | f_l |" in text and "| violation |" not in text
 
 
-@pytest.mark.parametrize(
-    ("architecture", "usage"),
-    [
-        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM.from"),
-        ("WhisperForConditionalGeneration", "import WhisperForConditionalGeneration"),
-    ],
-)
-def test_the_class_that_a_card_names_is_one_that_loads_the_model(architecture, usage):
-    card = {"model_name": "m", "objective": "erm", "library_name": "transformers", "paper": DescentTrainer._paper}
-    assert usage in str(render(card | {"architecture": architecture}))
-
-
 def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_index(tmp_path):
     bert().save_pretrained(tmp_path)
     evaluation = {
@@ -269,62 +256,11 @@ def test_trl_writes_this_card_at_checkpoints_and_takes_its_own_arguments(tmp_pat
     trainer.train()
     card, text = read(tmp_path / "sft")  # written at a checkpoint
     assert card.data.pipeline_tag == "text-generation" and {"hf_descent", "sft", "trl"} <= set(card.data.tags)
-    assert "end of training" in text or "was not measured" in text
+    assert "easible** on the last training batches: the largest violation is" in text
     trainer.create_model_card(model_name="mine", dataset_name="tatsu-lab/alpaca", tags=["extra"])
     card, text = read(tmp_path / "sft")
     assert text.split("---\n", 2)[2].lstrip().startswith("# mine")
     assert card.data.datasets == ["tatsu-lab/alpaca"] and "extra" in card.data.tags
-
-
-def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
-    peft = pytest.importorskip("peft")
-    from hf_descent.models import LinearReadoutForSequenceClassification
-
-    base = llama()
-    base.name_or_path = base.config._name_or_path = "someone/base"
-    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM"))
-    trained(tmp_path / "adapter", model, language_data(8)).create_model_card()
-    card, text = read(tmp_path / "adapter")
-    assert card.data.to_dict()["library_name"] == "peft" and card.data.base_model == "someone/base"
-    assert "AutoPeftModelForCausalLM" in text and "model.merge_and_unload()" in text
-    masked = {"model_name": "m", "objective": "erm", "library_name": "peft", "paper": DescentTrainer._paper}
-    for architecture in ("BertForMaskedLM", "BertForMultipleChoice", "ViTForImageClassification"):
-        code = re.search(r"```python\n(from peft .*)", str(render(masked | {"architecture": architecture})))[1]
-        exec(code)  # a class that PEFT has
-    bert().save_pretrained(tmp_path / "encoder")
-    own = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path / "encoder"), "mean", num_labels=3)
-    trained(tmp_path / "own", own).create_model_card()
-    _, text = read(tmp_path / "own")
-    assert "import hf_descent.models" in text and "pip install hf_descent" in text
-    assert str(tmp_path) not in (tmp_path / "own" / "model_card.json").read_text()
-    own.config.encoder_config._name_or_path = "someone/encoder"
-    trained(tmp_path / "named", own).create_model_card()
-    assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"
-    (tmp_path / "named" / "model_card.json").unlink()
-    cli.main(["card", str(tmp_path / "named")])
-    assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"
-
-
-@pytest.mark.parametrize("pooling", ["head", "mean_linear"])
-def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(pooling, tmp_path, monkeypatch):
-    pytest.importorskip("peft")
-    from hf_descent.classify import ModelArguments, load_model
-
-    (tmp_path / "someone").mkdir()
-    monkeypatch.chdir(tmp_path)
-    bert(num_labels=2).bert.save_pretrained("someone/base")
-    arguments = ModelArguments("someone/base", pooling=pooling, use_peft=True)
-    model = load_model(arguments, ["a", "b", "c"]).eval()
-    trained(tmp_path / "run", model)
-    cli.main(["card", "run", "--base_model", "someone/base"])
-    card, text = read(tmp_path / "run")
-    assert card.data.base_model == "someone/base" and card.data.to_dict()["library_name"] == "peft"
-    assert ("pip install hf_descent" in text) == (pooling != "head")
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
-    batch = {"input_ids": torch.arange(12).reshape(2, 6)}
-    torch.testing.assert_close(names["model"].eval()(**batch).logits, model.eval()(**batch).logits)
-    torch.testing.assert_close(load_adapted("run")(**batch).logits, model(**batch).logits)
 
 
 def test_what_a_former_training_left_in_the_folder_is_not_said_of_this_model(tmp_path):
@@ -391,20 +327,6 @@ def test_a_folder_is_no_base_model(base, known, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert (collect(tmp_path).get("base_model") == base) == known
     assert (base in str(render(collect(tmp_path)))) == known
-
-
-def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
-    trained(tmp_path / "run").create_model_card()
-    _, text = read(tmp_path / "run")
-    use, early = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    rows = classification_data(8)
-    real = [row["attention_mask"].bool() for row in rows]
-    ragged = [{"input_ids": row["input_ids"][mask], "labels": row["labels"]} for row, mask in zip(rows, real)]
-    names = {"validation_data": ragged}
-    exec(use, names)
-    exec(early, names)
-    assert len(names["short"].bert.encoder.layer) == 1 and names["fast"].threshold >= 0
 
 
 def test_rendering_needs_no_more_than_the_values(tmp_path):

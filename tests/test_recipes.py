@@ -225,7 +225,6 @@ def results_of(folder, name="all_results"):
 def test_smoke_recipes_run(smoke, path, kind, capsys):
     folder = smoke(path.stem, kind=kind)
     recipe, results = yaml.safe_load(path.read_text()), results_of(folder)
-    assert 0 <= results["eval_accuracy"] <= 1
     assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-4)
     assert ("train_feasible" in results) == (recipe["objective"] == "descent")
     profile, curve = results_of(folder, "layer_profile"), results_of(folder, "noise_curve")

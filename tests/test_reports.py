@@ -71,6 +71,16 @@ def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
     assert final["train_feasible"] in (0.0, 1.0) and "train_max_violation" in final
 
 
+def test_the_verdict_tells_of_slacks_that_would_start_afresh(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    args = config(tmp_path, max_steps=8, resilience=1.0, resilience_form="slack", descent_alpha=0.9)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA)  # ends with the second pass over the data
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    relaxed = trainer.multipliers.slacks.max().item() * trainer.problem.initial_loss_bound
+    assert f"resilience has relaxed them by up to {relaxed:.4g}" in caplog.text and relaxed > 0
+
+
 def read_tensorboard(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -128,7 +128,7 @@ def build_trainer(name, options, callbacks):
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
-        "gradient_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
+        "activation_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
     }  # fmt: skip
     ids = token_ids(options, options.batch * options.steps)
     labels = [index % options.classes for index in range(len(ids))] if options.classes else ids

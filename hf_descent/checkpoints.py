@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
+from transformers import EarlyStoppingCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
@@ -39,6 +40,7 @@ TRAINING_ARGUMENTS = (
     "max_steps", "neftune_noise_alpha", "num_train_epochs", "optim", "per_device_train_batch_size", "seed",
     "warmup_steps", "weight_decay", "world_size",
 )  # fmt: skip
+BY_RANK = ("best_candidate", "eval_best_candidate")  # names of a choice that is no metric
 
 
 class CheckpointMixin:
@@ -52,6 +54,12 @@ class CheckpointMixin:
     command: Mapping[str, Any] = MappingProxyType({})
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        stops_early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        if stops_early and self.args.metric_for_best_model in BY_RANK:
+            raise ValueError(
+                "`metric_for_best_model` is 'best_candidate', a rank among evaluations; EarlyStoppingCallback needs "
+                "a metric: choose by 'feasible_score'."
+            )
         if resume_from_checkpoint is True:
             newest = None
             if self.args.process_index == 0:
@@ -85,7 +93,7 @@ class CheckpointMixin:
             self.state.stateful_callbacks["DescentState"] = self._state.summary()
 
     def _determine_best_metric(self, metrics, trial):
-        if self.args.metric_for_best_model not in ("best_candidate", "eval_best_candidate"):
+        if self.args.metric_for_best_model not in BY_RANK:
             return super()._determine_best_metric(metrics, trial)
         if "eval_feasible" not in metrics:
             raise ValueError(

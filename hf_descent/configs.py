@@ -24,6 +24,8 @@ JSON_ARGUMENTS = (
     "noise_gamma",
     "eval_gammas",
 )
+# Beside names that end in "loss", which TrainingArguments knows to be so.
+SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
 
 
 def _help_from_docstring(cls: type) -> type:
@@ -158,6 +160,8 @@ class DescentArguments:
 
     def __post_init__(self):
         super().__post_init__()
+        if SMALLER_IS_BETTER.search(self.metric_for_best_model or ""):
+            self.greater_is_better = False
         self.check_descent_arguments()
 
     def check_descent_arguments(self) -> None:
@@ -236,6 +240,16 @@ class DescentArguments:
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
             )
         chosen_by = (self.metric_for_best_model or "").removeprefix("eval_")
+        if chosen_by == "best_candidate" and self.lr_scheduler_type == "reduce_lr_on_plateau":
+            raise ValueError(
+                "`metric_for_best_model` is 'best_candidate', a rank among evaluations, and `lr_scheduler_type` "
+                "'reduce_lr_on_plateau' needs a metric: choose by 'feasible_score'."
+            )
+        if chosen_by.endswith("max_violation") and self.is_auto:
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, which is not known before the warm-up of 'auto' ends: "
+                "choose by 'feasible_score', or give `descent_alpha` and `initial_loss_bound` as numbers."
+            )
         if chosen_by in ("feasible_score", "best_candidate") and self.is_auto and self.objective in UNCONSTRAINED:
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, but `objective={self.objective!r}` has no constraints if "

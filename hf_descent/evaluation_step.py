@@ -24,7 +24,7 @@ class EvaluationMixin:
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         if self._eval_sums is not None:
-            self._eval_sums.zero_()
+            self._eval_sums = torch.zeros_like(self._eval_sums)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._eval_sums is not None:
             *sums, count = self._reduce(self._eval_sums).tolist()
@@ -151,7 +151,12 @@ class EvaluationMixin:
         }
 
     def _held_out(self, dataset):
-        dataset = self.eval_dataset if dataset is None else dataset
-        if dataset is None or isinstance(dataset, dict):
-            raise ValueError("`eval_dataset` is a dict or not given; pass one dataset.")
+        known = self.eval_dataset
+        if isinstance(known, dict) and (dataset is None or isinstance(dataset, str)):
+            if dataset not in known:
+                raise ValueError(f"`eval_dataset` is {dataset!r}; give one of {', '.join(map(repr, known))}.")
+            return known[dataset]
+        dataset = known if dataset is None else dataset
+        if dataset is None or isinstance(dataset, dict | str):
+            raise ValueError(f"`eval_dataset` is {dataset!r}; give one dataset.")
         return dataset

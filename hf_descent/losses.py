@@ -41,10 +41,9 @@ def predicted_labels(inputs: Mapping[str, Any], label_names: Sequence[str], shif
 
 
 def averages_over_rows(model: nn.Module) -> bool:
-    """Whether a model's own loss weighs rows alike, however many labels they have, as the mean of connectionist
-    temporal classification does. (Its sum over rows is no average of items at all.)"""
-    config = getattr(model, "config", None)
-    return type(model).__name__.endswith("ForCTC") and getattr(config, "ctc_loss_reduction", None) == "mean"
+    """Whether a model's own loss weighs rows alike, however many labels they have, as connectionist temporal
+    classification does. (Its sum over a batch is no average, but Trainer, too, averages the sums over batches.)"""
+    return type(model).__name__.endswith("ForCTC")
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:

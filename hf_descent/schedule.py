@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 
 
+# Fewer labels per class than this may all be alike by chance.
+MIN_LABELS_PER_CLASS = 10
 # The least total decrease asked for, as f_L / f_0: without it a model that is no better than a constant at the end of
 # warm-up would get alpha <= 0.
 MAX_LOSS_RATIO = 0.98
@@ -111,7 +113,7 @@ class ConstantPredictor:
         return self._loss_of_classes(self.moments)
 
     def _loss_of_classes(self, counts: torch.Tensor) -> float:
-        if not counts.any():
+        if counts.max() == counts.sum() >= MIN_LABELS_PER_CLASS * len(counts) or not counts.any():
             return 0.0
         if self.positions:
             counts = counts[: counts.nonzero().max() + 1]  # no answer ends beyond the longest text
@@ -146,12 +148,14 @@ def _probabilities(counts: torch.Tensor) -> torch.Tensor:
     """The classes' probabilities `[classes]` from how often they were seen.
 
     Frequencies alone would underestimate the entropy of many classes (a vocabulary, say), of which few labels show
-    but some. What was seen once stands for what was not seen, by Good and Turing's estimate: all of these share the
-    mass of the former evenly. Where every class was seen twice these are the frequencies.
+    but some. What was seen once stands for what was not seen, by Good and Turing's estimate: all of these share evenly
+    the mass of the former, and of one label more as long as a class is unseen. Where every class was seen twice these
+    are the frequencies.
     """
     rare = counts <= 1
-    shared = counts[rare].mean() if rare.any() else 0.0
-    return torch.where(rare, shared, counts) / counts.sum()
+    mass = counts[rare].sum() + (counts == 0).any()
+    counts = torch.where(rare, mass / rare.sum().clamp(min=1), counts)
+    return counts / counts.sum()
 
 
 def _entropy(probabilities: torch.Tensor) -> torch.Tensor:

@@ -48,10 +48,15 @@ class _DefaultObjective:
     def __call__(self, metrics: dict[str, float]) -> float:
         reads_layers = any("_layer_loss_" in name for name in metrics)
         value, loss = default_compute_objective(dict(metrics)), metrics.get("eval_loss")
+        if reads_layers and loss is None:
+            raise ValueError(
+                f"There is no `eval_loss` among the metrics ({', '.join(metrics)}): with several `eval_dataset`, pass "
+                "`compute_objective`, a function of them."
+            )
         if not reads_layers and value == loss:
             return value
         self._found.add("eval_loss" if reads_layers else "the sum of the metrics")
-        if len(self._found) == 2 or (reads_layers and loss is None):
+        if len(self._found) == 2:
             raise ValueError(
                 f"The trials have no common default objective (metrics: {', '.join(metrics)}): pass "
                 "`compute_objective`, a function of them."

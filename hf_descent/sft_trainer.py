@@ -39,7 +39,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     Raises:
         ValueError: a data set has none of the columns that TRL knows, no token with a label, or a sequence longer than
-            the model's positions; `loss_type` is not "nll" where layers are read; noise on trained prompts.
+            a table of positions; `loss_type` is not "nll" where layers are read; noise on trained prompts.
 
     Example:
 
@@ -115,8 +115,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _check_positions(self, dataset, name) -> None:
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        if positions is None:
-            return
+        if positions is None or any("inv_freq" in name for name, _ in self.model.named_buffers()):
+            return  # rotations go on beyond the positions of pretraining, as in TRL's own trainer
         # Positions start afresh with every document where rows hold several.
         documents = self.padding_free and "seq_lengths" in dataset.column_names
         rows = dataset["seq_lengths"] if documents else dataset["input_ids"]

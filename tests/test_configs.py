@@ -90,6 +90,8 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
+        ({"metric_for_best_model": "best_candidate", "lr_scheduler_type": "reduce_lr_on_plateau"}, "on_plateau"),
+        ({"metric_for_best_model": "a_max_violation"}, "metric_for_best_model.*not known before the warm-up"),
         ({"objective": "deep_supervision", "metric_for_best_model": "eval_best_candidate"}, "metric_for_best_model"),
         ({"readout_gradient_threshold": 0.01, "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],
@@ -124,3 +126,15 @@ def test_conversion_keeps_every_argument_and_a_subclass_s_own(tmp_path):
             assert getattr(config, field.name) == getattr(args, field.name), field.name
     assert config.generation_max_length == 9 and config.descent_alpha == 0.2
     assert DescentConfig.from_training_arguments(config) is config
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [("eval_layer_loss_2", False), ("max_violation", False), ("loss", False), ("feasible_score", True)],
+)
+def test_smaller_losses_and_violations_are_better(tmp_path, metric, greater):
+    numbers = {"descent_alpha": 0.1, "initial_loss_bound": 1.0}
+    args = DescentConfig(str(tmp_path), metric_for_best_model=metric, use_cpu=True, **numbers)
+    assert args.greater_is_better is greater
+    stock = TrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
+    assert DescentConfig.from_training_arguments(stock, **numbers).greater_is_better is greater

@@ -92,3 +92,21 @@ def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):
     loss = trainer.evaluate()["eval_loss"]
     assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)
     assert trainer.evaluate_robustness().losses[0, 0] == pytest.approx(loss, rel=1e-5)
+
+
+def test_one_of_several_evaluation_sets_is_named(tmp_path):
+    trainer = DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset={"a": DATA[:16], "b": DATA_TEST})
+    metrics = trainer.evaluate()
+    assert trainer.evaluate_layers("a").losses[-1] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
+    curve = trainer.evaluate_robustness("b", gammas=[0.0])
+    assert curve.losses[0, 0] == pytest.approx(metrics["eval_b_loss"], rel=1e-5)
+    for wrong in (None, "c"):
+        with pytest.raises(ValueError, match=f"`eval_dataset` is {wrong!r}; give one of 'a', 'b'"):
+            trainer.evaluate_layers(wrong)
+
+
+def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):
+    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST)
+    with torch.inference_mode():
+        first = trainer.evaluate()["eval_layer_loss_1"]
+    assert trainer.evaluate()["eval_layer_loss_1"] == pytest.approx(first, rel=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from architectures import AUDIO, build
 from tiny import bert, classification_data, config, language_data, llama
-from transformers import BertForMaskedLM, BertForQuestionAnswering, default_data_collator
+from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
 
 from hf_descent import DescentTrainer, layer_losses
 from hf_descent.losses import count_items, shifts_labels
@@ -94,18 +94,31 @@ def test_rows_are_the_items_of_a_mean_over_rows():
     assert count_items({"labels": labels}, ["labels"], False, of_rows=True) == 3
 
 
-@pytest.mark.parametrize("batch_size", [8, 2])
-def test_losses_of_transcriptions_do_not_depend_on_the_batch_size(tmp_path, batch_size):
-    settings = AUDIO | {"layerdrop": 0.0, "apply_spec_augment": False, "ctc_loss_reduction": "mean", "pad_token_id": 0}
+def transcriptions(reduction):
+    settings = AUDIO | {"layerdrop": 0.0, "apply_spec_augment": False, "pad_token_id": 0}
     settings |= {f"{part}_dropout": 0.0 for part in ("hidden", "attention", "feat_proj", "activation", "final")}
-    model, generator = build("Wav2Vec2ForCTC", settings), torch.Generator().manual_seed(0)
-    data = [
+    model = build("Wav2Vec2ForCTC", settings | {"ctc_loss_reduction": reduction})
+    generator = torch.Generator().manual_seed(0)
+    return model, [
         {
             "input_values": torch.randn(400, generator=generator),
             "labels": torch.where(torch.arange(8) < row, torch.randint(1, 99, (8,), generator=generator), -100),
         }
         for row in range(8)
     ]
+
+
+def test_sums_over_the_rows_of_a_batch_are_averaged_as_trainer_does(tmp_path):
+    model, data = transcriptions("sum")
+    args = config(tmp_path, per_device_eval_batch_size=3)
+    expected = Trainer(model, args, eval_dataset=data[1:]).evaluate()["eval_loss"]
+    ours = DescentTrainer(model, args, eval_dataset=data[1:])
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_losses_of_transcriptions_do_not_depend_on_the_batch_size(tmp_path, batch_size):
+    model, data = transcriptions("mean")
     with torch.no_grad():
         expected = model.eval()(**default_data_collator(data)).loss.item()
     args = config(

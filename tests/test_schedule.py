@@ -46,10 +46,19 @@ def test_labels_that_tell_nothing_of_their_classes_give_the_uniform_predictor():
     assert predictor.loss() == pytest.approx(math.log(1000))
 
 
-def test_classes_that_do_not_occur_do_not_raise_f_0():
+def test_classes_that_do_not_occur_hardly_raise_f_0():
     predictor = ConstantPredictor(20)
-    predictor.update(torch.tensor([0, 1] * 16))
-    assert predictor.loss() == pytest.approx(math.log(2))
+    predictor.update(torch.tensor([0, 1] * 160))
+    assert predictor.loss() == pytest.approx(math.log(2), rel=0.06)
+
+
+def test_few_labels_may_be_alike_by_chance_and_many_are_not():
+    predictor = ConstantPredictor(2)
+    predictor.update(torch.tensor([0, 0]))
+    assert 0.5 < predictor.loss() <= math.log(2)
+    predictor.update(torch.zeros(18, dtype=torch.long))
+    with pytest.raises(ValueError, match="all were alike"):
+        predictor.loss()
 
 
 @pytest.mark.parametrize("size", [2_000, 20_000])

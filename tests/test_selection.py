@@ -45,6 +45,14 @@ def test_a_run_keeps_the_best_candidate(tmp_path):
     assert np.unique(losses).size > 1
 
 
+def test_early_stopping_needs_a_metric(tmp_path):
+    args = config(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="best_candidate")
+    data = classification_data(8)
+    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data, callbacks=[EarlyStoppingCallback(1)])
+    with pytest.raises(ValueError, match="EarlyStoppingCallback needs a metric: choose by 'feasible_score'"):
+        trainer.train()
+
+
 def test_the_best_candidate_is_one_that_was_kept(tmp_path):
     """A rank may go back to a step whose checkpoint is gone."""
     found = iter([(0.8, 0.2), (0.6, 0.1), (0.9, 0.5), (0.3, 0.4), (0.8, 0.6), (0.5, 0.6)])

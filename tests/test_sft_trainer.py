@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from tiny_sft import LORA, SETTINGS, TOKENIZER, history, llama, make, mixtral, pairs, plain
+from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
 from torch import nn
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
@@ -313,10 +313,13 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
             "no token with a label",
         ),
         (
-            {"data": lambda *_: Dataset.from_list([{"text": "a" * 200}])},
-            "train dataset has a sequence of 201 tokens, but LlamaForCausalLM has 128 positions; .* is 1024",
+            {"data": lambda *_: Dataset.from_list([{"text": "a" * 200}]), "model": gpt2},
+            "train dataset has a sequence of 201 tokens, but GPT2LMHeadModel has 128 positions; .* is 1024",
         ),
-        ({"eval_data": Dataset.from_list([{"prompt": "a" * 200, "completion": "b"}])}, "eval dataset has a sequence"),
+        (
+            {"eval_data": Dataset.from_list([{"prompt": "a" * 200, "completion": "b"}]), "model": gpt2},
+            "eval dataset has a sequence",
+        ),
     ],
 )
 def test_refusals_name_the_remedy(tmp_path, given, message):
@@ -324,12 +327,23 @@ def test_refusals_name_the_remedy(tmp_path, given, message):
         make(SFTDescentTrainer, tmp_path, **given)
 
 
+def test_rotations_go_on_beyond_the_positions_of_pretraining(tmp_path):
+    data = {"data": lambda *_: Dataset.from_list([{"text": "ab" * 100}] * 8), "max_steps": 2, "objective": "erm"}
+    ours = make(SFTDescentTrainer, tmp_path, **data)
+    del data["objective"]
+    stock = make(SFTTrainer, tmp_path, **data)
+    for trainer in (ours, stock):
+        trainer.train()
+    assert ours.state.log_history[-2]["loss"] == stock.state.log_history[-2]["loss"]
+
+
 def test_packed_rows_may_be_longer_than_the_positions_of_a_document(tmp_path):
-    trainer = make(SFTDescentTrainer, tmp_path, packing=True, max_length=400, **CONSTRAINED, data=plain)
+    given = {"packing": True, "max_length": 400, "data": plain, "model": gpt2}
+    trainer = make(SFTDescentTrainer, tmp_path, **given, **CONSTRAINED)
     assert max(map(len, trainer.train_dataset["input_ids"])) > 128
     trainer.train()
     with pytest.raises(ValueError, match="128 positions"):
-        make(SFTDescentTrainer, tmp_path, packing=True, packing_strategy="wrapped", max_length=400, data=plain)
+        make(SFTDescentTrainer, tmp_path, **given, packing_strategy="wrapped")
 
 
 def test_importing_the_package_needs_neither_trl_nor_peft():

@@ -57,6 +57,24 @@ def test_writes_in_place_leave_the_record_and_its_gradients_intact():
         torch.autograd.grad(logits.sum(), model.embed.weight, retain_graph=True)
 
 
+def test_a_model_may_write_into_its_inputs():
+    """As Whisper masks its features, which the gradient of the first convolution needs."""
+    sizes = {"encoder_layers": 2, "decoder_layers": LAYERS, "d_model": 16, "vocab_size": 40, "num_mel_bins": 8}
+    sizes |= {f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    sizes |= {"max_source_positions": 20, "max_target_positions": 20, "decoder_start_token_id": 3}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "apply_spec_augment": True, "dropout": 0.0}
+    model = build("WhisperForConditionalGeneration", sizes).train()
+    batch = {"input_features": torch.randn(4, 8, 40), "labels": torch.randint(5, 40, (4, 6))}
+    readout, losses = Readout.probe(model, batch), []
+    with readout.attach(lambda layer, outputs, hidden: losses.append(outputs["loss"])):
+        torch.manual_seed(0)
+        own = model(**{name: value.clone() for name, value in batch.items()}).loss
+    assert torch.equal(losses[-1], own) and not torch.equal(losses[0], own)
+    sum(losses).backward()
+    read = model.model.encoder.conv1.weight.grad.clone()
+    assert read.isfinite().all() and read.any()
+
+
 @pytest.mark.parametrize("name", ["XLMForSequenceClassification", "FlaubertForSequenceClassification"])
 def test_models_that_write_into_module_outputs_can_be_trained(name):
     model = build(name, XLM | {"dropout": 0.0, "attention_dropout": 0.0, "summary_first_dropout": 0.0})

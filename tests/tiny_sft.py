@@ -6,7 +6,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
 from tiny import tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from trl import SFTConfig
 
 from hf_descent import SFTDescentConfig, SFTDescentTrainer
@@ -33,6 +40,11 @@ def shape(**config):
 def llama(**config):
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**shape(**config)))
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), n_positions=128, n_embd=16, n_layer=LAYERS, n_head=2))
 
 
 def mixtral():

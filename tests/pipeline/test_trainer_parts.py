@@ -128,7 +128,7 @@ def test_trials_that_share_no_objective_are_refused(tmp_path):
     values = [{"objective": "erm"}, {"objective": "descent"}]
     with pytest.raises(ValueError, match="no common default objective.*pass `compute_objective`"):
         search(tmp_path, values, objective="erm", compute_metrics=lambda prediction: {"constant": 100.0})
-    with pytest.raises(ValueError, match="no common default objective"):
+    with pytest.raises(ValueError, match="no `eval_loss` among .*: with several `eval_dataset`, pass"):
         search(tmp_path, values[1:], eval_dataset={"a": DATA_TEST, "b": DATA_TEST})
 
 

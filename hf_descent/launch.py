@@ -39,7 +39,7 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
         parser.add_argument(f"--{flag}")
     flags, rest = parser.parse_known_args(rest)
     check_processes(rest[0] if rest else "", 2)
-    one_machine = yaml.safe_load(path.read_text(encoding="utf-8")).get("main_process_port") == 0
+    one_machine = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("main_process_port") == 0
     if one_machine and int(flags.num_machines or 1) > 1 and flags.main_process_port is None:
         raise ValueError(
             f"`--num_machines` is {flags.num_machines}, and with {path.name} each machine would choose a port of its "

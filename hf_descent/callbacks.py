@@ -32,9 +32,8 @@ class StepCallback(TrainerCallback):
         self.trainer._after_optimizer_step()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # Not on_epoch_end, which comes after the checkpoint of the epoch's last step. At the end of the run the slacks
-        # stay, for the verdict to tell of.
-        if state.epoch == int(state.epoch) and state.global_step < state.max_steps:
+        # Not on_epoch_end, which comes after the checkpoint of the epoch's last step.
+        if state.epoch == int(state.epoch):
             self.trainer._after_epoch()
 
     def on_epoch_end(self, args, state, control, train_dataloader=None, **kwargs):

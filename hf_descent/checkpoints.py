@@ -65,11 +65,11 @@ class CheckpointMixin:
             if self.args.process_index == 0:
                 try:
                     newest = newest_complete_checkpoint(self.args.output_dir)
-                except ValueError as error:
+                except Exception as error:  # whatever it is, the others wait
                     newest = error
             # The first process's: another could see a shared disk as it was a moment ago, and go on from elsewhere.
             resume_from_checkpoint = broadcast_object_list([newest])[0]
-            if isinstance(resume_from_checkpoint, ValueError):
+            if isinstance(resume_from_checkpoint, Exception):
                 raise resume_from_checkpoint
         elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
             for fault in faults(resume_from_checkpoint):
@@ -93,6 +93,9 @@ class CheckpointMixin:
             self.state.stateful_callbacks["DescentState"] = self._state.summary()
 
     def _determine_best_metric(self, metrics, trial):
+        chosen_by = self.args.metric_for_best_model or ""
+        if chosen_by.endswith("max_violation") and self._state is not None and self._state.problem is None:
+            return False  # the constraints are not known yet
         if self.args.metric_for_best_model not in BY_RANK:
             return super()._determine_best_metric(metrics, trial)
         if "eval_feasible" not in metrics:

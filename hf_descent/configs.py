@@ -243,14 +243,10 @@ class DescentArguments:
         if chosen_by == "best_candidate" and self.lr_scheduler_type == "reduce_lr_on_plateau":
             raise ValueError(
                 "`metric_for_best_model` is 'best_candidate', a rank among evaluations, and `lr_scheduler_type` "
-                "'reduce_lr_on_plateau' needs a metric: choose by 'feasible_score'."
+                "'reduce_lr_on_plateau' needs a metric: choose by 'eval_loss'."
             )
-        if chosen_by.endswith("max_violation") and self.is_auto:
-            raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, which is not known before the warm-up of 'auto' ends: "
-                "choose by 'feasible_score', or give `descent_alpha` and `initial_loss_bound` as numbers."
-            )
-        if chosen_by in ("feasible_score", "best_candidate") and self.is_auto and self.objective in UNCONSTRAINED:
+        by_constraints = chosen_by.endswith(("feasible_score", "best_candidate")) and self.eval_strategy != "no"
+        if by_constraints and self.is_auto and self.objective in UNCONSTRAINED:
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, but `objective={self.objective!r}` has no constraints if "
                 "`descent_alpha` or `initial_loss_bound` is 'auto': give both as numbers, or choose by 'eval_loss'."

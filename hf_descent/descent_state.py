@@ -99,6 +99,7 @@ class DescentState(ReportMixin):
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._said = set()
+        self._released: torch.Tensor | None = None  # what slacks relaxed before they started afresh
 
     # ---- primal side ----
 
@@ -177,8 +178,14 @@ class DescentState(ReportMixin):
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
             self.multipliers.step(torch.where(usable, violations, torch.nan))
+            self._released = None
         if step + 1 >= self.active_from and not self._warmed_up:
             self._end_warmup()
+
+    def restart_slacks(self) -> None:
+        """See [`Multipliers`]; the verdict, which may come before the next step, still tells of them."""
+        self._released = self.multipliers.relaxation.clone()
+        self.multipliers.restart_slacks()
 
     @property
     def mean_losses(self) -> torch.Tensor:

@@ -38,9 +38,10 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     for flag in FLAGS:
         parser.add_argument(f"--{flag}")
     flags, rest = parser.parse_known_args(rest)
-    check_processes(rest[0] if rest else "", 2)
-    one_machine = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("main_process_port") == 0
-    if one_machine and int(flags.num_machines or 1) > 1 and flags.main_process_port is None:
+    values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    if rest and not rest[0].startswith("-"):
+        check_processes(rest[0], int(flags.num_processes or values.get("num_processes") or 1))
+    if values.get("main_process_port") == 0 and int(flags.num_machines or 1) > 1 and flags.main_process_port is None:
         raise ValueError(
             f"`--num_machines` is {flags.num_machines}, and with {path.name} each machine would choose a port of its "
             "own: take the config that ends in `_multi_node`, or give all machines the same `--main_process_port`."

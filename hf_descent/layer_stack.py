@@ -28,7 +28,7 @@ class LayerStack:
         hidden_index: position of the hidden state among the tensors of a layer's output.
         ancestors: modules that contain the stack, without the model itself; they run for real in a replay.
         neighbours: the ancestors' children, the layers included; their calls are recorded and answered.
-        clones: whether the model modifies outputs of its modules in place, so that a record must hand out copies.
+        clones: whether the model modifies its inputs or outputs of its modules in place, so that replays need copies.
     """
 
     name: str

@@ -291,7 +291,7 @@ def _verdict(card, layers) -> str:
             violation, feasible = (evaluation.get(f"{prefix}_{name}") for name in ("max_violation", "feasible"))
     if violation is None:
         violation, feasible = (descent.get(f"train_{name}") for name in ("max_violation", "feasible"))
-        source = "the last training batches"
+        source = "the training batches before it was saved (running averages)"
     if violation is None:
         return "Whether the constraints are met was not measured."
     bound = descent.get("initial_loss_bound")

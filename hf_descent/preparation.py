@@ -6,6 +6,7 @@ Everything here runs at most once per run, on a real batch, and leaves random st
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from .losses import IGNORE_INDEX, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .objectives import MEASURING
 from .readout import Readout, has_router_loss, output_logits, probing
-from .schedule import ConstantPredictor
+from .schedule import SYNTHETIC_LABELS, ConstantPredictor
 
 
 logger = get_logger(__name__)
@@ -163,21 +164,18 @@ class PreparationMixin:
         if labels.is_floating_point() and labels.numel() != logits.numel():
             raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
         numbers = labels.is_floating_point() and not multi_label
+        own = self.compute_loss_func is not None
         predictor = ConstantPredictor(
             max(logits.shape[1], getattr(config, "max_position_embeddings", 0)) if positions else logits.shape[-1],
-            self.args.label_smoothing_factor,
+            0.0 if own or positions else self.args.label_smoothing_factor,  # of which Trainer's smoother knows nothing
             multi_label,
             self._loss_scale(model, inputs, labels, logits) if numbers else 1.0,
-            partial(self._score_constant, logits.dim()) if self.compute_loss_func is not None else None,
+            self._loss_of_constants(logits, labels, multi_label) if own and not numbers else None,
             positions,
         )
-        if self.compute_loss_func is not None and not numbers:
-            sizes = (2, logits.shape[-1])
-            try:
-                predictor.loss_fn(logits.new_zeros(sizes).float(), labels.new_zeros(sizes[: 1 + multi_label]))
-            except Exception as error:
-                raise _unmeasurable(f"a loss function that fails on constant logits ({error})") from error
-        elif self._fused is None and not (numbers or positions or has_router_loss(outputs)):
+        if own and not numbers:
+            return predictor
+        if self._fused is None and not (numbers or positions or has_router_loss(outputs)):
             self._check_loss(model, outputs, logits, labels, multi_label)
         return predictor
 
@@ -199,6 +197,28 @@ class PreparationMixin:
             )
         if abs(loss - expected) > 0.02 * expected:
             raise _unmeasurable(f"a loss that is {loss:.4g} where the cross-entropy is {expected:.4g}")
+
+    def _loss_of_constants(self, logits, labels, multi_label) -> Callable | None:
+        """The loss function of one's own, on logits that are the same for every label; `None` where it is the
+        cross-entropy after all, whose least value is known in closed form."""
+        loss_fn = partial(self._score_constant, logits.dim())
+        classes = logits.shape[-1]
+        if multi_label:
+            some = torch.stack([labels.new_zeros(classes), labels.new_ones(classes)])  # [2, classes]
+        else:  # all classes, which may have weights; of a vocabulary some
+            rows = classes if classes <= SYNTHETIC_LABELS else 64
+            some = torch.linspace(0, classes - 1, rows, device=labels.device).to(labels.dtype)  # [rows]
+        scores = torch.arange(len(some) * classes, device=logits.device).sin().view(len(some), classes)
+        try:
+            loss = loss_fn(scores, some)
+        except Exception as error:
+            raise _unmeasurable(f"a loss function that fails on constant logits ({error})") from error
+        entropy = F.binary_cross_entropy_with_logits if multi_label else F.cross_entropy
+        if torch.allclose(loss, entropy(scores, some), rtol=1e-4):
+            return None
+        if classes > SYNTHETIC_LABELS and not multi_label:
+            raise _unmeasurable(f"a loss function of one's own over {classes} classes")
+        return loss_fn
 
     def _score_constant(self, dim: int, logits, labels) -> torch.Tensor:
         """The loss function of one's own on rows of logits, in a batch of as many dimensions as the model's logits."""

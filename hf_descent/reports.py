@@ -83,7 +83,7 @@ class ReportMixin:
             logger.info(f"The descent constraints are met at the end of training: {text}.")
         elif self.args.objective == "descent":
             # In units of the loss.
-            relaxed = self.multipliers.relaxation.max().item()
+            relaxed = (self.multipliers.relaxation if self._released is None else self._released).max().item()
             relaxed *= self.problem.initial_loss_bound if self.args.normalize_violations else 1.0
             if relaxed:
                 text += f"; resilience has relaxed them by up to {relaxed:.4g}"

@@ -12,8 +12,7 @@ from collections.abc import Callable
 import torch
 
 
-# Fewer labels per class than this may all be alike by chance.
-MIN_LABELS_PER_CLASS = 10
+MIN_LABELS = 20  # fewer may all be alike by chance
 # The least total decrease asked for, as f_L / f_0: without it a model that is no better than a constant at the end of
 # warm-up would get alpha <= 0.
 MAX_LOSS_RATIO = 0.98
@@ -113,7 +112,7 @@ class ConstantPredictor:
         return self._loss_of_classes(self.moments)
 
     def _loss_of_classes(self, counts: torch.Tensor) -> float:
-        if counts.max() == counts.sum() >= MIN_LABELS_PER_CLASS * len(counts) or not counts.any():
+        if counts.max() == counts.sum() >= MIN_LABELS or not counts.any():
             return 0.0
         if self.positions:
             counts = counts[: counts.nonzero().max() + 1]  # no answer ends beyond the longest text
@@ -121,7 +120,9 @@ class ConstantPredictor:
         if self.loss_fn is not None:
             return self._least_constant_loss(probabilities)
         smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing / len(probabilities)
-        return self.scale * _entropy(smoothed).item()
+        # Frequencies underestimate the entropy by about as much (Miller and Madow).
+        bias = ((counts > 1).sum() - 1).clamp(min=0) / (2 * counts.sum())
+        return self.scale * (_entropy(smoothed) + bias).clamp(max=math.log(len(probabilities))).item()
 
     @torch.enable_grad()
     def _least_constant_loss(self, probabilities: torch.Tensor) -> float:

@@ -61,7 +61,7 @@ class Tape:
         self.answer = self.layer_outputs[layer - 1]
         self.pending = {module: iter(outputs) for module, outputs in self.answers.items()}
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
-        if self.stack.clones:  # the model may write into its own inputs, which the recorded graph needs
+        if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
         self._begin("replay")
         with random_state.preserved(self.devices), switched_off(self.off_in_replay):

@@ -204,7 +204,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
         weighted = state.weighted_layers(step) if training else []
 
-        if training and state.needs_labels:
+        if training and state.needs_labels and (self.state.epoch or 0) < 1:  # each row once
             state.constant_predictor.update(self._predicted_labels(inputs))
         if self._fused is not None:
             return self._fused_loss(model, inputs, share, weighted)
@@ -278,7 +278,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
 
     def _after_epoch(self) -> None:
         if self._state is not None and self.args.slack_restart:
-            self._state.multipliers.restart_slacks()
+            self._state.restart_slacks()
 
     # ---- items ----
 

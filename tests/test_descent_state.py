@@ -92,6 +92,30 @@ def test_auto_bound_of_a_weighted_loss_is_its_best_constant_prediction(tmp_path)
     assert trainer.problem.initial_loss_bound == pytest.approx(loss.item(), rel=0.02)
 
 
+def row_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
+
+
+def test_auto_bound_of_a_cross_entropy_of_one_s_own_is_that_of_the_model_s(tmp_path):
+    bounds = []
+    for loss in (None, row_loss):
+        args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=2, max_steps=3)
+        trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=loss)
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == bounds[1]
+
+
+def test_auto_bound_counts_every_row_once(tmp_path):
+    bounds = []
+    for steps in (4, 12):
+        args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=steps, max_steps=steps + 1)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA[:32])
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == bounds[1]
+
+
 def own_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits, labels)
 

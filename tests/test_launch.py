@@ -22,7 +22,7 @@ def test_without_launch_nothing_is_taken_away():
 def test_a_config_is_a_name_or_a_file(tmp_path):
     (tmp_path / "own.yaml").write_text("num_processes: 1")
     path = str(tmp_path / "own.yaml")
-    assert launch_arguments(["sft", f"--launch={path}"])[:2] == ["--config_file", path]
+    assert launch_arguments(["demo", f"--launch={path}"])[:2] == ["--config_file", path]
     with pytest.raises(ValueError, match="'dpp': give one of cpu_ddp, ddp, .*zero3"):
         launch_arguments(["sft", "--launch", "dpp"])
 
@@ -31,6 +31,7 @@ def test_a_config_is_a_name_or_a_file(tmp_path):
 def test_a_command_of_one_process_is_not_started_in_several(command, monkeypatch):
     with pytest.raises(ValueError, match=f"`hf-descent {command}` does its work in one process: leave out `--launch`"):
         launch_arguments([command, "--launch", "cpu_ddp"])
+    assert launch_arguments([command, "--launch", "cpu_ddp", "--num_processes", "1"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match=f"`hf-descent {command}` does its work in one process"):

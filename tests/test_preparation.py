@@ -174,7 +174,7 @@ def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = make(tmp_path, llama(), data, per_device_train_batch_size=100)
     trainer.train()
-    assert trainer.problem.initial_loss_bound == pytest.approx(math.log(2), rel=1e-3)
+    assert trainer.problem.initial_loss_bound == pytest.approx(math.log(2), abs=0.02)
 
 
 class Renamed(torch.nn.Module):

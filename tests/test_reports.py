@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import sqlite3
 import struct
 
@@ -77,8 +78,8 @@ def test_the_verdict_tells_of_slacks_that_would_start_afresh(tmp_path, caplog):
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)  # ends with the second pass over the data
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    relaxed = trainer.multipliers.slacks.max().item() * trainer.problem.initial_loss_bound
-    assert f"resilience has relaxed them by up to {relaxed:.4g}" in caplog.text and relaxed > 0
+    relaxed = float(re.search(r"resilience has relaxed them by up to ([\d.e-]+\d)", caplog.text)[1])
+    assert relaxed > 0 and not trainer.multipliers.slacks.any()
 
 
 def read_tensorboard(folder):

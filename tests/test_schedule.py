@@ -31,13 +31,24 @@ def test_classification_is_the_best_constant_prediction(smoothing):
     expected = best_constant_loss(
         lambda logits: F.cross_entropy(logits.expand(300, 3), labels, label_smoothing=smoothing), 3
     )
-    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+    assert predictor.loss() == pytest.approx(expected, abs=1 / 300)  # and the bias of frequencies
 
 
 def test_ignored_labels_do_not_count():
     predictor = ConstantPredictor(2)
-    predictor.update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(20, 1))
-    assert predictor.loss() == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
+    predictor.update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(2000, 1))
+    assert predictor.loss() == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3, abs=1e-4)
+
+
+@pytest.mark.parametrize(("classes", "size"), [(3, 16), (77, 160), (77, 300)])
+def test_few_labels_do_not_make_f_0_too_low(classes, size):
+    found = []
+    for seed in range(200):
+        predictor = ConstantPredictor(classes)
+        predictor.update(torch.randint(classes, (size,), generator=torch.Generator().manual_seed(seed)))
+        found.append(predictor.loss())
+    assert max(found) <= math.log(classes) + 1e-12
+    assert sum(found) / 200 == pytest.approx(math.log(classes), rel=0.03)  # frequencies alone: 5 % less
 
 
 def test_labels_that_tell_nothing_of_their_classes_give_the_uniform_predictor():
@@ -70,7 +81,7 @@ def test_few_labels_of_a_large_vocabulary(size):
     generator = torch.Generator().manual_seed(0)
     predictor = ConstantPredictor(30_000)
     predictor.update(torch.multinomial(zipf, size, replacement=True, generator=generator))
-    assert predictor.loss() == pytest.approx(entropy, abs=0.2)
+    assert predictor.loss() == pytest.approx(entropy, abs=0.25)
 
 
 def test_regression_is_the_variance_and_multi_label_the_binary_entropy():

@@ -335,6 +335,7 @@ def test_rotations_go_on_beyond_the_positions_of_pretraining(tmp_path):
     for trainer in (ours, stock):
         trainer.train()
     assert ours.state.log_history[-2]["loss"] == stock.state.log_history[-2]["loss"]
+    make(SFTDescentTrainer, tmp_path, **data, **CONSTRAINED).train()
 
 
 def test_packed_rows_may_be_longer_than_the_positions_of_a_document(tmp_path):

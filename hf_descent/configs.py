@@ -271,7 +271,8 @@ class DescentArguments:
     def from_training_arguments(cls, args: TrainingArguments, **fields: Any) -> "DescentArguments":
         """The same training arguments with the descent arguments added: `fields`, and defaults for the rest.
 
-        Arguments that this class does not have (a subclass's own, or set by hand) stay attributes of the result.
+        Arguments that this class does not have (a subclass's own, or set by hand) stay attributes of the result;
+        methods of a subclass do not.
         """
         if isinstance(args, cls) and not fields:
             return args

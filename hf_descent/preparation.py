@@ -208,13 +208,15 @@ class PreparationMixin:
         else:  # all classes, which may have weights; of a vocabulary some
             rows = classes if classes <= SYNTHETIC_LABELS else 64
             some = torch.linspace(0, classes - 1, rows, device=labels.device).to(labels.dtype)  # [rows]
-        scores = torch.arange(len(some) * classes, device=logits.device).sin().view(len(some), classes)
+            if logits.dim() == 3:  # the function may shift the labels by one token
+                some = torch.cat([some.new_tensor([IGNORE_INDEX]), some])
+        scores = torch.arange(classes, device=logits.device).sin().repeat(len(some), 1)
         try:
-            loss = loss_fn(scores, some)
+            loss = float(loss_fn(scores, some))
         except Exception as error:
             raise _unmeasurable(f"a loss function that fails on constant logits ({error})") from error
-        entropy = F.binary_cross_entropy_with_logits if multi_label else F.cross_entropy
-        if torch.allclose(loss, entropy(scores, some), rtol=1e-4):
+        entropy = (F.binary_cross_entropy_with_logits if multi_label else F.cross_entropy)(scores, some).item()
+        if math.isclose(loss, entropy, rel_tol=1e-4):
             return None
         if classes > SYNTHETIC_LABELS and not multi_label:
             raise _unmeasurable(f"a loss function of one's own over {classes} classes")
@@ -222,9 +224,10 @@ class PreparationMixin:
 
     def _score_constant(self, dim: int, logits, labels) -> torch.Tensor:
         """The loss function of one's own on rows of logits, in a batch of as many dimensions as the model's logits."""
+        items = (labels != IGNORE_INDEX).sum()
         for _ in range(dim - logits.dim()):
             logits, labels = logits[None], labels[None]
-        return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=labels.numel())
+        return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=items)
 
     @torch.no_grad()
     def _loss_scale(self, model, inputs, labels, logits) -> float:

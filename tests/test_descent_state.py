@@ -1,8 +1,10 @@
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny import InOrder, bert, classification_data, config
+from tiny import InOrder, bert, classification_data, config, llama
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
@@ -104,6 +106,29 @@ def test_auto_bound_of_a_cross_entropy_of_one_s_own_is_that_of_the_model_s(tmp_p
         trainer.train()
         bounds.append(trainer.problem.initial_loss_bound)
     assert bounds[0] == bounds[1]
+
+
+def shifted_loss(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
+    rows = torch.randint(600, (32, 12), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    args = {"initial_loss_bound": "auto", "dual_warmup_steps": 2, "max_steps": 3, "readout_token_fraction": 1.0}
+    bounds = []
+    for loss in (None, shifted_loss):
+        trainer = InOrder(llama(vocab_size=600), config(tmp_path, **args), train_dataset=data, compute_loss_func=loss)
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == bounds[1] == pytest.approx(math.log(600), rel=0.05)
+    trainer = InOrder(
+        llama(vocab_size=600), config(tmp_path, **args), train_dataset=data,
+        compute_loss_func=lambda *given, **items: shifted_loss(*given, **items) ** 2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="cannot be measured for a loss function of one's own over 600 classes"):
+        trainer.train()
 
 
 def test_auto_bound_counts_every_row_once(tmp_path):

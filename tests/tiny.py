@@ -39,11 +39,11 @@ def bert(num_layers=3, num_labels=3, dropout=0.0, seed=0, **config):
     )
 
 
-def llama(num_layers=3, seed=0, **config):
+def llama(num_layers=3, seed=0, vocab_size=VOCAB, **config):
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB,
+            vocab_size=vocab_size,
             hidden_size=16,
             intermediate_size=32,
             num_hidden_layers=num_layers,

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
 from transformers.utils import logging
 
-from .configs import DescentArguments
+from .configs import BY_RANK, DescentArguments
 from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
 from .noise import inner_model
 from .selection import best_candidate
@@ -40,7 +40,6 @@ TRAINING_ARGUMENTS = (
     "max_steps", "neftune_noise_alpha", "num_train_epochs", "optim", "per_device_train_batch_size", "seed",
     "warmup_steps", "weight_decay", "world_size",
 )  # fmt: skip
-BY_RANK = ("best_candidate", "eval_best_candidate")  # names of a choice that is no metric
 
 
 class CheckpointMixin:
@@ -96,7 +95,7 @@ class CheckpointMixin:
         chosen_by = self.args.metric_for_best_model or ""
         if chosen_by.endswith("max_violation") and self._state is not None and self._state.problem is None:
             return False  # the constraints are not known yet
-        if self.args.metric_for_best_model not in BY_RANK:
+        if chosen_by not in BY_RANK:
             return super()._determine_best_metric(metrics, trial)
         if "eval_feasible" not in metrics:
             raise ValueError(

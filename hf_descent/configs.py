@@ -24,6 +24,7 @@ JSON_ARGUMENTS = (
     "noise_gamma",
     "eval_gammas",
 )
+BY_RANK = ("best_candidate", "eval_best_candidate")  # names of a choice that is no metric
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
 
@@ -239,8 +240,8 @@ class DescentArguments:
             raise ValueError(
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
             )
-        chosen_by = (self.metric_for_best_model or "").removeprefix("eval_")
-        if chosen_by == "best_candidate" and self.lr_scheduler_type == "reduce_lr_on_plateau":
+        chosen_by = self.metric_for_best_model or ""
+        if chosen_by in BY_RANK and self.lr_scheduler_type == "reduce_lr_on_plateau":
             raise ValueError(
                 "`metric_for_best_model` is 'best_candidate', a rank among evaluations, and `lr_scheduler_type` "
                 "'reduce_lr_on_plateau' needs a metric: choose by 'eval_loss'."

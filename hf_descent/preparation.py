@@ -173,9 +173,7 @@ class PreparationMixin:
             self._loss_of_constants(logits, labels, multi_label) if own and not numbers else None,
             positions,
         )
-        if own and not numbers:
-            return predictor
-        if self._fused is None and not (numbers or positions or has_router_loss(outputs)):
+        if self._fused is None and not (own or numbers or positions or has_router_loss(outputs)):
             self._check_loss(model, outputs, logits, labels, multi_label)
         return predictor
 

@@ -46,7 +46,7 @@ class ConstantPredictor:
         loss_fn (`Callable`, *optional*): `loss_fn(logits, labels)`, a loss of one's own for classes; its least value
             over constant logits is found numerically.
         positions (`bool`): whether the labels are the two ends of extractive answers, `[batch, 2]`, over whose losses
-            the task averages: the classes are positions in a sequence, of which only those seen count.
+            the task averages: the classes are positions in a sequence, up to the last one seen.
     """
 
     def __init__(

@@ -31,13 +31,15 @@ def test_classification_is_the_best_constant_prediction(smoothing):
     expected = best_constant_loss(
         lambda logits: F.cross_entropy(logits.expand(300, 3), labels, label_smoothing=smoothing), 3
     )
-    assert predictor.loss() == pytest.approx(expected, abs=1 / 300)  # and the bias of frequencies
+    bias = (3 - 1) / (2 * 300)  # of frequencies
+    assert predictor.loss() == pytest.approx(min(expected + bias, math.log(3)), rel=1e-5)
 
 
 def test_ignored_labels_do_not_count():
     predictor = ConstantPredictor(2)
-    predictor.update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(2000, 1))
-    assert predictor.loss() == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3, abs=1e-4)
+    predictor.update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(20, 1))
+    bias = (2 - 1) / (2 * 60)
+    assert predictor.loss() == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3 + bias)
 
 
 @pytest.mark.parametrize(("classes", "size"), [(3, 16), (77, 160), (77, 300)])

@@ -192,6 +192,15 @@ def test_entropies_and_hits_of_the_last_layer(tile_size):
     assert_same_gradients(found, gradients(hidden, norm, head))
 
 
+def test_entropies_are_not_rounded_to_half_precision():
+    hidden, norm, head, labels = setting(norm="none", dtype=torch.float32)
+    tokens = labelled_tokens(labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(hidden[-1]).flatten(0, 1)[tokens.rows].float()
+        out = fused_layer_losses(hidden, tokens, norm, head, token_statistics=True)
+    torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bfloat16_accumulates_in_float32(autocast, tile_size):
     hidden, norm, head, labels = setting(bias=True, dtype=torch.float32)

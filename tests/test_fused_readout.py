@@ -155,6 +155,8 @@ def test_labels_shifted_already(probed_shifted):
     _, shifted_sums, shifted_found = train_step(readout, model, shifted_inputs)
     assert torch.equal(sums.sums, shifted_sums.sums)
     torch.testing.assert_close(found, shifted_found)
+    samples = [readout.tokens(x, 0.5, torch.Generator().manual_seed(0)).sample for x in (inputs, shifted_inputs)]
+    assert torch.equal(*samples)
 
 
 @pytest.mark.parametrize("keep_logits", [True, False])

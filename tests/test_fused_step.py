@@ -102,8 +102,9 @@ def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_fused, smoothi
         sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
         router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        settings = {"dual_warmup_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **router))
-        made = trainer(tmp_path, model=model, label_smoothing_factor=smoothing, dual_warmup_steps=1, max_steps=6)
+        made = trainer(tmp_path, model=model, label_smoothing_factor=smoothing, max_steps=6, **settings)
         made.train()
         return made
 
@@ -194,7 +195,7 @@ def test_a_second_run_draws_the_tokens_of_the_first(tmp_path):
 
 
 def reads(monkeypatch, made):
-    """Labelled and sampled tokens in the last step of a run."""
+    """Labelled and sampled tokens in each read of a run, and of what follows."""
     seen = []
     read = FusedReadout._read
 
@@ -204,7 +205,7 @@ def reads(monkeypatch, made):
 
     monkeypatch.setattr(FusedReadout, "_read", watch)
     made.train()
-    return seen[-1]
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -213,8 +214,11 @@ def reads(monkeypatch, made):
 def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share):
     monkeypatch.setattr(fused_step, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
     made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=3)
-    count, sampled = reads(monkeypatch, made)
+    seen = reads(monkeypatch, made)
+    count, sampled = seen[-1]
     assert sampled == (None if share is None else round(share * count))
+    made.evaluate()
+    assert seen[-1][1] is None
 
 
 def test_sampled_losses_are_the_full_ones_on_average(tmp_path):

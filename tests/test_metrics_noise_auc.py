@@ -12,8 +12,8 @@ from hf_descent.metrics.noise_auc.noise_auc import NoiseAuc
 
 def test_area_by_hand():
     metric = NoiseAuc(keep_in_memory=True)
-    metric.add_batch(predictions=[1, 1, 0], references=[1, 1, 1], gammas=[0.0, 0.5, 0.5])  # accuracies 1 and 1/2
-    metric.add_batch(predictions=[2, 2], references=[0, 1], gammas=[2.0, 2.0])  # 0
+    metric.add_batch(predictions=[1, 1, 0], references=[1, 1, 1], gammas=[0.5, 1.0, 1.0])  # accuracies 1 and 1/2
+    metric.add_batch(predictions=[2, 2], references=[0, 1], gammas=[2.5, 2.5])  # 0
     result = metric.compute()
     assert result == {"noise_auc": 0.5 * 0.75 + 1.5 * 0.25, "noise_auc_over_range": 0.375}
     assert type(result["noise_auc"]) is float

@@ -204,11 +204,13 @@ def test_stock_trainer_lowers_the_loss(build, tmp_path):
             for row, (ids, mask) in enumerate(zip(batch["input_ids"], batch["attention_mask"]))
         ]
     args = TrainingArguments(
-        tmp_path, max_steps=30, learning_rate=3e-3, report_to="none", use_cpu=True, disable_tqdm=True
-    )
+        tmp_path, max_steps=30, learning_rate=3e-3, report_to="none", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
+    )  # fmt: skip
     trainer = Trainer(model, args, train_dataset=dataset, eval_dataset=dataset)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=1e-4)  # of one step, in two parts
     assert trainer.evaluate()["eval_loss"] < 0.9 * before
 
 

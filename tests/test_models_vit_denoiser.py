@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     AutoConfig,
     AutoModelForImageToImage,
@@ -72,11 +73,24 @@ def test_every_layers_tokens_are_read_as_the_patches_of_an_image(kind):
     assert unused <= {"encoder.embeddings.mask_token"}
 
 
+def test_images_may_be_oblong():
+    model, pixels = tiny(encoder(image_size=[8, 16])), torch.randn(2, 3, 8, 16)
+    outputs = model(pixels, output_hidden_states=True)
+    tokens = outputs.hidden_states[-1][:, -8:]
+    torch.testing.assert_close(outputs.logits, F.fold(tokens.mT, (8, 16), 4, stride=4))
+
+
 def test_linear_readout_is_shared_by_the_layers():
     model, batch = tiny(encoder(hidden_size=32), readout="linear"), images()
     outputs = model(**batch, output_hidden_states=True)
     for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
         torch.testing.assert_close(logits[0], to_image(model.readout(state)[0, -16:]))
+
+
+def test_a_linear_readout_has_the_precision_of_its_encoder(tmp_path):
+    ViTModel(encoder(hidden_size=32)).bfloat16().save_pretrained(tmp_path)
+    model = ViTForDenoising.from_encoder(tmp_path, readout="linear")
+    assert model(images()["pixel_values"].bfloat16()).logits.dtype == torch.bfloat16
 
 
 def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
@@ -102,11 +116,13 @@ def test_stock_trainer_lowers_the_loss(tmp_path):
     batch = images(8)
     dataset = [{name: tensor[i] for name, tensor in batch.items()} for i in range(8)]
     args = TrainingArguments(
-        tmp_path, max_steps=30, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True
-    )
+        tmp_path, max_steps=30, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
+    )  # fmt: skip
     trainer = Trainer(tiny(), args, train_dataset=dataset, eval_dataset=dataset)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=1e-4)  # of one step, in two parts
     assert trainer.evaluate()["eval_loss"] < 0.9 * before
 
 

@@ -26,10 +26,15 @@ def test_noise_is_gaussian_with_deviation_gamma_times_sigma():
     assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.02
 
 
+@pytest.mark.parametrize("parts", [(), ((2.0, (0,)), (1.0, (1,)), (0.5, (2,)))], ids=["whole", "split"])
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_padding_is_untouched_bit_for_bit(side):
-    inputs = batch(side)
-    (noise,) = added_noise(llama().eval(), inputs, gamma=2.0, seed=0)
+def test_padding_is_untouched_bit_for_bit(side, parts):
+    model, inputs = llama().eval(), batch(side)
+    perturbation = EmbeddingNoise(model, 2.0, seed=0)
+    perturbation.split(*parts)
+    with perturbation, Spy(model.get_input_embeddings()) as spy:
+        model(**inputs)
+    (noise,) = spy.added
     is_token = inputs["attention_mask"].bool()
     assert (noise[~is_token] == 0).all()
     assert (noise[is_token] != 0).all()
@@ -136,9 +141,9 @@ def test_hooks_go_whatever_happens():
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("before", [False, True], ids=["hook after the noise's", "hook before the noise's"])
 @pytest.mark.parametrize("failing", ["", "bert", "bert.embeddings", "bert.encoder"])
-def test_a_failing_forward_does_not_spoil_the_next(failing, before):
-    model, noise = bert().eval(), None
-    inputs = {"inputs_embeds": torch.zeros(2, 5, 16)}
+@pytest.mark.parametrize("inputs", [batch(), {"inputs_embeds": torch.zeros(2, 5, 16)}], ids=["ids", "embeddings"])
+def test_a_failing_forward_does_not_spoil_the_next(inputs, failing, before):
+    model = bert().eval()
     with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
         expected = model(**inputs).logits
     noise = EmbeddingNoise(model, 1.0, seed=0)
@@ -266,7 +271,8 @@ def test_sigma_is_estimated_on_real_tokens():
 
 def test_sigma_of_images_is_that_of_their_pixels():
     pixels = 3.0 + 2.0 * torch.randn(2, 4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    batches = [{"pixel_values": part, "labels": torch.zeros(4)} for part in pixels]
+    # CLIP's mask is that of its text.
+    batches = [{"pixel_values": part, "attention_mask": torch.ones(4, 7)} for part in pixels]
     assert estimate_sigma(vit(), batches) == pytest.approx(pixels.double().numpy().std(), rel=1e-9)
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from noisy import vit
 from scipy.stats import norm
 from tiny import bert, classification_data
 from transformers import MBartConfig, MBartForSequenceClassification
@@ -80,7 +81,7 @@ def test_no_attack_on_released_embeddings_beats_the_bound():
 
 def test_accuracy_against_epsilon(tmp_path):
     model, data = bert(), classification_data(40)
-    curve = privacy_curve(model, data, [1.0, 8.0, 100.0], tokens=10, batch_size=8, draws=2)
+    curve = privacy_curve(model, data, [1.0, 8.0, 100.0], tokens=10, seed=3, sigma=0.1, batch_size=8, draws=2)
     assert curve.epsilons.tolist() == [100.0, 8.0, 1.0]
     assert (np.diff(curve.gammas) > 0).all()
     assert (curve.epsilons_per_token < curve.epsilons).all()
@@ -88,9 +89,10 @@ def test_accuracy_against_epsilon(tmp_path):
     assert curve.clip_norm == pytest.approx(
         np.median(model.bert.embeddings.word_embeddings.weight.detach().norm(dim=1))
     )
-    noise = PrivateEmbeddings(model, 1.0, curve.clip_norm, seed=0)
+    noise = PrivateEmbeddings(model, 1.0, curve.clip_norm, seed=3, sigma=0.1)
     by_hand = noise_curve(model, data, curve.gammas, noise=noise, batch_size=8, draws=2)
     np.testing.assert_array_equal(by_hand.mean, curve.values)
+    np.testing.assert_array_equal(by_hand.radius("mean"), curve.radii)
     path = str(tmp_path / "privacy.json")
     curve.to_json(path)
     assert str(PrivacyCurve.from_json(path)) == str(curve)
@@ -101,6 +103,8 @@ def test_bad_arguments_are_named():
     model = bert()
     with pytest.raises(ValueError, match="`clip_norm` is 0"):
         PrivateEmbeddings(model, 1.0, 0)
+    with pytest.raises(ValueError, match="no token embeddings"):
+        PrivateEmbeddings(vit(), 1.0, 1.0, sigma=1.0)
     with pytest.raises(ValueError, match="`delta` is 1"):
         epsilon_of_gamma(1.0, 1, 1.0, 1.0)
     with pytest.raises(ValueError, match="`gamma` is 0"):

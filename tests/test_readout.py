@@ -32,17 +32,20 @@ def test_each_layer_equals_the_truncated_model(name):
     assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(logits))
 
 
-def test_refuses_a_tail_that_reads_several_layers():
-    class WeightedSum(TwoStage):
+@pytest.mark.parametrize("layer", [1, 2, 3])
+def test_refuses_a_tail_that_reads_several_layers(layer):
+    class Sum(TwoStage):
         def forward(self, x):
-            hidden, total = self.embed(x), 0.0
+            states = [self.embed(x)]
             for block in self.blocks:
-                hidden = block(hidden)
-                total = total + hidden
-            return {"logits": self.head(total)}
+                states.append(block(states[-1]))
+            return {"logits": self.head(torch.where(x[:, :1] > 0, states[layer], 0.0) + states[-1])}
 
     with pytest.raises(ValueError, match="earlier layers"):
-        layer_logits(WeightedSum(), {"x": torch.randn(2, 4)})
+        layer_logits(Sum(), {"x": torch.tensor([[1.0], [-1.0]]).expand(2, 4)})
+
+
+def test_refuses_a_weighted_sum_of_layers():
     model = build("Wav2Vec2ForSequenceClassification", AUDIO | {"use_weighted_layer_sum": True})
     with pytest.raises(ValueError, match="Pass `readout=`"):
         layer_logits(model, batch_for(model))
@@ -81,6 +84,15 @@ def test_outputs_carry_the_truncated_models_task_loss(name):
     if name == "MixtralForCausalLM":
         assert outputs.aux_loss > 0
         assert outputs.loss > losses[-1]
+
+
+def test_replays_give_no_output_that_needs_the_layers():
+    model = build("MixtralForCausalLM", MODELS["MixtralForCausalLM"][0])
+    names = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
+    batch, seen = batch_for(model, with_labels=True) | dict.fromkeys(names, True), []
+    with Readout.probe(model, batch).attach(lambda layer, outputs, hidden: seen.append(set(outputs))):
+        model(**batch)
+    assert seen == [{"loss", "logits"}] * LAYERS
 
 
 def test_gradients_equal_a_naive_computation():
@@ -132,6 +144,7 @@ def test_order_subset_and_gradient_of_layers():
 
     def on_layer(layer, outputs, hidden):
         seen.append((layer, outputs["logits"].requires_grad, hidden.requires_grad, is_replaying()))
+        model(-x)
 
     with readout.attach(on_layer, layers=[4, 2, 1], no_grad_layers=(2,)):
         outputs = model(x)
@@ -141,6 +154,12 @@ def test_order_subset_and_gradient_of_layers():
         pass
     with pytest.raises(ValueError, match="1..4"), readout.attach(on_layer, no_grad_layers=[5]):
         pass
+
+
+def test_a_probe_in_inference_mode():
+    model, x = TwoStage(), torch.randn(2, 4)
+    with torch.inference_mode():
+        assert torch.equal(layer_logits(model, {"x": x})[-1], model(x)["logits"])
 
 
 def test_layer_l_gets_the_models_own_outputs(bert):
@@ -218,6 +237,9 @@ def test_a_changed_model_is_probed_anew():
     del model.blocks[1:]
     with readout.attach(lambda *_: None), pytest.raises(ValueError, match="ran 1 layers"):
         model(**x)
+    model = build("LlamaForCausalLM", MODELS["LlamaForCausalLM"][0])
+    for model.config.num_hidden_layers in (3, 2):
+        assert len(layer_logits(model, batch_for(model))) == model.config.num_hidden_layers
 
 
 def test_lora_model(bert):

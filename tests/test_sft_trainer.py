@@ -71,11 +71,10 @@ def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setti
     assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]
 
 
-def log_likelihood(outputs, labels, num_items_in_batch=None):
+def squares(outputs, labels, num_items_in_batch=None):
     count = labels[:, 1:].ne(-100).sum() if num_items_in_batch is None else num_items_in_batch
-    return (
-        nn.functional.cross_entropy(outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum") / count
-    )
+    losses = nn.functional.cross_entropy(outputs["logits"][:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return losses.square().sum() / count
 
 
 VARIANTS = {
@@ -83,7 +82,7 @@ VARIANTS = {
     "packed": {"packing": True, "max_length": 48},
     "noise": {"noise_gamma": 1.0},
     "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "own loss": {"keywords": {"layer_loss_fn": log_likelihood}},
+    "own loss": {"keywords": {"layer_loss_fn": squares}},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "deep supervision": {"objective": "deep_supervision"},
 }
@@ -325,6 +324,11 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
 def test_refusals_name_the_remedy(tmp_path, given, message):
     with pytest.raises(ValueError, match=message):
         make(SFTDescentTrainer, tmp_path, **given)
+
+
+def test_noise_on_no_trained_embedding_is_taken(tmp_path):
+    for setting, gamma in (("prefix tuning", 1.0), ("prompt tuning", [0, 0])):
+        make(SFTDescentTrainer, tmp_path, noise_gamma=gamma, **SETTINGS[setting])
 
 
 def test_rotations_go_on_beyond_the_positions_of_pretraining(tmp_path):

@@ -160,7 +160,11 @@ def state_of(model):
 
 
 def test_leaves_nothing_behind(bert):
+    def draw(*_):  # as some models do in eval mode, too
+        random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+
     model = copy.deepcopy(bert).train()
+    model.classifier.register_forward_hook(draw)
     model.bert.embeddings.eval()
     batch = batch_for(model)
     before, config = state_of(model), copy.deepcopy(model.config)
@@ -192,14 +196,18 @@ def test_recovers_from_a_forward_that_raises():
     assert state_of(model) == before
 
 
-def test_replays_run_neither_layers_nor_their_hooks():
-    model, x, ran = TwoStage(), torch.randn(2, 4), Counter()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replays_run_neither_layers_nor_their_hooks(compiled):
+    model, x, ran, before_others = TwoStage(), torch.randn(2, 4), Counter(), []
+    for block in model.blocks if compiled else ():
+        block.compile(backend="eager")
     readout = Readout.probe(model, {"x": x})
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: ran.update([name]))
     model.calls.clear()
-    with readout.attach(lambda *_: None):
+    with readout.attach(lambda *_: before_others.append(ran[""] == 0)):
         model(x)
+    assert before_others == [True] * 4
     assert model.calls["forward"] == 4  # its own and 3 replays
     assert ran["head"] == ran["dropout"] == 4
     assert ran["embed"] == ran["blocks.0"] == ran["blocks.3"] == ran["blocks.0.0"] == ran[""] == 1

@@ -181,6 +181,13 @@ def test_devices_before_ampere_and_torch_before_28_sum_as_a_cpu_does(
     assert tiles._sums_wide(torch.device(device)) == wide
 
 
+def test_a_workspace_serves_tiles_of_any_size_and_type():
+    workspace = tiles.Workspace()
+    for rows, dtype in ((3, torch.float32), (2, torch.bfloat16), (5, torch.bfloat16)):
+        tile = workspace.tile(rows, 7, dtype, torch.device("cpu"))
+        assert (tile.shape, tile.dtype) == ((rows, 7), dtype)
+
+
 def test_threshold_and_smoothing_exclude_each_other():
     with pytest.raises(ValueError, match="label_smoothing"):
         HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)

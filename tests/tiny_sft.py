@@ -113,7 +113,7 @@ SETTINGS = {
     "chat": {"data": chats},
     "assistant only": {"data": chats, "assistant_only_loss": True},
     "whole sequence": {"completion_only_loss": False},
-    "packed": {"packing": True, "max_length": 48},
+    "packed": {"packing": True, "max_length": 48, "use_cache": True},  # a cache hides the borders of documents
     "packed across": {"packing": True, "packing_strategy": "wrapped", "max_length": 48},
     "padding free": {"padding_free": True, "max_length": None},
     "lora": {"peft_config": LORA},

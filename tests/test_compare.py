@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from runs import make_run, save_run
+from runs import make_curve, make_run, save_run
 
 from hf_descent import cli
 
@@ -37,3 +37,14 @@ def test_groups_can_be_named(folders, tmp_path, capsys):
     assert "plain against ours: plain is worse" in capsys.readouterr().out
     with pytest.raises(ValueError, match="all of them as GROUP=RUN, or none"):
         cli.main(["compare", named[0], *folders.values()])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_another_curve_is_compared_at_another_confidence(folders, tmp_path, capsys, named):
+    for (name, seed), folder in folders.items():
+        accuracies = np.linspace(0.4, 0.5, 6) + 0.2 * (name == "erm") + 0.01 * seed
+        make_curve(accuracies).to_json(f"{folder}/typos_curve.json")
+    words = [f"{name}={folder}" if named else folder for (name, _), folder in folders.items()]
+    words += ["--curve", "typos_curve", "--confidence", "0.9", "--output_dir", str(tmp_path / "out")]
+    cli.main(["compare", *words])
+    assert "descent against erm: descent is worse, at 90 %" in capsys.readouterr().out

@@ -14,15 +14,21 @@ WIDTH = 100
 
 @pytest.fixture
 def columns(monkeypatch):
-    """Maps `held_out` to clips of columns `[clips, frames, rows, columns]`."""
-    photo = np.broadcast_to(255 * np.arange(WIDTH) / WIDTH, (3, 40, WIDTH)).transpose(1, 2, 0)
-    monkeypatch.setattr(pans, "load_sample_images", lambda: SimpleNamespace(images=[photo, photo]))
-    return lambda held_out: WIDTH * pans.photo_pans(64, held_out).double().unflatten(-1, (pans.PATCH_SIZE,) * 2)
+    """Maps `held_out` to clips of columns `[clips, frames, rows, columns]`; of rows, with the last two swapped."""
+
+    def clips(held_out, axis=1):
+        photo = np.repeat(255 * np.indices((40, WIDTH))[axis, ..., None] / WIDTH, 3, axis=2)
+        monkeypatch.setattr(pans, "load_sample_images", lambda: SimpleNamespace(images=[photo, photo]))
+        found = WIDTH * pans.photo_pans(64, held_out).double().unflatten(-1, (pans.PATCH_SIZE,) * 2)
+        return found if axis else found.mT
+
+    return clips
 
 
+@pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("held_out", [False, True])
-def test_a_window_moves_at_constant_speed(columns, held_out):
-    found = columns(held_out)
+def test_a_window_moves_at_constant_speed(columns, held_out, axis):
+    found = columns(held_out, axis)
     places = torch.arange(pans.PATCH_SIZE).double()
     torch.testing.assert_close(found, (found[..., :1, :1] + places).expand_as(found), atol=1e-4, rtol=0)
     steps = found[:, 1:, 0, 0] - found[:, :-1, 0, 0]  # [clips, frames - 1]

@@ -70,6 +70,9 @@ def test_limits_draw_at_random_and_spare_the_test_split_from_training(tmp_path):
     )
     assert {name: len(rows) for name, rows in splits.items()} == {"train": 16, "validation": 2, "test": 4}
     assert set(splits["train"]["labels"]) == {0, 1}  # the file is sorted by class: its first 16 rows are all of one
+    args = DataArguments(train_file=ordered, validation_file=ordered, max_train_samples=16)
+    for rows in load_text_classification(args).values():
+        assert len(set(rows["labels"][:8])) == 2
     assert all(row.startswith("unseen") for row in splits["test"]["text"])
     assert not any(row.startswith("unseen") for row in [*splits["train"]["text"], *splits["validation"]["text"]])
 

@@ -213,6 +213,18 @@ def test_patterns_and_missing_videos(tmp_path):
         split_videos(arguments(data_layout="avenue", data_dir=str(tmp_path / "avenue")))
 
 
+def test_the_videos_held_out_are_drawn_by_the_split_seed(tmp_path):
+    paths = [write_frames(tmp_path / str(number), 4, ".bmp") for number in range(6)]
+
+    def held_out(seed):
+        (video,) = split_videos(arguments(train_files=paths, split_by="video", split_seed=seed))["validation"]
+        return video.path
+
+    assert held_out(0) == held_out(0) and len({held_out(seed) for seed in range(5)}) > 1
+    most = split_videos(arguments(train_files=paths[:2], split_by="video", validation_percentage=90))
+    assert len(most["train"]) == 1
+
+
 def test_no_video_is_in_two_splits(tmp_path):
     for number in range(3):
         write_video(tmp_path / f"{number}.avi", 8)

@@ -68,10 +68,10 @@ def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog
 
 
 def test_a_multiplier_at_its_cap_is_said_once(tmp_path, caplog):
-    args = config(tmp_path, max_steps=6, multiplier_max=0.05, descent_alpha=0.9, dual_learning_rate=0.05)
+    args = config(tmp_path, max_steps=6, multiplier_max=0.0625, descent_alpha=0.9, dual_learning_rate=0.05)
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     trainer.train()
-    assert trainer.multipliers.values.max() == pytest.approx(0.05) and caplog.text.count("multiplier_max") == 1
+    assert trainer.multipliers.values.max() == 0.0625 and caplog.text.count("multiplier_max") == 1
 
 
 def test_auto_bound_of_a_weighted_loss_is_its_best_constant_prediction(tmp_path):

@@ -67,12 +67,17 @@ def test_samples_that_are_sure_leave_the_batch_for_good():
     assert fast(**batch).exit_layers.tolist() == [1] * 16 and sizes == [16]
 
 
-def test_only_the_exits_allowed_are_used_and_the_model_is_left_as_it_was():
-    model, batch = spread(bert(num_layers=4)).train(), default_data_collator(toy_rows(16))
+def test_only_the_exits_allowed_are_used_and_the_model_is_left_as_it_was(monkeypatch):
+    model, batch = spread(bert(num_layers=4, dropout=0.3)).train(), default_data_collator(toy_rows(16))
     fast = ConfidenceExit(model, threshold=1.0, layers=[3])
     assert fast(**batch).exit_layers.tolist() == [3] * 16
+    assert torch.equal(fast(**batch).logits, fast(**batch).logits)
     assert model.training and model(**batch).logits.requires_grad
     assert not any("_call_impl" in vars(module) or "forward" in vars(module) for module in model.modules())
+    monkeypatch.setattr(
+        "hf_descent.early_exit.confidence._loosest_threshold", lambda unsure, *args: float(np.isfinite(unsure).sum())
+    )
+    assert fast.calibrate(toy_rows(16)).threshold == 2 * 16
 
 
 def test_padding_that_a_later_batch_has_for_the_first_time_is_shrunk_with_it():
@@ -110,6 +115,8 @@ def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allo
     assert report.full_accuracy == pytest.approx(hits[3].double().mean().item())
     assert report.mean_layers == pytest.approx(exits.double().mean().item(), abs=0.02)
     assert report.exit_shares.sum() == pytest.approx(1.0) and report.speedup > 0
+    hits = fast(**batch).logits.argmax(-1) == batch["labels"]
+    assert report.accuracy == pytest.approx(hits.double().mean().item())
     assert (report.mean_layers == 4) == (max_loss == 0) and (report.mean_layers == 1) == (max_loss == 1)
 
 
@@ -149,6 +156,18 @@ def test_few_samples_of_which_few_are_lost_prove_no_more_than_the_binomial(sampl
     assert broken / 2000 <= 1 - confidence + 2 * (confidence * (1 - confidence) / 2000) ** 0.5
 
 
+def test_candidates_are_tried_up_to_the_first_that_fails_with_one_loss_more_than_seen():
+    sure, few, many = np.full(100, -1.0), np.full(100, 0.5), np.arange(3000) / 3000
+    assert _loosest_threshold(np.stack([many, np.full(3000, -1.0)]), np.ones((2, 3000), bool), 0.01, 0.95) == 1.0
+    correct = np.ones((2, 100), bool)
+    correct[0, :2] = correct[1, 2:4] = False  # as many are won as lost
+    assert _loosest_threshold(np.stack([few, sure]), correct, 0.04, 0.95) == 0.0
+    assert _loosest_threshold(np.stack([few, sure]), correct, 0.05, 0.95) > 0
+    correct[0, :20] = correct[1, 20:70] = False  # the first 40 may cost much, and the others none
+    few[:40] = 0.2
+    assert _loosest_threshold(np.stack([few, sure]), correct, 0.05, 0.95) == 0.0
+
+
 def test_samples_that_are_wrongly_sure_beyond_doubt_stay_where_that_would_cost_too_much():
     model, rows = spread(bert(num_layers=3)), toy_rows(40)
     with torch.no_grad():
@@ -171,7 +190,18 @@ def test_leaving_early_is_faster_by_the_clock():
     assert report.mean_layers == 1.0 and report.speedup > 2.0
 
 
-def test_layers_that_mix_samples_are_refused():
+def test_uncertainty_has_full_precision_where_the_model_has_not():
+    model, batch = spread(bert(num_layers=4)).bfloat16(), default_data_collator(toy_rows(16))
+    with torch.no_grad():
+        layers = torch.stack(layer_logits(model, batch)).float()
+    uncertainty = torch.distributions.Categorical(logits=layers).entropy() / math.log(3)
+    values = uncertainty.flatten().sort().values
+    for threshold in ((values[1:] + values[:-1]) / 2).tolist()[::6]:
+        exits = ConfidenceExit(model, threshold)(**batch).exit_layers
+        assert exits.tolist() == expected_exits(uncertainty, threshold).tolist()
+
+
+def test_layers_that_mix_samples_are_refused(monkeypatch):
     class Mixing(torch.nn.Module):
         def forward(self, hidden, *args, **kwargs):
             return hidden + hidden.mean(0, keepdim=True)
@@ -183,6 +213,9 @@ def test_layers_that_mix_samples_are_refused():
     assert 1 < fast(**batch).exit_layers.double().mean() < 3
     with pytest.raises(ValueError, match="its layers mix samples"):
         fast.check(batch)
+    monkeypatch.setattr("hf_descent.early_exit.confidence._loosest_threshold", lambda *args: 0.5)
+    with pytest.raises(ValueError, match="its layers mix samples"):
+        fast.calibrate(toy_rows(16))
 
 
 def test_bad_arguments_to_confidence_exit_are_named():

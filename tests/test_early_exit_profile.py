@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -21,6 +22,12 @@ def test_the_exit_profile_has_the_metric_of_every_truncated_model():
         assert profile.values[layer - 1] == pytest.approx(hits.item())
         assert profile.losses[layer - 1] == pytest.approx(outputs.loss.item(), rel=1e-5)
     assert (profile.seconds > 0).all() and profile.speedups[-1] == 1.0 and profile.batch_size == 8
+
+
+def test_latencies_are_those_of_a_sample(monkeypatch):
+    monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *args: np.array([[1.0], [4.0]]))
+    profile = exit_profile(bert(num_layers=3), toy_rows(24), batch_size=8, timing_batches=2)
+    np.testing.assert_allclose(profile.seconds, np.array([1.0, 1.0, 4.0]) / 16)
 
 
 def test_the_profile_says_how_large_its_batches_were_and_which_way_its_metric_goes():

@@ -29,6 +29,16 @@ def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(
     assert model.config.num_hidden_layers == 3
 
 
+def test_speeds_are_tokens_per_second_of_the_turns(monkeypatch):
+    """Of the draft and the whole model together, of the cut model, and of the whole one."""
+    monkeypatch.setattr("hf_descent.early_exit.speculation.turns", lambda *args: np.array([[2.0], [1.0], [4.0]]))
+    model = spread(llama(num_layers=2))
+    model.generation_config.eos_token_id = None
+    profile = speculation_profile(model, [torch.tensor([[3, 4, 5]])] * 2, max_new_tokens=12, repeats=1)
+    assert profile.greedy_tokens_per_second == 6.0
+    assert (profile.tokens_per_second.tolist(), profile.truncated_tokens_per_second.tolist()) == ([12.0], [24.0])
+
+
 def test_an_exit_whose_drafts_are_all_accepted_is_timed_first():
     model = spread(llama(num_layers=4))
     model.generation_config.eos_token_id = None

@@ -26,13 +26,17 @@ from hf_descent.privacy import PrivacyCurve
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     sides = (WORDS[:3], WORDS[3:6])
-    rows = [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(60)]
+    rows = [f"{sides[i % 2][i % 3]} was the film,{i % 2}" for i in range(60)]
     (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
     save_tiny_model(folder / "base", "distilbert")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2)
+        model.config.id2label = {0: "1", 1: "0"}
+        torch.nn.utils.vector_to_parameters(
+            8 * torch.nn.utils.parameters_to_vector(model.parameters()), model.parameters()
+        )
         model.save_pretrained(folder / f"run-{seed}")
         tokenizer.save_pretrained(folder / f"run-{seed}")
     (folder / "run-1" / "descent_config.json").write_text(
@@ -49,7 +53,7 @@ def workplace(tmp_path_factory):
         )
     )
     (folder / "recipe.yaml").write_text(
-        f"train_file: {folder}/rows.csv\ntest_file: {folder}/rows.csv\nmax_seq_length: 16\nlearning_rate: 1e-5\n"
+        f"train_file: {folder}/rows.csv\ntest_file: {folder}/rows.csv\nmax_seq_length: 3\nlearning_rate: 1e-5\n"
         "eval_gammas: [0.0, 0.5, 1.0]\nper_device_eval_batch_size: 10\nobjective: descent\n"
     )
     return folder
@@ -58,14 +62,19 @@ def workplace(tmp_path_factory):
 def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     names = [str(workplace / f"run-{seed}") for seed in (0, 1)]
     flags = ["--draws", "2", "--perturbation_rates", "0", "0.5", "--epsilons", "50", "--private_tokens", "8"]
+    flags += ["--delta", "1e-4", "--noise_seed", "3", "--confidence", "0.9"]
     cli.main(["evaluate", *names, "--config", str(workplace / "recipe.yaml"), *flags])
     printed = capsys.readouterr().out
     curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
     tokenizer = AutoTokenizer.from_pretrained(names[1])
     rows = [line.rsplit(",", 1) for line in (workplace / "rows.csv").read_text().splitlines()[1:]]
-    data = Dataset.from_list([{**tokenizer(text), "labels": int(label)} for text, label in rows]).shuffle(seed=0)
+    rows = [
+        {**tokenizer(text, truncation=True, max_length=3), "labels": 1 - int(label)}  # as the model names its classes
+        for text, label in rows
+    ]
+    data = Dataset.from_list(rows).shuffle(seed=0)
     model = AutoModelForSequenceClassification.from_pretrained(names[1])
-    settings = {"draws": 2, "batch_size": 10, "processing_class": tokenizer}
+    settings = {"draws": 2, "batch_size": 10, "processing_class": tokenizer, "seed": 3}
     expected = noise_curve(model, data, [0.0, 0.5, 1.0], gamma_train=0.5, **settings)
     np.testing.assert_allclose(curves[1].losses, expected.losses, rtol=1e-5)
     assert str(curves[1]) in printed
@@ -75,11 +84,13 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     typos = NoiseCurve.from_json(f"{names[1]}/typos_curve.json")
     assert typos.losses[0, 0] == pytest.approx(expected.losses[0, 0], rel=1e-5)
     assert typos.losses[1, 0] != typos.losses[0, 0]
-    assert PrivacyCurve.from_json(f"{names[0]}/privacy_curve.json").tokens == 8
+    private = PrivacyCurve.from_json(f"{names[0]}/privacy_curve.json")
+    assert (private.tokens, private.delta) == (8, 1e-4)
     clean = LayerProfile.from_json(f"{names[1]}/layer_profile.json")
     assert clean.losses[-1] == pytest.approx(expected.losses[0, 0], rel=1e-5)
     assert clean.problem["initial_loss_bound"] == 0.7 and clean.tolerance == 0.25 * 0.7  # as in its training
-    assert str(Certificate.from_json(f"{names[1]}/certificate.json")) in printed
+    certificate = Certificate.from_json(f"{names[1]}/certificate.json")
+    assert str(certificate) in printed and certificate.confidence == 0.9
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
     assert ShiftGrowth.from_json(f"{names[1]}/shift_growth.json").gammas.tolist() == [0.5, 1.0]
     cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])

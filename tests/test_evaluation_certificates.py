@@ -99,7 +99,7 @@ def test_unconstrained_layers_are_left_out_and_profiles_need_a_problem():
 def test_growth_by_hand():
     generator = np.random.default_rng(4)
     clean = np.array([0.7, 0.5]) + 0.05 * generator.normal(size=(12, 1))
-    noisy = [clean + gamma * np.array([0.1, 0.3]) + 0.01 * generator.normal(size=(12, 2)) for gamma in (1.0, 2.0)]
+    noisy = [clean + gamma * np.array([-0.1, 0.3]) + 0.01 * generator.normal(size=(12, 2)) for gamma in (1.0, 2.0)]
     profiles = [profile_of(losses, PROBLEM, gamma) for losses, gamma in zip([clean, *noisy], [0.0, 1.0, 2.0])]
     growth = shift_growth(profiles)
     for level, losses in enumerate(noisy):
@@ -107,10 +107,14 @@ def test_growth_by_hand():
         np.testing.assert_allclose(growth.loss_growth[level], change.mean(0))
         expected = stats.t.ppf(0.975, 11) * change.std(axis=0, ddof=1) / np.sqrt(12)
         np.testing.assert_allclose(growth.loss_radii[level], expected)
-        violation = change[:, 1] - 0.8 * change[:, 0]
-        assert growth.violation_growth[level, 1] == pytest.approx(violation.mean(), rel=1e-5)
+        violations = np.stack([change[:, 0], change[:, 1] - 0.8 * change[:, 0]], axis=1)
+        np.testing.assert_allclose(growth.violation_growth[level], violations.mean(0), rtol=1e-5)
+        expected = stats.t.ppf(0.975, 11) * violations.std(axis=0, ddof=1) / np.sqrt(12)
+        np.testing.assert_allclose(growth.violation_radii[level], expected, rtol=1e-5)
     slopes = np.abs(growth.loss_growth / np.array([[1.0], [2.0]])).max(0)
     np.testing.assert_allclose(growth.loss_slopes, slopes)
+    slope = (growth.violation_growth[:, 1] / [1.0, 2.0]).max()
+    np.testing.assert_allclose(growth.violation_slopes, [0.0, slope])
     assert growth.loss_slopes[1] == pytest.approx(0.3, rel=0.1)
     assert "lower bounds" in str(growth)
     with pytest.raises(ValueError, match="level 0 among them"):

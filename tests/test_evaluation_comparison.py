@@ -32,7 +32,9 @@ def block_means(seeds, blocks, mean, of_seeds, of_blocks, noise, generator):
 def test_with_no_part_of_the_data_it_is_the_paired_t_test():
     generator = np.random.default_rng(0)
     before, after = (np.repeat(0.5 + 0.05 * generator.normal(size=(5, 1)), 8, axis=1) for _ in range(2))
-    found = difference(groups_of(before, after), "erm", "descent")
+    groups = groups_of(before, after)
+    groups["descent"].reverse()
+    found = difference(groups, "erm", "descent")
     expected = stats.ttest_rel(after[:, 0], before[:, 0])
     assert found.paired
     assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
@@ -49,6 +51,23 @@ def test_with_other_seeds_it_is_welchs_test():
     assert not found.paired
     assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
     assert found.freedom == pytest.approx(expected.df, rel=1e-6)
+    twice = groups_of(before[:2], after[:2])
+    for run in twice["erm"] + twice["descent"]:
+        run.summary["arguments"]["seed"] = 0
+    assert not difference(twice, "erm", "descent").paired
+
+
+def test_with_both_parts_it_is_the_test_of_reader_studies():
+    """By the mean squares of an analysis of variance (Hillis 2007, equations 6 and 9)."""
+    generator = np.random.default_rng(9)
+    before, after = (block_means(4, 8, 0.5, 0.03, 0.05 * generator.normal(size=8), 0.02, generator) for _ in range(2))
+    table = after - before
+    of_seeds, of_blocks = 8 * table.mean(1).var(ddof=1), 4 * table.mean(0).var(ddof=1)
+    rest = (31 * table.var(ddof=1) - 3 * of_seeds - 7 * of_blocks) / 21
+    both = of_seeds + of_blocks - rest
+    found = difference(groups_of(before, after), "erm", "descent")
+    assert found.freedom == pytest.approx(3 * (both / of_seeds) ** 2)
+    assert found.radius == pytest.approx(stats.t.ppf(0.975, found.freedom) * np.sqrt(both / 32))
 
 
 def test_what_the_data_decides_widens_the_interval():
@@ -65,6 +84,14 @@ def test_what_the_data_decides_widens_the_interval():
     assert difference(groups_of(before, same), "erm", "descent").verdict == "better"
 
 
+def test_the_estimate_is_the_difference_of_what_the_curves_say():
+    groups = groups_of(*np.random.default_rng(9).uniform(0.3, 0.9, (2, 3, 8)))
+    for run in groups["erm"] + groups["descent"]:
+        run.curve.metric, run.curve.values = "rmse", np.sqrt(run.curve.values)
+    before, after = (np.mean([run.curve.auc_over_range for run in groups[name]]) for name in ("erm", "descent"))
+    assert difference(groups, "erm", "descent").estimate == pytest.approx(after - before, rel=1e-9)
+
+
 def test_seeds_that_agree_by_chance_prove_nothing():
     """Two seeds that lose one row of many each: the same difference to the last digit, on other blocks."""
     before = np.full((2, 10), 0.7)
@@ -77,10 +104,11 @@ def test_seeds_that_agree_by_chance_prove_nothing():
     assert found.radius == pytest.approx(found.data_radius)
 
 
-def test_few_seeds_prove_no_more_where_the_data_is_sure():
-    """Two seeds gain 0.02 and 0.03; what their blocks add is their own, and outweighs the spread of the seeds."""
+@pytest.mark.parametrize(("size", "second"), [(0.026, [1, 1, -1, -1]), (0.009, [-1, 1, -1, 1])])
+def test_few_seeds_prove_no_more_where_the_data_is_sure(size, second):
+    """Two seeds gain 0.02 and 0.03; what their blocks add is their own."""
     before = np.full((2, 8), 0.5)
-    own = 0.026 * np.array([[1, -1, 1, -1, 1, -1, 1, -1], [1, 1, -1, -1, 1, 1, -1, -1]])
+    own = size * np.array([2 * [1, -1, 1, -1], 2 * second])
     after = before + np.array([[0.02], [0.03]]) + own
     assert stats.ttest_1samp((after - before).mean(axis=0), 0).pvalue < 0.01
     found, expected = (
@@ -148,6 +176,7 @@ def test_runs_are_grouped_by_all_but_their_seed_and_the_levels_of_their_tests():
         "descent+noise 1.0, descent_alpha 0.2": ["4"],
     }
     assert make_run(blocks[0], neftune_noise_alpha=5.0).arm == "neftune"
+    assert make_run(blocks[0], noise_gamma=[0, 0]).arm == "erm"
     assert Run("somewhere/mine", make_curve(blocks[0])).arm == "mine"
 
 
@@ -191,11 +220,12 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
     generator = np.random.default_rng(5)
     folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
     assert compare(folders).differences[0].verdict == "open"
-    other = make_run(generator.random(6), objective="hinge")
-    other.curve.scale = 255.0
-    with pytest.raises(ValueError, match="were not evaluated on the same data"):
-        compare([*folders, save_run(tmp_path / "scaled", other)])
-    settings = ({"batch_size": 5}, {"samples": 61}, {"data": "other rows"})  # with blocks of the same size
+    for name, value in (("scale", 255.0), ("metric", "f1")):
+        other = make_run(generator.random(6), objective="hinge")
+        setattr(other.curve, name, value)
+        with pytest.raises(ValueError, match="were not evaluated on the same data"):
+            compare([*folders, save_run(tmp_path / name, other)])
+    settings = ({"batch_size": 5}, {"samples": 61}, {"data": "other rows"}, {"perturbation": "typos"})  # same blocks
     for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
         made = {} if change in settings else change
         run = make_run(generator.random(6), objective="hinge", **made)
@@ -266,6 +296,12 @@ def test_all_verdicts_hold_together(tmp_path):
     assert written["differences"][0]["verdict"] == comparison.differences[0].verdict
     averages = [run.curve.auc_over_range for run in comparison.groups["erm"]]
     assert written["groups"]["erm"]["auc_over_range"] == pytest.approx([np.mean(averages), np.std(averages, ddof=1)])
+
+
+def test_without_level_0_there_is_no_clean_metric(tmp_path):
+    runs = [make_run([0.5, 0.6], objective=name, gammas=GAMMAS + 0.5) for name in ("erm", "descent")]
+    found = compare([save_run(tmp_path / run.arm, run) for run in runs]).to_dict()
+    assert np.isnan(found["groups"]["erm"]["clean"][0])
 
 
 def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):

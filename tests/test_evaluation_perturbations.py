@@ -28,7 +28,7 @@ def test_every_kind_of_error_occurs_and_only_letters_go_wrong():
     assert {"", "aabb", "ba"} <= kinds
     assert any(set(word) <= {"s", "v", "n"} and len(word) == 2 for word in kinds)
     assert misspell("1 2, 3!", 1.0, generator()) == "1 2, 3!"
-    assert misspell("Q", 1.0, generator(5)) in {"", "QQ", "Q", "W"}
+    assert {misspell("Q", 1.0, generator(seed)) for seed in range(50)} == {"", "QQ", "Q", "W"}
     assert misspell("ß", 1.0, generator()) in {"", "ßß", "ß"}
 
 

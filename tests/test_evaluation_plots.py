@@ -69,6 +69,7 @@ def test_ratios_are_at_the_training_level_where_all_runs_were_profiled_there(gro
     for runs in groups.values():
         for run in runs:
             run.profiles[1.0] = make_profile([0.4, 0.6, 0.9], 1.0)
+    groups["erm"][0].curve.gamma_train = 0.0
     figure = plots.plot_ratios(groups)
     assert figure.get_supxlabel().endswith("noise level 1")
     assert all("0% descend" in axes.get_title() for axes in figure.axes)

@@ -21,9 +21,9 @@ def truncated(depth):
 
 @pytest.mark.parametrize("gamma", [0.0, 1.5])
 def test_layer_losses_and_metrics_are_those_of_truncated_models(gamma):
-    data = classification_data(30)
-    profile = layer_profile(bert(num_layers=3), data, gamma=gamma, seed=5, batch_size=8)
-    curves = [noise_curve(truncated(depth), data, [gamma], draws=1, seed=5, batch_size=8) for depth in (1, 2, 3)]
+    data, settings = classification_data(30), {"seed": 5, "batch_size": 8, "sigma": 0.7}
+    profile = layer_profile(bert(num_layers=3), data, gamma=gamma, **settings)
+    curves = [noise_curve(truncated(depth), data, [gamma], draws=1, **settings) for depth in (1, 2, 3)]
     np.testing.assert_allclose(profile.losses, [curve.losses[0, 0] for curve in curves], rtol=1e-6)
     np.testing.assert_allclose(profile.values, [curve.values[0, 0] for curve in curves])
     assert profile.gamma == gamma
@@ -59,6 +59,23 @@ def test_causal_samples_average_over_their_own_tokens():
     assert np.isfinite(profile.losses).all()
 
 
+def test_samples_of_several_labels_have_their_binary_cross_entropy():
+    model = bert(problem_type="multi_label_classification")
+    data = [{**row, "labels": torch.eye(3)[row["labels"]]} for row in classification_data(12)]
+    profile = layer_profile(model, data, metric="rmse", batch_size=5)
+    losses = [model.eval()(**{name: value[None] for name, value in row.items()}).loss.item() for row in data]
+    np.testing.assert_allclose(profile.sample_losses[:, -1], losses, rtol=1e-5)
+
+
+def test_the_rmse_of_layers_and_its_interval_have_the_scale_of_the_metric():
+    data = [{**row, "labels": float(row["labels"])} for row in classification_data(30)]
+    plain, scaled = (
+        layer_profile(bert(num_labels=1), data, metric="rmse", scale=scale, batch_size=8) for scale in (1.0, 255.0)
+    )
+    np.testing.assert_allclose(scaled.values, 255 * np.sqrt(plain.losses), rtol=1e-5)
+    np.testing.assert_allclose(scaled.radius("values"), 255 * plain.radius("values"))
+
+
 def test_problem_gives_violations_and_feasibility():
     model, data = bert(num_layers=3), classification_data(30)
     losses = layer_profile(model, data).losses
@@ -74,6 +91,8 @@ def test_problem_gives_violations_and_feasibility():
     assert tolerant.feasible
     assert "violation" in str(tolerant)
     assert "violation" not in str(layer_profile(model, data))
+    second = layer_profile(model, data, problem=DescentProblem([0.1, 0.2, 0.3], 2.0, 3, [2]))
+    assert second.max_violation == pytest.approx(losses[1] - 0.8 * 2.0) != second.violations.max()
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
@@ -89,8 +108,9 @@ def test_a_loss_that_is_not_a_number_is_not_feasible(layer):
 
 def test_ratios_of_zero_losses():
     losses = np.array([[1.0, 0.0, 0.0], [0.0, 2.0, 1.0]])
-    ratios = LayerProfile("accuracy", losses[0], losses[0], losses).ratios
-    np.testing.assert_array_equal(ratios, [[0.0, 1.0], [np.inf, 0.5]])
+    profile = LayerProfile("accuracy", losses[0], losses[0], losses)
+    np.testing.assert_array_equal(profile.ratios, [[0.0, 1.0], [np.inf, 0.5]])
+    assert profile.descending_share == 0.5
 
 
 def test_flat_profile_holds_plain_floats():

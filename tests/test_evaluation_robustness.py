@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -50,6 +51,12 @@ def test_training_level_at_the_ends(gamma_train, auc_id, auc_ood):
     assert result.auc_ood == (auc_ood if auc_ood is None else pytest.approx(auc_ood))
 
 
+def test_training_level_below_the_least_and_a_metric_of_zero():
+    result = curve((0.5, 1.0), ((0.9,), (0.8,)), gamma_train=0.0)
+    assert (result.auc_id, result.auc_ood) == (None, pytest.approx(0.85))
+    assert curve(values=np.zeros((4, 2))).retention is None
+
+
 def test_flat_dict_holds_plain_floats():
     flat = curve(gamma_train=0.5).to_dict()
     assert flat["accuracy@0.5"] == pytest.approx(0.85)
@@ -68,6 +75,9 @@ def test_results_survive_the_disk(tmp_path):
     assert after.to_dict() == before.to_dict()
     assert str(after) == str(before)
     np.testing.assert_array_equal(after.losses, before.losses)
+    with pytest.raises(TypeError):
+        curve(settings={"seed": {0}}).to_json(path)
+    assert NoiseCurve.from_json(path).to_dict() == before.to_dict()
     problem = DescentProblem(0.1, 1.0, 3)
     before = layer_profile(bert(), classification_data(20), problem=problem)
     before.to_json(path)
@@ -96,6 +106,7 @@ def test_noisy_levels_equal_a_loop_by_hand():
         losses.append(total / 20)
     np.testing.assert_allclose(result.losses[1], losses, rtol=1e-6)
     assert losses[0] != losses[1]
+    assert noise_curve(model, data, [0.5, 2.0], draws=2, batch_size=8, noise=noise).settings == result.settings
 
 
 def test_two_models_see_the_same_noise():
@@ -199,6 +210,25 @@ def test_levels_that_share_a_forward_give_the_same_curve(cells):
     assert max(forwards) == 8 * min(cells, 4)
 
 
+@pytest.mark.parametrize("apart", ["a loss of more than the logits", "an input for all rows"])
+def test_levels_that_cannot_share_a_forward_go_alone(apart):
+    model, data = bert(), classification_data(16)
+
+    def tax(module, args, output):
+        return {**output, "loss": output["loss"] + output["logits"].square().mean()}
+
+    def collate(rows):
+        return default_data_collator(rows) | {"position_ids": torch.arange(10)[None]}
+
+    if apart == "an input for all rows":
+        settings = {"batch_size": 8, "data_collator": collate}
+    else:
+        settings = {"batch_size": 8}
+        model.register_forward_hook(tax)
+    alone, shared = (noise_curve(model, data, [0.0, 1.0], cells_per_forward=cells, **settings) for cells in (1, 3))
+    np.testing.assert_array_equal(shared.losses, alone.losses)
+
+
 def test_levels_are_taken_apart_where_memory_is_short():
     model, data = bert(), classification_data(16)
     expected = noise_curve(model, data, [0.0, 1.0], draws=4, batch_size=8)
@@ -230,11 +260,14 @@ def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         noise_curve(model, data, [0.0, 1.0], **settings)
     assert not path.exists()
+    shutil.copy(f"{path}.partial", tmp_path / "other.partial")
+    other = noise_curve(model, data, [0.0, 1.0], batch_size=8, seed=1, path=str(tmp_path / "other"))
+    np.testing.assert_array_equal(other.losses, noise_curve(model, data, [0.0, 1.0], batch_size=8, seed=1).losses)
     resumed = noise_curve(model, data, [0.0, 1.0], **settings)
     # Each time the first batch, to know partial sums by; three, the fatal one, and the two that were left.
     assert collated == [8] * 8
     np.testing.assert_array_equal(resumed.losses, straight.losses)
-    assert {file.name for file in tmp_path.iterdir()} == {"curve.json", "curve.csv"}
+    assert {file.name for file in tmp_path.glob("curve*")} == {"curve.json", "curve.csv"}
     lines = path.with_suffix(".csv").read_text().splitlines()
     assert lines[0] == "gamma,accuracy,radius_95,std_over_draws,loss"
     assert [float(cell) for cell in lines[2].split(",")] == pytest.approx(
@@ -267,6 +300,20 @@ def test_a_finished_curve_is_not_that_of_other_rows(tmp_path):
     assert second.losses[0, 0] != first.losses[0, 0] and second.settings["data"] != first.settings["data"]
 
 
+def test_a_finished_curve_is_not_that_of_other_settings(tmp_path):
+    def misses(logits, labels):
+        return (logits.argmax(-1) != labels).sum(), labels.numel()
+
+    model, rows = bert(), classification_data(16)
+    changes = {"metric": misses, "scale": 2.0, "gamma_train": 0.5, "seed": 1, "sigma": 1.0, "draws": 2}
+    for name, value in changes.items():
+        path, fresh = tmp_path / f"{name}.json", tmp_path / f"fresh-{name}.json"
+        noise_curve(model, rows, [1.0], path=str(path))
+        for file in (path, fresh):
+            noise_curve(model, rows, [1.0], path=str(file), **{name: value})
+        assert path.read_text() == fresh.read_text(), name
+
+
 def test_a_stream_is_read_once():
     class Stream(IterableDataset):
         def __init__(self):
@@ -292,6 +339,8 @@ def test_blocks_in_which_a_metric_counts_nothing_still_count_for_the_loss():
     np.testing.assert_array_equal(curve.losses, noise_curve(bert(), rows, [0.0, 1.0], batch_size=4).losses)
     assert curve.blocks.shape[0] == 10
     assert np.isfinite(curve.radius("mean")).all()
+    with pytest.raises(ValueError, match="no labels that count"):
+        noise_curve(bert(), [row for row in rows if row["labels"]], [0.0], metric=recall)
 
 
 def test_sums_do_not_grow_with_the_data():

@@ -1,12 +1,13 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import bert, llama, spread, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_descent import cli
-from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from hf_descent import cli, exit
+from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile, SpeculationProfile
 
 
 def written_rows(path, count=40, labels=True):
@@ -52,6 +53,52 @@ def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path,
     assert (
         len(AutoModelForSequenceClassification.from_pretrained(tmp_path / "model" / "layer-2").bert.encoder.layer) == 2
     )
+
+
+@pytest.mark.parametrize("test_file", [True, False])
+def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, monkeypatch, test_file):
+    seen, calibrate, evaluate = {}, ConfidenceExit.calibrate, ConfidenceExit.evaluate
+
+    def rows_of(rows):
+        return {(tuple(row["input_ids"]), row["labels"]) for row in rows}
+
+    def calibrating(self, rows, max_loss=0.01, confidence=0.95, **settings):
+        seen["settings"], seen["validation"] = (self.measure, max_loss, confidence), rows_of(rows)
+        return calibrate(self, rows, max_loss, confidence, **settings)
+
+    def evaluating(self, rows, **settings):
+        seen["report"] = rows_of(rows)
+        return evaluate(self, rows, **settings)
+
+    def profiling(model, rows, **settings):
+        seen["profile"] = rows_of(rows)
+        return profile(model, rows, **settings)
+
+    profile = exit.exit_profile
+    monkeypatch.setattr(exit, "exit_profile", profiling)
+    monkeypatch.setattr(ConfidenceExit, "calibrate", calibrating)
+    monkeypatch.setattr(ConfidenceExit, "evaluate", evaluating)
+    model = spread(bert(num_layers=2))
+    model.config.id2label = {0: "2", 1: "1", 2: "0"}
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    lines = Path(written_rows(tmp_path / "train.jsonl", 38)).read_text().splitlines()
+    (tmp_path / "validation.jsonl").write_text("\n".join(lines[:20]))
+    (tmp_path / "test.jsonl").write_text("\n".join(lines[20:]))
+    names = ["train", "validation", *(["test"] if test_file else [])]
+    words = [word for name in names for word in (f"--{name}_file", str(tmp_path / f"{name}.jsonl"))]
+    words += ["--measure", "margin", "--max_loss", "0.3", "--confidence", "0.8", "--max_seq_length", "12"]
+    cli.main(["exit", str(tmp_path / "model"), *words, "--repeats", "1"])
+    rows = [(tuple(2 + (7 * i + j) % 38 for j in range(12)), 2 - i % 3) for i in range(38)]
+    assert seen["settings"] == ("margin", 0.3, 0.8) and seen["report"] == seen["profile"]
+    assert seen["validation"] | seen["report"] == set(rows if test_file else rows[:20])
+    assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
+
+
+def test_padding_is_masked_and_has_no_label():
+    batch = exit._pad([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
 
 
 def test_the_exit_command_reports_a_language_model(tmp_path, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import bert, tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_descent import EmbeddingNoise, cli, generate
@@ -80,20 +81,25 @@ def test_the_file_is_alpaca_evals(answers, tmp_path, capsys):
         answers("c.json")
 
 
-def test_answers_are_those_of_generate_under_the_same_noise(answers, model):
+@pytest.mark.parametrize("flags", [{}, {"num_beams": 3}, {"temperature": 0.7, "top_p": 0.3}])
+def test_answers_are_those_of_generate_under_the_same_noise(answers, model, flags):
     """Row by row, without padding, against the model's own `generate` inside the noise."""
-    rows = answers(batch_size=1, gamma=1.5, seed=3)
+    rows = answers(batch_size=1, gamma=1.5, seed=3, **flags)
+    flags["do_sample"] = "temperature" in flags
     loaded, tok = AutoModelForCausalLM.from_pretrained(model).eval(), tokenizer(False)
     for index, row in enumerate(rows):
         ids = tok(format_prompt(ROWS[index]["instruction"]), return_tensors="pt").input_ids
         noise = EmbeddingNoise(loaded, 1.5, seed=3, sigma=0.5)
         noise.reseed(index)
+        torch.manual_seed(int(np.random.SeedSequence(3, spawn_key=(index,)).generate_state(1, np.uint64)[0]))
         with noise:
             tokens = loaded.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, top_k=None, **flags
             )
         assert row["output"] == tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
     assert [row["output"] for row in answers("clean.json", batch_size=1)] != [row["output"] for row in rows]
+    wide, strong = answers("wide.json", gamma=1.5, sigma=1.0), answers("strong.json", gamma=3.0)
+    assert [row["output"] for row in wide] == [row["output"] for row in strong]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +134,11 @@ def test_a_partial_file_of_other_settings_is_refused(answers, tmp_path, monkeypa
         answers(gamma=1.0)
     with pytest.raises(ValueError, match=r"was begun with gamma=1\.0, not 2\.0"):
         answers(gamma=2.0, generator="tiny-model-gamma1")
+    others = {"sigma": 0.1, "seed": 5, "prompt_format": "alpaca", "batch_size": 2, "max_new_tokens": 4, "top_p": 0.5}
+    others |= {"temperature": 0.5, "num_beams": 2, "dtype": "float32", "max_samples": 3, "generator": "mine"}
+    for name, value in others.items():
+        with pytest.raises(ValueError, match=f"was begun with {name}="):
+            answers(gamma=1.0, **{name: value})
 
 
 def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
@@ -141,9 +152,13 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
     )
     for chat, form in ((True, "auto"), (True, "alpaca"), (False, "auto")):
         folder = save_model(tmp_path / f"model-{chat}", chat)
+        tok = tokenizer(chat)
+        tok.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tok.save_pretrained(folder)
         output = str(tmp_path / f"{len(seen)}.json")
         cli.main(["generate", folder, "--output", output, "--instructions", str(path), "--prompt_format", form])
-    assert seen == ["<user>Double.\n\n7</s><assistant>", format_prompt("Double.", "7"), format_prompt("Double.", "7")]
+    alpaca = "<s>" + format_prompt("Double.", "7")
+    assert seen == ["<user>Double.\n\n7</s><assistant>", alpaca, alpaca]
 
 
 def test_adapters_answer_under_the_noise_of_their_training(answers, model, tmp_path):
@@ -170,6 +185,12 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     small = save_model(tmp_path / "small", max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"A prompt has \d+ tokens and LlamaForCausalLM 64 positions"):
         answers(model=small)
+    length = len(tokenizer(False)(format_prompt(ROWS[0]["instruction"])).input_ids)
+    narrow = save_model(tmp_path / "narrow", max_position_embeddings=length + 2)
+    short, whole = (answers(f"{len(given)}.json", max_samples=1, **given) for given in ({"model": narrow}, {}))
+    assert len(short[0]["output"]) <= 2 < len(whole[0]["output"])
+    with pytest.raises(ValueError, match=rf"{length} tokens and LlamaForCausalLM {length} positions"):
+        answers("z.json", model=save_model(tmp_path / "full", max_position_embeddings=length), max_samples=1)
     bert().save_pretrained(tmp_path / "classifier")
     tokenizer(False).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):

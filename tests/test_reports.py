@@ -48,6 +48,16 @@ def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path
     assert feasible[2] > feasible[0] > feasible[1] > 0 > infeasible[0] > infeasible[1] > infeasible[2]
 
 
+def test_tolerance_and_score_are_in_units_of_f_0(tmp_path):
+    args = config(tmp_path, initial_loss_bound=4.0, feasibility_tolerance=0.1)
+    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST)
+    trainer.evaluate()
+    # The first layer's bound is 2.8, and the tolerance 0.4.
+    near, far = (trainer._state.evaluation(torch.tensor([first, 0.0, 0.0]), "eval") for first in (3.1, 3.3))
+    assert (near["eval_feasible"], far["eval_feasible"]) == (1.0, 0.0)
+    assert far["eval_feasible_score"] == pytest.approx(-0.5 / 4)
+
+
 def test_the_best_feasible_checkpoint_is_kept(tmp_path):
     args = config(
         tmp_path, max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,

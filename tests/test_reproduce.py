@@ -18,10 +18,11 @@ from test_recipes import save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
 from hf_descent import cli
+from hf_descent.evaluation import LayerProfile
 from recipes.reproduce import __main__ as reproduce
-from recipes.reproduce.collect import best, published, render, study
+from recipes.reproduce.collect import _comparison, best, published, render, study
 from recipes.reproduce.facts import fingerprints
-from recipes.reproduce.runner import Job, Options, evaluate_job, train_job, tune_job
+from recipes.reproduce.runner import Job, Options, evaluate_job, jobs, train_job, tune_job
 from recipes.reproduce.scales import ARMS, MODELS, SCALES
 from recipes.reproduce.tables import TABLES, Way, searched
 
@@ -74,6 +75,7 @@ def test_the_grids_of_tables_3_and_4_are_the_papers():
     assert (Way("dust", "avenue", "descent", 0.15, 5), 14.724) in figures
     assert (Way("roberta", "imdb", "erm", 0.0), 1.651) in figures
     assert published(Way("roberta", "imdb", "hinge", 1.0)) is None
+    assert not any(published(replace(way, overrides=(("descent_alpha", 0.1),))) for way, _ in figures)
 
 
 def test_arms_of_one_setting_share_all_but_their_objective():
@@ -96,11 +98,13 @@ def test_arms_of_one_setting_share_all_but_their_objective():
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("table", ["table3", "table4"])
 def test_arms_of_one_setting_are_profiled_at_its_training_level(scale, table, tmp_path):
-    options = Options(SCALES[scale], tmp_path)
+    options = Options(SCALES[scale], tmp_path, settings={"per_device_eval_batch_size": 7})
     for panel in panels_of(scale, table):
         ways = [way for ways in panel.groups.values() for way in ways]
         for way in ways:
             words = evaluate_job(way, 0, options).words
+            assert words[words.index("--per_device_eval_batch_size") + 1] == "7"
+            assert words[words.index("--draws") + 1] == str(SCALES[scale].draws)
             flags = words[words.index("--profile_gammas") + 1 :]
             levels = [float(word) for word in takewhile(lambda word: not word.startswith("--"), flags)]
             assert max(each.gamma for each in ways) in levels
@@ -147,6 +151,10 @@ def test_what_is_set_is_not_searched(tmp_path):
     (tuned.folder / "study.json").write_text(json.dumps({"trials": [{"settings": settings}]}))
     args = cli.parse_arguments(train_job(way, 0, options).words)[1][-1]
     assert (args.dual_learning_rate, args.resilience) == (0.07, 0.01)
+    ablated = replace(way, overrides=(("dual_learning_rate", 0.5), ("resilience", 0.0)))
+    args = cli.parse_arguments(train_job(ablated, 0, options).words)[1][-1]
+    assert (args.dual_learning_rate, args.resilience) == (0.5, 0.0)
+    assert searched(SCALES["gpu"], ablated) == way
 
 
 def test_a_search_that_was_not_asked_for_is_not_shown(tmp_path):
@@ -239,6 +247,31 @@ def test_every_file_of_the_data_is_named(tmp_path):
     (tmp_path / "a.avi").write_bytes(b"a")
     (found,) = fingerprints({"clips": [f"{tmp_path}/a.avi,{tmp_path}/b*.avi", "c.avi"]}).values()
     assert found == [f"a.avi ({hashlib.sha256(b'a').hexdigest()[:12]})", "b*.avi", "c.avi"]
+    for name, weight in (("1", 0.0), ("2", 1.0)):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "config.json").write_text("{}")
+        save_file({"weight": torch.tensor([weight])}, tmp_path / name / "model" / "model.safetensors")
+    first, second = fingerprints({"ut": [f"{tmp_path}/1/model", f"{tmp_path}/2/model"]})["ut"]
+    assert first != second
+
+
+def test_completions_are_made_without_noise_and_under_it():
+    panels = panels_of("cpu", "figure16")
+    kinds = [job.kind for job in jobs(panels, Options(SCALES["cpu"], Path("out"), seeds=(0,)), answers=True)]
+    assert kinds.count("answers-0") == kinds.count("answers-0.5") == kinds.count("train") == len(ARMS)
+
+
+def test_a_row_has_mean_and_deviation_over_seeds_feasible_runs_and_cost():
+    def group(auc, seconds, feasible):
+        runs = {"auc": auc, "average": auc, "step_seconds": [seconds] * 3, "descending_share": [0.5, 0.5, 0.8]}
+        metric = [[value, value / 2] for value in auc]
+        return {**runs, "gammas": [0.0, 1.0], "metric": metric, "feasible": feasible, "published": None, "search": {}}
+
+    groups = {"erm": group([1.0, 2.0, 3.0], 0.2, [None] * 3)}
+    groups["descent"] = group([2.0, 4.0, 6.0], 0.3, [True, False, True])
+    panel = {"groups": groups, "summary": "auc", "summary_title": "AUC", "metric": "accuracy", "profile_gamma": 1.0}
+    rows = _comparison({**panel, "verdicts": [], "figures": []})
+    assert rows[3] == "| descent | 4 +- 2 | 4 +- 2 | 4 +- 2 | 2 +- 1 | 2 of 3 | 60.0% | x1.50 |"
 
 
 # ---- a tiny table from end to end ----
@@ -329,6 +362,8 @@ def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, mo
             accuracy = np.mean(curve["values"], axis=1)
             steps = np.diff(curve["gammas"])
             assert area == pytest.approx(float(np.sum(steps * (accuracy[1:] + accuracy[:-1]) / 2)))
+            profile = LayerProfile.from_json(options.run_folder(way, seed) / "layer_profile_gamma_1.json")
+            assert panel["groups"][arm]["descending_share"][seed] == profile.descending_share
     assert panel["groups"]["descent"]["feasible"] != [None, None] == panel["groups"]["erm+noise"]["feasible"]
     assert result["seeds"] == [0, 1] and re.fullmatch(r"train.csv \(\w{12}\)", result["data"]["imdb"][0])
     assert {"commit", "machine", "versions"} <= result.keys()

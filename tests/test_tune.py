@@ -13,6 +13,7 @@ from test_recipes import save_tiny_model, write_rows
 from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer, cli, hp_space, noise_curve, tune
+from hf_descent.data.video import VideoArguments
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, m
     assert sorted(trial["trial"] for trial in trials) == [1, 2]  # the killed one is made up for
 
 
-def judged_by_settings(monkeypatch, stop_at=None, value=None):
+def judged_by_settings(monkeypatch, stop_at=None, value=None, greater_is_better=True):
     """Replaces training by a formula of the settings, which it lists; raises in the run of that number."""
     seen = []
 
@@ -138,8 +139,8 @@ def judged_by_settings(monkeypatch, stop_at=None, value=None):
 
     def judge(folder, gamma):
         distance = abs(math.log(seen[-1]["learning_rate"] / 2e-4)) + abs(math.log(seen[-1]["resilience"] / 0.01))
-        found = -distance if value is None else value
-        return {"value": found, "clean": 0.0, "feasible": None, "greater_is_better": True}
+        found = (-distance if greater_is_better else distance) if value is None else value
+        return {"value": found, "clean": 0.0, "feasible": None, "greater_is_better": greater_is_better}
 
     monkeypatch.setattr("hf_descent.classify.run", run)
     monkeypatch.setattr(tune, "judge", judge)
@@ -165,6 +166,21 @@ def test_an_interrupted_search_is_the_same_search(command, tmp_path, monkeypatch
     assert first[:-1] + second == straight
 
 
+def test_two_trials_are_made_by_chance_and_the_others_by_what_was_found(command, tmp_path, monkeypatch):
+    found = []
+    for value in (None, 0.5):
+        found.append(judged_by_settings(monkeypatch, value=value))
+        cli.main([*command, "--output_dir", str(tmp_path / str(value)), "--n_trials", "3"])
+    assert found[0][:2] == found[1][:2] and found[0][2] != found[1][2]
+
+
+def test_the_least_error_is_the_best(command, tmp_path, monkeypatch):
+    judged_by_settings(monkeypatch, greater_is_better=False)
+    cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "3"])
+    values = [trial["value"] for trial in json.loads((tmp_path / "study.json").read_text())["trials"]]
+    assert 0 < values[0] < values[1] < values[2]
+
+
 def test_two_processes_do_not_search_in_one_folder(command, tmp_path, monkeypatch):
     argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "1"]
     seen = judged_by_settings(monkeypatch)
@@ -181,9 +197,11 @@ def test_two_processes_do_not_search_in_one_folder(command, tmp_path, monkeypatc
 
 
 def test_a_search_without_a_finite_metric_says_so(command, tmp_path, monkeypatch):
-    judged_by_settings(monkeypatch, value=math.nan)
-    with pytest.raises(ValueError, match="none of the 2 trials is finite"):
-        cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "2"])
+    seen = judged_by_settings(monkeypatch, value=math.nan)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="none of the 2 trials is finite"):
+            cli.main([*command, "--output_dir", str(tmp_path), "--n_trials", "2"])
+    assert len(seen) == 2
     assert not (tmp_path / "study.json").exists()
 
 
@@ -194,6 +212,11 @@ def test_a_grid_makes_every_combination_once(command, tmp_path):
     pairs = {(trial["settings"]["descent_alpha"], trial["settings"]["resilience"]) for trial in trials}
     assert len(trials) == 4
     assert pairs == {(0.1, 0.05), (0.1, 0.5), (0.2, 0.05), (0.2, 0.5)}
+
+
+def test_no_trial_sees_the_test_videos_of_a_published_layout():
+    found = tune.without_test_rows(VideoArguments(data_layout="avenue", data_dir="folder"))
+    assert found == VideoArguments(train_files=["folder/training_videos/*.avi"])
 
 
 def test_feasible_trials_rank_first():

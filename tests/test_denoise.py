@@ -227,6 +227,11 @@ def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
     flags = ["--classical_clips", "0", "--max_steps", "2", "--model_name_or_path", str(tmp_path / "vit")]
     folder = smoke("recipes/smoke/video-vit/erm.yaml", *flags)
     assert Image.open(folder / "clip.gif").size == (3 * 40, 40)
+    data = ["--train_files", str(workplace / "train.avi"), "--test_files", str(workplace / "test.avi")]
+    data += ["--split_by", "time", "--split_gap", "4", "--config", "recipes/smoke/video-vit/erm.yaml"]
+    cli.main(["evaluate", str(folder), *data, "--eval_gammas", "0", "--results_dir", str(tmp_path / "results")])
+    (found,) = results_of(tmp_path / "results" / "out", "noise_curve")["values"]
+    assert found == pytest.approx([results_of(folder)["test_rmse@0"]] * len(found))
 
 
 def test_sigma_is_the_deviation_of_the_training_pixels(workplace):

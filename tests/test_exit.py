@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import bert, llama, spread, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -19,8 +20,12 @@ def written_rows(path, count=40, labels=True):
     return str(path)
 
 
-def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path, capsys):
-    spread(bert(num_layers=3)).save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path, capsys, adapter):
+    spread(bert(num_layers=3)).save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, target_modules="all-linear")
+    (get_peft_model(base, lora) if adapter else base).save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written_rows(tmp_path / "rows.jsonl")
     cli.main(

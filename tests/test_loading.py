@@ -24,12 +24,13 @@ def test_an_adapter_is_put_on_its_base(kind, tmp_path):
     config = peft.LoraConfig(task_type=kind, init_lora_weights=False, target_modules="all-linear")
     model = peft.get_peft_model(loader.from_pretrained(tmp_path / "base"), config).eval()
     model.save_pretrained(tmp_path / "adapter")
-    (tmp_path / "adapter" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
+    (tmp_path / "adapter" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25, "pad_token_id": 7}))
     loaded, ids = load_model(str(tmp_path / "adapter")), torch.arange(12).reshape(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
         assert not torch.equal(loaded(ids).logits, base.eval()(ids).logits)
-    assert loaded.config.noise_sigma == 0.25  # of its own training, not its base's
+    # Of its own training, not its base's.
+    assert (loaded.config.noise_sigma, loaded.config.pad_token_id) == (0.25, 7)
     assert {load_model(str(tmp_path / name), "bfloat16").dtype for name in ("base", "adapter")} == {torch.bfloat16}
     if kind == "SEQ_CLS":
         assert loaded.config.id2label == {number: f"LABEL_{number}" for number in range(3)}

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .uncertainty import BLOCKS
 
@@ -89,7 +90,10 @@ def fingerprint_of(marks: Iterable[tuple[int, str]]) -> str:
 
 
 def weights_fingerprint(model: nn.Module) -> str:
-    """A short text that tells models with different weights apart."""
-    with torch.no_grad():
-        sums = [(name, tensor.float().sum().item()) for name, tensor in model.named_parameters()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()[:16]
+    """A short text that tells models with different weights or buffers apart; with sharded ones all processes call."""
+    digest = hashlib.sha256()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(name.encode())
+        digest.update(whole.detach().reshape(-1).view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()[:16]

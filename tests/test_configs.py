@@ -2,7 +2,9 @@ import dataclasses
 import inspect
 import re
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
@@ -41,6 +43,17 @@ def test_lists_are_given_as_words_too(tmp_path):
         assert config.eval_gammas == levels and config.constrained_layers == [1, 3]
     with pytest.raises(ValueError, match="`eval_gammas` is 'half'"):
         parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", "--eval_gammas", "0", "half"])
+
+
+def test_numbers_of_any_kind_become_python_s_own(tmp_path):
+    alpha, levels = torch.full((3,), 0.25), [np.float32(0.5)]
+    args = DescentConfig(str(tmp_path), dual_learning_rate=1, descent_alpha=alpha, eval_gammas=levels)
+    assert repr([args.dual_learning_rate, args.descent_alpha, args.eval_gammas]) == "[1.0, [0.25, 0.25, 0.25], [0.5]]"
+
+
+@pytest.mark.parametrize(("gamma", "upper"), [(0.5, 0.5), ([0.0, 1.5], 1.5), ([0.5, 0.5], 0.5)])
+def test_the_noise_level_of_training_is_the_upper_end_of_its_range(tmp_path, gamma, upper):
+    assert DescentConfig(str(tmp_path), noise_gamma=gamma).gamma_train == upper
 
 
 def test_auto_is_the_default_on_the_command_line_too(tmp_path):
@@ -82,11 +95,13 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"multiplier_max": 0.0}, "multiplier_max"),
         ({"descent_strength": 0.0}, "descent_strength"),
         ({"noise_gamma": -0.5}, "noise_gamma"),
+        ({"noise_gamma": float("inf")}, "noise_gamma"),
         ({"noise_gamma": [1.0, 0.5]}, "low <= high"),
         ({"noise_gamma": [0.1, 0.2, 0.3]}, "low <= high"),
         ({"eval_gammas": [0.1, -1]}, "eval_gammas"),
         ({"dual_warmup_steps": 0}, "dual_warmup_steps.*is 0"),
         ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),
+        ({"dual_warmup_steps": 2.5}, "whole steps"),
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),

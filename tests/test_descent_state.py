@@ -8,6 +8,7 @@ from tiny import InOrder, bert, classification_data, config, llama
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
+from hf_descent.descent_state import DescentState
 
 
 DATA = classification_data()
@@ -22,7 +23,8 @@ def test_fractional_warm_up_counts_all_steps(tmp_path):
 
 
 def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another(tmp_path):
-    constrained = InOrder(bert(), config(tmp_path / "constrained", dual_learning_rate=0.3), train_dataset=DATA)
+    args = config(tmp_path / "constrained", dual_learning_rate=0.3, descent_alpha=0.4, initial_loss_bound=0.9)
+    constrained = InOrder(bert(), args, train_dataset=DATA)
     constrained.train()
     constrained.save_model()
     fixed = InOrder(
@@ -32,6 +34,7 @@ def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another(tmp_path):
     )
     fixed.train()
     assert torch.equal(fixed.multipliers.values, constrained.multipliers.values)
+    assert fixed.problem.state_dict() == constrained.problem.state_dict()
     weights = constrained.problem.weights(constrained.multipliers.values).clamp(min=0).tolist()
     logged = fixed.state.log_history[0]
     assert [logged[f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
@@ -139,6 +142,22 @@ def test_auto_bound_counts_every_row_once(tmp_path):
         trainer.train()
         bounds.append(trainer.problem.initial_loss_bound)
     assert bounds[0] == bounds[1]
+
+
+def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
+    state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0, None, lambda tensor: tensor)
+    assert state.objective(torch.tensor([1.0, math.inf, 0.5]), 0, torch.ones(())) == 0.5
+
+
+def test_the_auto_schedule_leads_through_the_constrained_layers(tmp_path):
+    args = config(
+        tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=1, descent_strength=0.8,
+        constrained_layers=[1, 3],
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
+    trainer.train()
+    level = trainer.state.log_history[0]["loss"]  # of the one step of warm-up
+    assert (1 - trainer.problem.alpha[0]) ** 2 == pytest.approx((level / 4) ** 0.8, rel=1e-5)
 
 
 def own_loss(outputs, labels, num_items_in_batch=None):

@@ -3,11 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from architectures import T5, build
-from tiny import batches, bert, classification_data, config, naive_layer_losses
+from tiny import batches, bert, classification_data, config, language_data, llama, naive_layer_losses
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
 
-from hf_descent import DescentConfig, DescentTrainer
+from hf_descent import DescentConfig, DescentTrainer, layer_profile
 from hf_descent.evaluation_step import EvaluationMixin
 from hf_descent.trainer import DescentMixin
 
@@ -26,6 +27,21 @@ def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
         expected = naive_layer_losses(model, whole).tolist()
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
     assert "eval_feasible" in metrics
+
+
+def test_a_batch_without_any_label_counts_for_nothing(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    data = language_data(16, ragged=False)
+    for row in data[8:]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    whole, part = (
+        DescentTrainer(llama(), config(tmp_path), eval_dataset=rows, layer_loss_fn=loss).evaluate()
+        for rows in (data, data[:8])
+    )
+    for name in ("eval_loss", "eval_layer_loss_1"):
+        assert whole[name] == pytest.approx(part[name], rel=1e-6), name
 
 
 def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
@@ -95,9 +111,14 @@ def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):
 
 
 def test_one_of_several_evaluation_sets_is_named(tmp_path):
-    trainer = DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset={"a": DATA[:16], "b": DATA_TEST})
+    args = config(tmp_path, noise_sigma=1.0, initial_loss_bound=10.0, feasibility_tolerance=0.05)
+    trainer = DescentTrainer(bert(), args, eval_dataset={"a": DATA[:16], "b": DATA_TEST})
     metrics = trainer.evaluate()
-    assert trainer.evaluate_layers("a").losses[-1] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
+    profile = trainer.evaluate_layers("a")
+    assert profile.losses[-1] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
+    assert profile.feasible and metrics["eval_a_feasible"]  # by a tolerance in units of f_0
+    noisy = layer_profile(bert(), DATA[:16], gamma=2.0, sigma=1.0, batch_size=8)
+    assert trainer.evaluate_layers("a", gamma=2.0).losses.tolist() == noisy.losses.tolist()
     curve = trainer.evaluate_robustness("b", gammas=[0.0])
     assert curve.losses[0, 0] == pytest.approx(metrics["eval_b_loss"], rel=1e-5)
     for wrong in (None, "c"):

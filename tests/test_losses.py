@@ -84,6 +84,10 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens, "labels": tokens}
     assert shifts_labels(llama().bfloat16(), inputs)
+    zero = llama()
+    mean = zero.loss_function
+    zero.loss_function = lambda *args, **kwargs: mean(*args, **kwargs).nan_to_num()  # of no label
+    assert shifts_labels(zero, inputs)
     masked = BertForMaskedLM(bert(num_labels=2).config).bfloat16().eval()
     assert not shifts_labels(masked, inputs)
 

@@ -16,7 +16,7 @@ def test_steps_equal_a_torch_optimizer_with_projection(optim, resilience):
     optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optim]
     optimizer = optimizer_class([reference], lr=0.05, maximize=True)
     for violation in violations(200):
-        multipliers.step(violation)
+        multipliers.step(violation.double())
         reference.grad = violation - resilience * reference.detach()
         optimizer.step()
         with torch.no_grad():
@@ -25,10 +25,12 @@ def test_steps_equal_a_torch_optimizer_with_projection(optim, resilience):
     assert multipliers.values.dtype == torch.float32
 
 
-def test_slack_steps_equal_two_torch_optimizers():
-    multipliers = Multipliers(3, 0.05, optim="adam", resilience=0.5, resilience_form="slack", slack_learning_rate=0.03)
+@pytest.mark.parametrize(("optim", "given", "taken"), [("adam", 0.03, 0.03), ("sgd", 0.7, 0.7), ("sgd", 1.0, 0.5)])
+def test_slack_steps_equal_two_torch_optimizers(optim, given, taken):
+    multipliers = Multipliers(3, 0.05, optim, resilience=0.5, resilience_form="slack", slack_learning_rate=given)
     lam, slack = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
-    ascent, descent = torch.optim.Adam([lam], lr=0.05, maximize=True), torch.optim.Adam([slack], lr=0.03)
+    optimizer_class = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optim]
+    ascent, descent = optimizer_class([lam], lr=0.05, maximize=True), optimizer_class([slack], lr=taken)
     for violation in violations(200):
         multipliers.step(violation)
         lam.grad, slack.grad = violation - slack.detach(), slack.detach() / 0.5 - lam.detach()
@@ -60,8 +62,9 @@ def test_the_default_slacks_settle_where_they_should(optim):
     assert torch.stack(found[-2000:]).mean().item() == pytest.approx(0.001 / 1.001, rel=0.1)
 
 
-def test_hard_constraints_keep_rising_up_to_the_cap():
-    multipliers = Multipliers(2, 0.1, optim="sgd", maximum=1.5)
+@pytest.mark.parametrize("form", ["weight_decay", "slack"])
+def test_hard_constraints_keep_rising_up_to_the_cap(form):
+    multipliers = Multipliers(2, 0.1, optim="sgd", maximum=1.5, resilience_form=form)
     for _ in range(10):
         multipliers.step(torch.tensor([1.0, -1.0]))
     assert multipliers.values.tolist() == pytest.approx([1.0, 0.0])
@@ -84,12 +87,14 @@ def test_a_non_finite_step_changes_nothing(bad):
 
 def test_restart_clears_slacks_only():
     multipliers = Multipliers(2, 0.1, resilience=0.5, resilience_form="slack", slack_learning_rate=0.1)
+    fresh = multipliers.state_dict()
     for _ in range(5):
         multipliers.step(torch.tensor([1.0, 1.0]))
-    values = multipliers.values.clone()
+    before = multipliers.state_dict()
     assert multipliers.slacks.min() > 0
     multipliers.restart_slacks()
-    assert multipliers.slacks.tolist() == [0, 0] and torch.equal(multipliers.values, values)
+    for name, tensor in multipliers.state_dict().items():
+        assert torch.equal(tensor, (fresh if "slack" in name else before)[name]), name
 
 
 def test_state_round_trip_and_its_checks():
@@ -98,9 +103,11 @@ def test_state_round_trip_and_its_checks():
     steps = violations(20)
     for violation in steps[:10]:
         straight.step(violation)
-    resumed.load_state_dict(straight.state_dict())
+    saved = straight.state_dict()
     for violation in steps[10:]:
         straight.step(violation)
+    resumed.load_state_dict(saved)
+    for violation in steps[10:]:
         resumed.step(violation)
     assert torch.equal(straight.values, resumed.values) and torch.equal(straight.slacks, resumed.slacks)
 
@@ -109,7 +116,24 @@ def test_state_round_trip_and_its_checks():
         ({**state, "values": torch.zeros(4)}, "values"),
         ({name: t for name, t in state.items() if name != "mean"}, "nothing"),
         ({**state, "values": -torch.ones(3)}, "negative"),
+        ({**state, "slacks": -torch.ones(3)}, "negative"),
         ({**state, "square": torch.full((3,), float("nan"))}, "non-finite"),
     ):
         with pytest.raises(ValueError, match=match):
             resumed.load_state_dict(bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"learning_rate": 0.0},
+        {"slack_learning_rate": -0.1},
+        {"maximum": 0.0},
+        {"resilience": float("nan")},
+        {"optim": "lion"},
+        {"resilience_form": "none"},
+    ],
+)
+def test_bad_arguments_are_named(bad):
+    with pytest.raises(ValueError, match=f"`{next(iter(bad))}`"):
+        Multipliers(3, **{"learning_rate": 0.1, **bad})

@@ -27,8 +27,9 @@ def test_linear_weights(objective, expected):
     assert not watch.waits
 
 
-def test_clipping_touches_negative_weights_of_the_lagrangian_only():
-    weights = linear_weights("descent", PROBLEM, torch.tensor([0.5, 1.0, 2.0]), 0.4, "clip")
+@pytest.mark.parametrize("objective", ["descent", "fixed"])
+def test_clipping_touches_negative_weights_of_the_lagrangian_only(objective):
+    weights = linear_weights(objective, PROBLEM, torch.tensor([0.5, 1.0, 2.0]), 0.4, "clip")
     assert weights.tolist() == pytest.approx([0, 0, 3])
 
 

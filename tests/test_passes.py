@@ -18,7 +18,9 @@ def soft(y, threshold):
 
 def test_the_best_mix_of_a_linear_denoisers_passes_is_james_steins_shrinkage():
     _, y = noisy(0.3)
-    result = denoise_in_passes(lambda y: 0.7 * y, y, passes=2, sigma=0.3)
+    share = torch.tensor(0.7, requires_grad=True)
+    result = denoise_in_passes(lambda y: share * y, y, passes=2, sigma=0.3)
+    assert not result.output.requires_grad
     shrinkage = 1 - y[0].numel() * 0.3**2 / y.flatten(1).square().sum(1)  # [batch]
     torch.testing.assert_close(result.output, shrinkage.view(-1, 1, 1) * y, rtol=1e-5, atol=1e-6)
     for passes in range(3):
@@ -64,6 +66,14 @@ def test_the_noise_level_is_estimated_for_each_image():
     assert estimate_sigma(torch.ones(2, 3, 8, 8)).shape == (2, 3)
     _, y = noisy([0.1, 0.2, 0.4])
     torch.testing.assert_close(denoise_in_passes(torch.nn.Identity(), y, 1).sigma, estimate_sigma(y))
+    of_channels = denoise_in_passes(torch.nn.Identity(), y[None], 1).sigma
+    torch.testing.assert_close(of_channels, estimate_sigma(y).median()[None])
+
+
+def test_the_draws_are_those_of_the_seed():
+    _, y = noisy(0.3)
+    first, again, other = (denoise_in_passes(lambda y: soft(y, 0.3), y, seed=seed).mse for seed in (0, 0, 1))
+    assert first.equal(again) and not first.equal(other)
 
 
 def test_noise_that_breaks_the_assumption_is_kept():

@@ -2,13 +2,14 @@
 
 import json
 import logging
+import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama
+from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, spread
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertForSequenceClassification, default_data_collator
 from transformers.utils import ModelOutput
@@ -77,6 +78,10 @@ def of_eight_rows(outputs, labels, num_items_in_batch=None):
     return (F.cross_entropy(outputs["logits"], labels, reduction="none") * torch.ones(8)).mean()
 
 
+def cross_entropy(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels)
+
+
 def absolute(outputs, labels, num_items_in_batch=None):
     return (outputs["logits"].squeeze(-1) - labels).abs().mean()
 
@@ -115,6 +120,16 @@ def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
     assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
 
 
+@pytest.mark.parametrize(("loss", "rare"), [(None, 0.2), (cross_entropy, 0.125)])
+def test_f_0_counts_the_label_smoothing_of_trainer_s_loss_alone(tmp_path, loss, rare):
+    data = [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(classification_data(64))]
+    settings = {"label_smoothing_factor": 0.2, "per_device_train_batch_size": 16}
+    trainer = make(tmp_path, spread(bert(num_labels=2)), data, loss, **settings)
+    trainer.train()
+    entropy = -rare * math.log(rare) - (1 - rare) * math.log(1 - rare)
+    assert trainer.problem.initial_loss_bound == pytest.approx(entropy + 1 / 128, rel=1e-5)
+
+
 def test_f_0_of_a_weighted_multi_label_loss_is_its_least_value(tmp_path):
     weight = torch.tensor(20.0)
 
@@ -142,8 +157,13 @@ def test_a_mean_over_numbers_is_scaled_by_trainer_s_count_of_them(tmp_path):
         return (outputs["logits"] - labels).square().sum() / num_items_in_batch
 
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "initial_loss_bound": 1.0}
-    make(tmp_path, bert(problem_type="multi_label_classification"), multi_label_rows(), loss, **settings).train()
+    model, data = bert(problem_type="multi_label_classification"), multi_label_rows()
+    trainer = make(tmp_path, model, data, loss, **settings)
+    trainer.train()
     assert seen and set(seen) == {2 * 4 * 3}
+    batch = default_data_collator(data)
+    expected = F.mse_loss(model.eval()(**batch).logits, batch["labels"]).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_plain_training_with_a_readout_measures_nothing(tmp_path):
@@ -187,7 +207,7 @@ class Renamed(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask, target=None):
         logits = self.model(input_ids, attention_mask).logits
-        loss = None if target is None else F.mse_loss(logits.squeeze(-1), target)
+        loss = None if target is None else 3 * F.mse_loss(logits.squeeze(-1), target)
         return ModelOutput(loss=loss, logits=logits)
 
 
@@ -196,7 +216,7 @@ def test_numbers_may_be_labels_under_another_name(tmp_path):
     trainer = make(tmp_path, Renamed(), data, label_names=["target"])
     trainer.train()
     targets = torch.tensor([float(row["target"]) for row in data])
-    assert trainer.problem.initial_loss_bound == pytest.approx(targets.var().item(), rel=0.3)
+    assert trainer.problem.initial_loss_bound == pytest.approx(3 * targets.var().item(), rel=0.3)
 
 
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
@@ -217,6 +237,9 @@ def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
     for name in ("eval_max_violation", "eval_feasible", "eval_feasible_score"):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
     assert "eval_feasible" not in make(tmp_path, bert(), data).evaluate()  # nothing is known of this one
+    again = make(tmp_path / "again", saved, data)
+    again.train()
+    assert again.problem.initial_loss_bound != 1.0  # measured afresh
 
 
 def test_the_loss_of_a_half_precision_model_is_called_blurred(tmp_path, caplog):
@@ -282,6 +305,25 @@ def test_the_deviation_s_moments_go_to_no_device_in_one_process(tmp_path, monkey
     moments = SimpleNamespace(tolist=lambda: [8.0, 0.0, 32.0])
     monkeypatch.setattr("hf_descent.preparation.signal_moments", lambda *args: moments)
     assert make(tmp_path, bert(), DATA, noise_gamma=0.5).noise_sigma() == 2.0
+
+
+def test_a_deviation_that_is_given_comes_before_the_model_s(tmp_path):
+    model = bert(noise_sigma=3.0)
+    assert [make(tmp_path, model, DATA, noise_sigma=given).noise_sigma() for given in (None, 0.5)] == [3.0, 0.5]
+
+
+def test_every_micro_batch_of_every_step_has_noise_of_its_own(tmp_path):
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        loss = F.cross_entropy(outputs["logits"], labels)
+        if torch.is_grad_enabled():  # a training step, no trial of the loss
+            seen.append(loss.item())
+        return loss
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
+    make(tmp_path, bert(), DATA[:1] * 16, loss, objective="erm", max_steps=2, noise_gamma=1.0, **settings).train()
+    assert len({*seen}) == len(seen) == 4
 
 
 def test_training_without_noise_measures_the_deviation_for_the_tests_under_noise(tmp_path):

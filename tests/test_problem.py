@@ -50,6 +50,7 @@ def test_feasibility_counts_constrained_layers_only():
     assert problem.max_violation(losses).item() == pytest.approx(0.01, abs=1e-6)
     assert not problem.feasible(losses) and problem.feasible(losses, tol=0.011)
     assert not problem.feasible(torch.tensor([0.5, 0.1, float("nan")]), tol=1.0)
+    assert problem.max_violation(torch.tensor([0.25, 9.0, 0.0])).item() == -0.125
     # A loss that no constraint names cannot spoil the others.
     assert problem.feasible(torch.tensor([0.5, float("inf"), 0.2]))
 
@@ -62,7 +63,7 @@ def test_feasibility_counts_constrained_layers_only():
         (([0.1, 0.2], 1.0, 3), "2 values but the model has 3 layers"),
         (([0.1, 0.2, float("nan")], 1.0, 3), "descent_alpha"),
         ((0.1, 0.0, 3), "initial_loss_bound"),
-        ((0.1, float("inf"), 3), "initial_loss_bound"),
+        ((0.1, 1e13, 3), "initial_loss_bound"),
         ((0.1, 1.0, 0), "num_layers"),
         ((0.1, 1.0, 3, []), "constrained_layers"),
         ((0.1, 1.0, 3, [0, 1]), "constrained_layers"),

@@ -82,14 +82,16 @@ def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
     assert final["train_feasible"] in (0.0, 1.0) and "train_max_violation" in final
 
 
-def test_the_verdict_tells_of_slacks_that_would_start_afresh(tmp_path, caplog):
+@pytest.mark.parametrize("steps", [8, 10])
+def test_the_verdict_tells_of_slacks_that_would_start_afresh(tmp_path, caplog, steps):
     logging.getLogger("hf_descent").propagate = True
-    args = config(tmp_path, max_steps=8, resilience=1.0, resilience_form="slack", descent_alpha=0.9)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA)  # ends with the second pass over the data
+    args = config(tmp_path, max_steps=steps, resilience=1.0, resilience_form="slack", descent_alpha=0.9)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA)  # 8 steps are a pass over the data
     with caplog.at_level(logging.WARNING):
         trainer.train()
     relaxed = float(re.search(r"resilience has relaxed them by up to ([\d.e-]+\d)", caplog.text)[1])
-    assert relaxed > 0 and not trainer.multipliers.slacks.any()
+    left = trainer.multipliers.slacks.max().item()
+    assert relaxed > 0 == left if steps == 8 else relaxed == pytest.approx(left, rel=1e-3)
 
 
 def read_tensorboard(folder):

@@ -105,6 +105,7 @@ def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
 def test_both_ends_of_an_answer_count():
     predictor = ConstantPredictor(64, positions=True)
     predictor.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
+    predictor.update(torch.full((100, 2), 64))  # beyond the text
     assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
 
 

@@ -45,6 +45,19 @@ def test_a_run_keeps_the_best_candidate(tmp_path):
     assert np.unique(losses).size > 1
 
 
+def test_the_least_violation_is_chosen_among_those_that_are_known(tmp_path):
+    args = config(
+        tmp_path, max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="max_violation", descent_alpha="auto", dual_warmup_steps=3,
+    )  # fmt: skip
+    data = classification_data(32)
+    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    logs = {log["step"]: log for log in trainer.state.log_history if "eval_max_violation" in log}
+    assert min(logs) == 3
+    assert trainer.state.best_global_step == min(logs, key=lambda step: logs[step]["eval_max_violation"])
+
+
 def test_early_stopping_needs_a_metric(tmp_path):
     args = config(tmp_path, eval_strategy="steps", eval_steps=1, metric_for_best_model="best_candidate")
     data = classification_data(8)

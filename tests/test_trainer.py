@@ -238,6 +238,7 @@ def test_a_progress_bar_of_ones_own_stays(tmp_path):
         ({"descent_alpha": [0.1, 0.2]}, "2 values but the model has 3 layers"),
         ({"constrained_layers": [1, 4]}, "names layer 4 but the model has 3"),
         ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values but the model has 3 layers"),
+        ({"objective": "fixed", "fixed_multipliers": [0.1, -0.1, 0.0]}, "finite and not negative"),
         ({"objective": "fixed", "fixed_multipliers": "nowhere"}, "nowhere"),
     ],
 )

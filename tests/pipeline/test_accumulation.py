@@ -48,10 +48,11 @@ def test_1x8_4x2_and_8x1_agree(tmp_path, objective, task):
 
 def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
     data = language_data(ragged=False)
-    for row in data[2::4]:
+    for row in data[::4]:
         row["labels"] = torch.full_like(row["labels"], -100)
     reference, _ = run(tmp_path, llama(), data, 8, objective="descent")
     trainer, _ = run(tmp_path, llama(), data, 1, objective="descent")
+    assert reference._fused is not None and trainer._fused is not None
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
 

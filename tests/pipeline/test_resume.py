@@ -1,6 +1,7 @@
 """2N steps equal N steps, a stop, and N steps more: bit for bit, wherever the stop falls."""
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ from tiny import VOCAB, bert, classification_data, config
 from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer, checkpoints
-from hf_descent.checkpoints import newest_complete_checkpoint
+from hf_descent.checkpoints import faults, newest_complete_checkpoint
 from hf_descent.descent_state import STATE_NAME, SUMMARY_NAME, read_summary
 
 
@@ -73,17 +74,18 @@ def test_state_is_readable_and_holds_no_pickle(tmp_path):
     assert json.loads((folder / SUMMARY_NAME).read_text())["alpha"] == [0.3] * 3
 
 
-def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, caplog):
+def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     make(arguments(tmp_path)).train()
     expected = load_file(tmp_path / "checkpoint-12" / STATE_NAME)["multipliers.values"]
     resumed = make(arguments(tmp_path, restore_callback_states_from_checkpoint=True))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert torch.equal(resumed.multipliers.values, expected)
+    assert torch.equal(resumed.multipliers.values, expected) and "DescentState" not in caplog.text
 
 
 def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tmp_path):
     args = TrainingArguments(
-        str(tmp_path), max_steps=12, save_steps=4, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+        str(tmp_path), max_steps=12, save_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
     )
     Trainer(bert(dropout=0.2), args, train_dataset=classification_data(40)).train()
     resumed = make(arguments(tmp_path, **SETTINGS["auto"]))
@@ -91,6 +93,9 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
     logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_1" in log}
     assert min(logs) == 4 + 5  # the schedule is known when the 5 steps of warm-up after the resume are over
     assert logs[9]["multiplier_1"] == 0 and resumed.multipliers.values.max() > 0
+    again = make(arguments(tmp_path, **SETTINGS["auto"]))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,9 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
         ({"initial_loss_bound": 2.0}, "initial_loss_bound"),
         ({"constrained_layers": [1, 3]}, "constrained_layers"),
         ({"objective": "deep_supervision"}, "objective"),
+        ({"descent_strength": 0.9}, "descent_strength"),
+        ({"dual_warmup_steps": 1}, "dual_warmup_steps"),
+        ({"fixed_multipliers": [0.1] * 3}, "fixed_multipliers"),
     ],
 )
 def test_another_schedule_is_refused(tmp_path, change, match):
@@ -196,6 +204,25 @@ def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_ru
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match="No valid checkpoint"):
         newest_complete_checkpoint(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "fault"),
+    [
+        ("model.safetensors.index.json", '{"weight_map": {"a": "model-2"}}', "model-2 is missing"),
+        ("fsdp_model_0/__0_0.distcp", "shard", ".metadata is missing"),
+        ("global_step1/shard", "", "shard is empty"),
+        ("global_step1/mp_rank_00.pt", "cut", "mp_rank_00.pt is damaged"),
+    ],
+)
+def test_what_lacks_of_sharded_weights_is_named(tmp_path, name, content, fault):
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "model").touch()
+    assert not [*faults(str(tmp_path))]
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    (found,) = faults(str(tmp_path))
+    assert fault in found
 
 
 @pytest.mark.slow

@@ -123,6 +123,12 @@ def test_trials_of_all_objectives_are_judged_by_their_loss(tmp_path):
     assert len(losses) == 2 and best == pytest.approx(min(losses))
 
 
+def test_every_trial_has_the_noise_on_its_own_model(tmp_path):
+    pytest.importorskip("optuna")
+    _, losses = search(tmp_path, [{"noise_gamma": gamma} for gamma in (2.0, 2.0, 0.0)])
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_trials_that_share_no_objective_are_refused(tmp_path):
     pytest.importorskip("optuna")
     values = [{"objective": "erm"}, {"objective": "descent"}]
@@ -300,6 +306,7 @@ def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
     trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
     trainer.train()
     curve = trainer.evaluate_robustness()
+    assert curve.gamma_train == 0.5
     assert curve.losses[0, 0] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
     assert any(key.startswith("eval_accuracy") for log in trainer.state.log_history for key in log)
     with pytest.raises(ValueError, match="eval_gammas"):

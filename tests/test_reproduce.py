@@ -155,6 +155,10 @@ def test_what_is_set_is_not_searched(tmp_path):
     args = cli.parse_arguments(train_job(ablated, 0, options).words)[1][-1]
     assert (args.dual_learning_rate, args.resilience) == (0.5, 0.0)
     assert searched(SCALES["gpu"], ablated) == way
+    options = Options(SCALES["cpu"], tmp_path, {"distilbert": "m"}, settings={"learning_rate": 1e-3}, seeds=(0,))
+    (panel,) = [each for each in panels_of("cpu", "table4") if each.name == "imdb-distilbert-gamma1"]
+    tuned = {job.folder for job in jobs([panel], options) if job.kind == "tune"}
+    assert tuned == {options.study_folder(way) for (way,) in panel.groups.values() if not way.arm.startswith("erm")}
 
 
 def test_a_search_that_was_not_asked_for_is_not_shown(tmp_path):

@@ -129,7 +129,8 @@ def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, searc
     ways = list(dict.fromkeys(found for panel in panels for group in panel.groups.values() for found in group))
     if options.n_trials:
         for found in dict.fromkeys(searched(options.scale, found) for found in ways):
-            yield tune_job(found, options)
+            if search_space(found, options):  # else trials would differ in nothing
+                yield tune_job(found, options)
     if search_only:
         return
     for seed in options.seeds:  # outside, so that what is there after an interruption can be compared

@@ -1,6 +1,5 @@
 """What every evaluation shares: batches, a model's loss and metric as sums over items, results on disk."""
 
-import hashlib
 import inspect
 import json
 import os
@@ -23,6 +22,7 @@ from transformers.utils import ModelOutput, find_labels
 from ..losses import IGNORE_INDEX, averages_over_rows, count_items, finds_shift, loss_from_logits
 from ..noise import inner_model
 from ..readout import Readout, output_logits
+from .sums import fingerprint_of_tensors
 
 
 Metric = str | Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -79,12 +79,8 @@ class Scorer:
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that tells batches apart by their signal and their labels."""
-        digest = hashlib.sha256()
-        for name in [getattr(self._model, "main_input_name", "input_ids"), *self._label_names]:
-            if torch.is_tensor(tensor := inputs.get(name)):
-                digest.update(f"{name} {tuple(tensor.shape)}".encode())
-                digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()[:16]
+        names = [getattr(self._model, "main_input_name", "input_ids"), *self._label_names]
+        return fingerprint_of_tensors((name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name)))
 
     def parts(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], count: int) -> list[torch.Tensor]:
         """What `self(outputs, inputs)` gives for each of `count` copies of the batch `inputs`, run as one."""

@@ -89,11 +89,16 @@ def fingerprint_of(marks: Iterable[tuple[int, str]]) -> str:
     return hashlib.sha256(repr(sorted(marks)).encode()).hexdigest()[:16]
 
 
+def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """One short text of named tensors: their shapes and all their bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:16]
+
+
 def weights_fingerprint(model: nn.Module) -> str:
     """A short text that tells models with different weights or buffers apart; with sharded ones all processes call."""
-    digest = hashlib.sha256()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        digest.update(name.encode())
-        digest.update(whole.detach().reshape(-1).view(torch.uint8).cpu().numpy())
-    return digest.hexdigest()[:16]
+    named = (*model.named_parameters(), *model.named_buffers())
+    return fingerprint_of_tensors((name, x.full_tensor() if isinstance(x, DTensor) else x) for name, x in named)

@@ -47,9 +47,9 @@ def test_a_shorter_model_is_faster():
         vocab_size=40, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, intermediate_size=256, num_labels=3
     )
     profile = exit_profile(
-        transformers.BertForSequenceClassification(config), toy_rows(32), batch_size=32, timing_batches=1
+        transformers.BertForSequenceClassification(config), toy_rows(32), batch_size=32, timing_batches=1, repeats=9
     )
-    assert profile.speedups[0] > 1.5  # of about 6, on a machine that may be busy
+    assert profile.speedups[0] > profile.speedups[3] > 1.2
 
 
 def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):

@@ -16,8 +16,9 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
+from operator import index
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -49,21 +50,31 @@ def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict
 
     Args:
         trial (`optuna.Trial`): suggests the values.
-        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, or more than two values, of
-            which one is taken. `RANGES` where not given.
+        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, of whole numbers where both
+            are `int`, or more than two values, of which one is taken. `RANGES` where not given.
 
     Raises:
-        ValueError: a range of fewer than two values, or with one that is not positive.
+        ValueError: a range of fewer than two values, of two in descending order, or with one that is not positive.
     """
     space = {}
     for name, values in (RANGES if ranges is None else ranges).items():
-        if len(values) < 2 or not all(0 < value < math.inf for value in values):
-            raise ValueError(f"The range of `{name}` is {values}; give two positive values, or more to choose from.")
-        if len(values) == 2:
-            space[name] = trial.suggest_float(name, *values, log=True)
-        else:
+        check_range(name, values)
+        if len(values) > 2:
             space[name] = trial.suggest_categorical(name, list(values))
+        elif all(isinstance(value, int) for value in values):
+            space[name] = trial.suggest_int(name, *values, log=True)
+        else:
+            space[name] = trial.suggest_float(name, *values, log=True)
     return space
+
+
+def check_range(name: str, values: Sequence[float]) -> None:
+    """ValueError for a range that cannot be searched."""
+    positive = all(0 < value < math.inf for value in values)
+    if not positive or len(set(values)) < 2 or (len(values) == 2 and values[0] > values[1]):
+        raise ValueError(
+            f"The range of `{name}` is {values}; give two positive values, the least first, or more to choose from."
+        )
 
 
 def noisy_objective(trainer, gamma: float, **settings) -> Callable[[Mapping[str, float]], float]:
@@ -121,8 +132,9 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`.
 
     Raises:
-        ValueError: a search space that is no JSON mapping; the command leaves no noise curve; the folder holds the
-            study of another search, or another process searches in it; no trial has a finite metric.
+        ValueError: a search space that is no JSON mapping, or has settings or values that the command does not take;
+            the command leaves no noise curve; the folder holds the study of another search, or another process
+            searches in it; no trial has a finite metric.
         ImportError: no Optuna.
     """
     try:
@@ -132,7 +144,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     from .checkpoints import training_arguments
 
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
-    ranges = search_space(tune_args, args.objective)
+    ranges = search_space(tune_args, args)
     data_args = without_test_rows(data_args)
 
     def objective(trial) -> float:
@@ -233,10 +245,11 @@ def without_test_rows(data_args: Any) -> Any:
     return replace(data_args, **changes)
 
 
-def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[float]]:
-    """The ranges of a search: those given, or the package's for the objective."""
-    if args.search_space is None:
-        ranges, penalty = (GRID, PENALTY_GRID) if args.search == "grid" else (RANGES, PENALTY_RANGE)
+def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:
+    """The ranges of a search: those given, checked against the settings `args` of the command, or the package's for
+    the objective."""
+    if tune_args.search_space is None:
+        ranges, penalty = (GRID, PENALTY_GRID) if tune_args.search == "grid" else (RANGES, PENALTY_RANGE)
         rate = {"learning_rate": RANGES["learning_rate"]}
         without_duals = {name: ranges[name] for name in ranges if name not in ("dual_learning_rate", "resilience")}
         spaces = {
@@ -244,14 +257,27 @@ def search_space(args: TuneArguments, objective: str) -> dict[str, Sequence[floa
             **dict.fromkeys(("hinge", "quadratic"), without_duals | {"penalty_coefficient": penalty}),
             "deep_supervision": {"penalty_coefficient": penalty} | (rate if ranges is RANGES else {}),
         }
-        return spaces.get(objective, rate)
+        return spaces.get(args.objective, rate)
+    types = {setting.name: setting.type for setting in fields(args)}
     try:
-        ranges = json.loads(args.search_space)
-        return {str(name): [float(value) for value in values] for name, values in ranges.items()}
+        ranges = {
+            name: [(index if types.get(name) is int else float)(value) for value in values]
+            for name, values in json.loads(tune_args.search_space).items()
+        }
     except (ValueError, AttributeError, TypeError):
+        ranges = {}
+    if not ranges:
         raise ValueError(
-            f"`search_space` is {args.search_space!r}; give a JSON mapping of settings to lists of numbers."
-        ) from None
+            f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists of numbers, "
+            "whole ones for settings that are."
+        )
+    if unknown := sorted(ranges.keys() - types.keys()):
+        raise ValueError(f"`search_space` has {', '.join(unknown)}, which is no setting of `{type(args).__name__}`.")
+    for name, values in ranges.items():
+        check_range(name, values)
+        for value in values:
+            replace(args, **{name: value})  # raises here what a trial would
+    return ranges
 
 
 def judge(folder: str, gamma: float) -> dict[str, Any]:

@@ -227,22 +227,49 @@ def test_feasible_trials_rank_first():
     assert [trial.value for trial in tune.rank(trials)] == [0.8, 0.75, 0.7, 0.9]
 
 
-def test_spaces_suit_the_objective():
-    assert set(tune.search_space(tune.TuneArguments(), "erm")) == {"learning_rate"}
+def space(tmp_path, objective="descent", **tune_args):
+    problem = {"penalty_coefficient": 1.0} if objective in ("hinge", "deep_supervision") else {}
+    return tune.search_space(tune.TuneArguments(**tune_args), config(tmp_path, objective=objective, **problem))
+
+
+def test_spaces_suit_the_objective(tmp_path):
+    assert set(space(tmp_path, "erm")) == {"learning_rate"}
     for objective, names in (
         ("descent", set(tune.RANGES)),
         ("hinge", {"learning_rate", "descent_alpha", "initial_loss_bound", "penalty_coefficient"}),
         ("deep_supervision", {"learning_rate", "penalty_coefficient"}),
     ):
-        assert set(tune.search_space(tune.TuneArguments(), objective)) == names
-        grid = set(tune.search_space(tune.TuneArguments(search="grid"), objective))
-        assert grid == names - {"learning_rate"}
-    assert tune.search_space(tune.TuneArguments(search="grid"), "descent") == tune.GRID
-    given = tune.TuneArguments(search_space='{"learning_rate": [1, 2]}')
-    assert tune.search_space(given, "descent") == {"learning_rate": [1.0, 2.0]}
-    for text in ("fast", "[1]", '{"learning_rate": 3}'):
-        with pytest.raises(ValueError, match="give a JSON mapping"):
-            tune.search_space(tune.TuneArguments(search_space=text), "descent")
+        assert set(space(tmp_path, objective)) == names
+        assert set(space(tmp_path, objective, search="grid")) == names - {"learning_rate"}
+    assert space(tmp_path, search="grid") == tune.GRID
+    found = space(tmp_path, search_space='{"learning_rate": [1, 2], "per_device_train_batch_size": [2, 8]}')
+    assert found == {"learning_rate": [1.0, 2.0], "per_device_train_batch_size": [2, 8]}
+    values = hp_space(optuna.create_study().ask(), found)
+    assert [type(value) for value in values.values()] == [float, int] and 2 <= values.popitem()[1] <= 8
+
+
+def test_a_search_space_is_checked_before_there_is_a_study(command, tmp_path, monkeypatch):
+    argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "1", "--search_space"]
+    seen = judged_by_settings(monkeypatch)
+    for text, message in (
+        ("fast", "give a JSON mapping"),
+        ("[1]", "give a JSON mapping"),
+        ("{}", "give a JSON mapping"),
+        ('{"learning_rate": 3}', "give a JSON mapping"),
+        ('{"per_device_train_batch_size": [2, 3.5]}', "whole ones for settings that are"),
+        ('{"lr": [1e-4, 1e-3]}', "has lr, which is no setting of `DescentConfig`"),
+        ('{"learning_rate": [1e-4]}', "The range of `learning_rate` is"),
+        ('{"learning_rate": [1e-4, 1e-4]}', "The range of `learning_rate` is"),
+        ('{"learning_rate": [1e-3, 1e-4]}', "the least first"),
+        ('{"descent_alpha": [0.1, 2]}', "`descent_alpha` is 2.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cli.main([*argv, text])
+    cli.main([*argv, '{"learning_rate": [1e-4, 1e-3]}'])  # no study of another search is in its way
+    assert len(seen) == 1
+
+
+def test_other_arguments_are_checked():
     with pytest.raises(ValueError, match="`search` is 'tpe'"):
         tune.TuneArguments(search="tpe")
     with pytest.raises(ValueError, match="Say what to tune"):

@@ -42,6 +42,7 @@ NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation"
 NO_METRICS += ("descending_share", "steps", "num_", "preparation_time")
 # Tasks for which PEFT has a class of its own; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+EXIT_CLASSES = ("AutoModelForSequenceClassification", "AutoModelForCausalLM")  # of the models that `exit` takes
 MISSING = "not recorded"
 
 
@@ -88,6 +89,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         confidence=(card.get("confidence_exit") or {}).get("text"),
         speculation=_speculation_table(card.get("speculation_profile") or {}),
         exit_usage=_exit_usage(card, exits, layers, task),
+        exit_tool="hf-descent exit" if auto_class in EXIT_CLASSES else "hf_descent.early_exit.exit_profile",
         settings=_setting_table(card, baseline),
         figures=card.get("figures") or [],
         limits=card.get("limits") or [],

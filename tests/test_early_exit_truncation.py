@@ -10,6 +10,14 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from hf_descent import layer_logits
 from hf_descent.early_exit import truncate
 from hf_descent.early_exit.truncation import example_inputs
+from hf_descent.models import (
+    DustConfig,
+    DustForVideoDenoising,
+    UTConfig,
+    UTForVideoDenoising,
+    ViTDenoiserConfig,
+    ViTForDenoising,
+)
 from hf_descent.readout import output_logits
 
 
@@ -36,6 +44,27 @@ def test_a_batch_is_made_up_for_every_kind_of_model(name):
     inputs = batch_for(model)
     with torch.no_grad():
         assert torch.equal(output_logits(short(**inputs)), layer_logits(model, inputs)[1])
+
+
+@pytest.mark.parametrize("kind", ["ut", "dust", "vit"])
+def test_denoisers_need_no_batch(kind):
+    model = {
+        "ut": lambda: UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3)),
+        "dust": lambda: DustForVideoDenoising(DustConfig(hidden_size=16, dictionary_size=32, num_hidden_layers=3)),
+        "vit": lambda: ViTForDenoising(
+            ViTDenoiserConfig(
+                encoder_config=transformers.ViTConfig(
+                    hidden_size=12, num_hidden_layers=3, num_attention_heads=2, intermediate_size=8,
+                    image_size=8, patch_size=2, num_channels=3,
+                )
+            )
+        ),
+    }[kind]().eval()  # fmt: skip
+    short, inputs = truncate(model, 2), example_inputs(model)
+    assert len(inputs["pixel_values"]) == 2
+    with torch.no_grad():
+        assert torch.equal(short(**inputs).logits, layer_logits(model, inputs)[1])
+    assert short.config != model.config
 
 
 def test_a_truncated_model_stands_alone_and_counts_its_layers(tmp_path):

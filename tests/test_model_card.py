@@ -16,6 +16,7 @@ from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProf
 from hf_descent.evaluation.robustness import SUMMARIES
 from hf_descent.hub import collect, plain, write_card
 from hf_descent.model_card import metrics_of, render
+from hf_descent.models import UTConfig, UTForVideoDenoising
 
 
 def trained(folder, model=None, data=None, **arguments):
@@ -142,6 +143,10 @@ def test_a_card_without_evaluations_says_so(tmp_path):
     model = bert()
     model.save_pretrained(tmp_path / "bare")
     cli.main(["card", str(tmp_path / "bare")])
+    assert "not measured; `hf-descent exit` does that" in read(tmp_path / "bare")[1]
+    UTForVideoDenoising(UTConfig(hidden_size=16)).save_pretrained(tmp_path / "video")
+    cli.main(["card", str(tmp_path / "video")])  # the command `exit` does not take these
+    assert "not measured; `hf_descent.early_exit.exit_profile` does that" in read(tmp_path / "video")[1]
     assert "The settings of this run were not recorded" in read(tmp_path / "bare")[1]
     with pytest.raises(ValueError, match="neither `config.json` nor"):
         cli.main(["card", str(tmp_path)])

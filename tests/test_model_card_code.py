@@ -43,7 +43,7 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     own = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path / "encoder"), "mean", num_labels=3)
     trained(tmp_path / "own", own).create_model_card()
     _, text = read(tmp_path / "own")
-    assert "import hf_descent.models" in text and "pip install hf_descent" in text
+    assert "import hf_descent.models" in text and "install hf_descent first" in text
     assert str(tmp_path) not in (tmp_path / "own" / "model_card.json").read_text()
     own.config.encoder_config._name_or_path = "someone/encoder"
     trained(tmp_path / "named", own).create_model_card()
@@ -67,7 +67,7 @@ def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(poolin
     cli.main(["card", "run", "--base_model", "someone/base"])
     card, text = read(tmp_path / "run")
     assert card.data.base_model == "someone/base" and card.data.to_dict()["library_name"] == "peft"
-    assert ("pip install hf_descent" in text) == (pooling != "head")
+    assert ("install hf_descent first" in text) == (pooling != "head")
     names = {}
     exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
     batch = {"input_ids": torch.arange(12).reshape(2, 6)}

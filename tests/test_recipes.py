@@ -44,13 +44,16 @@ def relative(path):
     return str(path.relative_to(ROOT))
 
 
-COMMANDS = [
-    line
+READMES = {
+    readme: [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
+        for line in block.splitlines()
+        if not line.startswith(("python -m recipes.reproduce ", "python3 -m venv "))  # tested elsewhere
+    ]
     for readme in (ROOT / "README.md", *sorted(RECIPES.rglob("README.md")))
-    for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
-    for line in block.splitlines()
-    if not line.startswith(("python -m recipes.reproduce ", "python3 -m venv "))  # tested elsewhere
-]
+}
+COMMANDS = [line for lines in READMES.values() for line in lines]
 
 
 def without_launcher(line):
@@ -84,6 +87,18 @@ def test_documented_commands_parse(line, tmp_path):
     if "--config" in argv:
         assert (ROOT / argv[argv.index("--config") + 1]).is_file()
     cli.parse_arguments(argv)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=relative)
+def test_documented_runs_have_folders_of_their_own(readme):
+    """Of several commands of a README, none finds its output folder taken by another."""
+    folders = []
+    for line in READMES[readme]:
+        alternative = "--launch" in line or "path/to/model" in line
+        if line.split()[1] in ("classify", "sft", "denoise") and not alternative:
+            _, arguments = cli.parse_arguments(without_launcher(line))
+            folders.append(arguments[-1].output_dir)
+    assert len(set(folders)) == len(folders)
 
 
 def test_the_script_of_the_readme_runs(tmp_path, monkeypatch):

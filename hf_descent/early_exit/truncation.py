@@ -29,7 +29,7 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
         num_layers (`int`): layers to keep, 1..L.
         inputs (`dict`, *optional*): a batch as given to `model(**inputs)`. Where not given one is made up, which
-            works for token ids, images and raw audio.
+            works for token ids, images, raw audio and models with `dummy_inputs` of their own.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.
@@ -78,12 +78,14 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A small random batch for `model`: token ids, images or audio; drawn with a seed of its own.
+    """A small random batch for `model`: token ids, images or audio, drawn with a seed of its own, or its
+    `dummy_inputs`.
 
     Raises:
         ValueError: for a model whose main input is anything else.
     """
     generator, config = torch.Generator().manual_seed(0), model.config
+    vision = getattr(config, "encoder_config", config)  # which a denoiser has inside
     arguments, name = inspect.signature(model.forward).parameters, model.main_input_name
     if name == "input_ids":
         text = config.get_text_config()
@@ -97,11 +99,13 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         inputs = {"input_ids": ids}
         if config.is_encoder_decoder and "decoder_input_ids" in arguments:
             inputs["decoder_input_ids"] = ids
-    elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        shape = (2, getattr(config, "num_channels", 3), config.image_size, config.image_size)
+    elif name == "pixel_values" and isinstance(getattr(vision, "image_size", None), int):
+        shape = (2, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
         inputs = {name: torch.randn(shape, generator=generator)}
     elif name == "input_values":
         inputs = {name: torch.randn(2, 4000, generator=generator)}
+    elif name in model.dummy_inputs:
+        inputs = model.dummy_inputs
     else:
         raise ValueError(f"No batch can be made up for {type(model).__name__}, which reads `{name}`: give `inputs`.")
     return {key: value.to(model.device) for key, value in inputs.items()}

@@ -23,6 +23,11 @@ class DenoisingOutput(ModelOutput):
     hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
+def dummy_patches(hidden_size: int) -> dict[str, torch.Tensor]:
+    """The `dummy_inputs` of a denoiser of patches: two clips of four frames, `[2, 4, hidden_size]`."""
+    return {"pixel_values": torch.rand(2, 4, hidden_size, generator=torch.Generator().manual_seed(0))}
+
+
 def symmetric_attention(
     projected: torch.Tensor,
     tokens: torch.Tensor,

@@ -25,7 +25,14 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import capture_outputs
 
-from ..unrolling import DenoisingOutput, attention_function, check_patches, denoising_loss, orthonormal_dct
+from ..unrolling import (
+    DenoisingOutput,
+    attention_function,
+    check_patches,
+    denoising_loss,
+    dummy_patches,
+    orthonormal_dct,
+)
 from .configuration_dust import DustConfig
 
 
@@ -98,6 +105,10 @@ class DustForVideoDenoising(PreTrainedModel):
     def _init_weights(self, module):
         if isinstance(module, DustLayer):
             init.copy_(module.dictionary, dct_dictionary(*module.dictionary.shape))
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return dummy_patches(self.config.hidden_size)
 
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:

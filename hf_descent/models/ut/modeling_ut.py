@@ -22,7 +22,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
-from ..unrolling import DenoisingOutput, attention_function, check_patches, denoising_loss, orthonormal_dct
+from ..unrolling import (
+    DenoisingOutput,
+    attention_function,
+    check_patches,
+    denoising_loss,
+    dummy_patches,
+    orthonormal_dct,
+)
 from .configuration_ut import UTConfig
 
 
@@ -102,6 +109,10 @@ class UTForVideoDenoising(UTPreTrainedModel):
             init.copy_(module.projection, orthonormal_dct(self.config.hidden_size).T)
             for parameter in (module.mixing, module.skip):
                 init.copy_(parameter, torch.eye(self.config.hidden_size) / 2)
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        return dummy_patches(self.config.hidden_size)
 
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:

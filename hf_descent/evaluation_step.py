@@ -108,7 +108,9 @@ class EvaluationMixin:
             "sigma": self.noise_sigma(model),
             "gamma_train": self.args.gamma_train,
         }
-        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
+        data = self._held_out(eval_dataset)
+        with self.accelerator.autocast():  # a model that was not prepared yet has none of its own
+            curve = noise_curve(model, data, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         self._noise_curve = curve
         return curve
@@ -133,7 +135,9 @@ class EvaluationMixin:
         if self.problem is not None:
             tolerance = self.args.feasibility_tolerance * self.problem.initial_loss_bound
             settings |= {"problem": self.problem, "tolerance": tolerance}
-        self._layer_profile = layer_profile(model, self._held_out(eval_dataset), **{**settings, **kwargs})
+        data = self._held_out(eval_dataset)
+        with self.accelerator.autocast():
+            self._layer_profile = layer_profile(model, data, **{**settings, **kwargs})
         return self._layer_profile
 
     def _evaluation_settings(self, model) -> dict:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .tape import is_replaying
+from .tape import is_quiet
 
 
 logger = logging.get_logger(__name__)
@@ -162,7 +162,7 @@ class EmbeddingNoise:
         self.remove()
 
     def _is_active(self) -> bool:
-        return self._gamma != 0.0 and not is_replaying()
+        return self._gamma != 0.0 and not is_quiet()
 
     def _enter(self, module, args, kwargs):
         # The class's forward: wrappers put on instances (autocast, replay) can hide the names.

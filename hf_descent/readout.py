@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput, logging
 
 from . import random_state
 from .layer_stack import find_layer_stack, map_tensors, tensors
-from .tape import Tape, check_layerdrop, clone, taped
+from .tape import Tape, check_layerdrop, clone, quiet, taped
 
 
 logger = logging.get_logger(__name__)
@@ -255,9 +255,10 @@ def _fingerprint(model):
 
 @contextmanager
 def probing(model):
-    """Eval mode without gradients; modes and random states are put back."""
+    """Eval mode without gradients and input noise; modes and random states are put back."""
     modes = [(module, module.training) for module in model.modules()]
-    with random_state.preserved(random_state.accelerators(model)), torch.inference_mode(False), torch.no_grad():
+    states = random_state.preserved(random_state.accelerators(model))
+    with states, quiet(), torch.inference_mode(False), torch.no_grad():
         try:
             for module, _ in modes:
                 module.training = False

@@ -7,7 +7,7 @@ TRL's own `compute_loss` then logs its metrics from the last layer's predictions
 from itertools import groupby
 
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers.utils import logging
 from trl import SFTTrainer
@@ -210,21 +210,19 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _held_out(self, dataset):
         dataset = super()._held_out(dataset)
-        return self.held_out_batches(dataset) if isinstance(dataset, Dataset) else dataset
+        return self.held_out_batches(dataset) if isinstance(dataset, Dataset | IterableDataset) else dataset
 
-    def held_out_batches(self, dataset: Dataset) -> DataLoader:
+    def held_out_batches(self, dataset: Dataset | IterableDataset) -> DataLoader:
         """The batches of a data set as `evaluate` takes it, for [`noise_curve`] and [`layer_profile`]."""
-        if "input_ids" not in dataset.column_names and not self._skip_prepare_dataset:
+        if "input_ids" not in get_dataset_column_names(dataset) and not self._skip_prepare_dataset:
             packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
             dataset = self._prepare_dataset(
                 dataset, self.processing_class, self.args, packing, self._formatting_func, "eval"
             )
         # With TRL's columns, which hold the lengths of packed documents.
-        dataset = self._remove_unused_columns(dataset)
+        collate = self._get_collator_with_removed_columns(self.data_collator)
         return DataLoader(
-            dataset,
-            self.args.eval_batch_size,
-            collate_fn=lambda rows: self._prepare_inputs(self.data_collator(rows)),
+            dataset, self.args.eval_batch_size, collate_fn=lambda rows: self._prepare_inputs(collate(rows))
         )
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):

@@ -16,12 +16,23 @@ from .layer_stack import intercepted, map_tensors
 # Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
 _EXTRA_OUTPUTS = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
 
-_replaying = False
+_quiet = False
 
 
-def is_replaying() -> bool:
-    """True while a replay runs: what perturbs a forward (input noise) must not fire a second time then."""
-    return _replaying
+def is_quiet() -> bool:
+    """True while a replay or a probe runs: what perturbs a forward (input noise) must not fire then."""
+    return _quiet
+
+
+@contextmanager
+def quiet():
+    """Without input noise, whose draws are those of the forward that counts."""
+    global _quiet
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
 
 
 class Tape:
@@ -57,19 +68,16 @@ class Tape:
 
     def replay(self, args, kwargs, layer):
         """The outputs of the model with `layer` in the place of the last one."""
-        global _replaying
         self.answer = self.layer_outputs[layer - 1]
         self.pending = {module: iter(outputs) for module, outputs in self.answers.items()}
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
         if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
         self._begin("replay")
-        with random_state.preserved(self.devices), switched_off(self.off_in_replay):
-            _replaying = True
+        with random_state.preserved(self.devices), switched_off(self.off_in_replay), quiet():
             try:
                 return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
             finally:
-                _replaying = False
                 self.phase = "idle"
 
     def stop(self):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import T5, build
-from tiny import batches, bert, classification_data, config, language_data, llama, naive_layer_losses
+from tiny import batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
 
 from hf_descent import DescentConfig, DescentTrainer, layer_profile
@@ -131,3 +131,13 @@ def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):
     with torch.inference_mode():
         first = trainer.evaluate()["eval_layer_loss_1"]
     assert trainer.evaluate()["eval_layer_loss_1"] == pytest.approx(first, rel=1e-6)
+
+
+def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(tmp_path):
+    data, losses = classification_data(16), []
+    trainer = DescentTrainer(spread(bert()), config(tmp_path, bf16=True, noise_sigma=1.0), eval_dataset=data)
+    for _ in range(2):
+        losses += [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == pytest.approx([losses[2]] * 6, rel=1e-6)
+    assert losses[0] != pytest.approx(layer_profile(spread(bert()), data).losses[-1], rel=1e-4)  # single precision

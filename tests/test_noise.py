@@ -179,7 +179,6 @@ def test_lookups_outside_the_models_forward_are_clean():
 @pytest.mark.parametrize(("build", "stack"), [(bert, "bert.encoder.layer"), (llama, "model.layers")])
 def test_replays_of_the_readout_see_the_noise_once(build, stack):
     model, inputs = build(num_layers=3).eval(), batch()
-    layer_logits(model, inputs)  # finds the layers, without noise
     with torch.no_grad():
         with EmbeddingNoise(model, 1.0, seed=0):
             logits = layer_logits(model, inputs)
@@ -198,9 +197,8 @@ def test_replays_draw_no_noise_of_their_own():
     # The replays call the model inside the wrapper anew, as any forward does.
     model = peft.get_peft_model(vit(), peft.LoraConfig(target_modules=["q_proj", "query"])).eval()
     inputs = {"pixel_values": torch.zeros(2, 3, 8, 8)}
-    layer_logits(model, inputs)
     with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0, sigma=1.0) as noise:
-        layer_logits(model, inputs)
+        layer_logits(model, inputs)  # finds the layers first
         second = model(**inputs).logits
         noise.reseed()
         model(**inputs)

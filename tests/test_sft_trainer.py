@@ -193,7 +193,7 @@ def test_robustness_without_noise_is_the_evaluation(tmp_path, setting):
     trainer = make(SFTDescentTrainer, tmp_path, **CONSTRAINED, **SETTINGS[setting])
     trainer.train()
     metrics, raw = trainer.evaluate(), pairs(9, 40)
-    for dataset in (None, raw):
+    for dataset in (None, raw, raw.to_iterable_dataset()):
         curve = trainer.evaluate_robustness(dataset, gammas=[0.0, 4.0], draws=1)
         assert curve.losses[0, 0] == pytest.approx(metrics["eval_loss"], rel=1e-5)
         assert curve.values[0, 0] == pytest.approx(metrics["eval_mean_token_accuracy"], rel=1e-5)

@@ -12,7 +12,7 @@ from architectures import AUDIO, LAYERS, TEXT, XLM, TwoStage, batch_for, build
 from torch import nn
 
 from hf_descent.readout import Readout, layer_logits, output_logits
-from hf_descent.tape import is_replaying
+from hf_descent.tape import is_quiet
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_leaves_nothing_behind(bert):
     with pytest.raises(ZeroDivisionError), readout.attach(lambda *_: 1 / 0):
         model(**batch)
     assert state_of(model) == before
-    assert not is_replaying()
+    assert not is_quiet()
 
 
 def test_recovers_from_a_forward_that_raises():
@@ -228,10 +228,10 @@ def test_record_holds_nothing_from_inside_layers(bert):
     assert held == [[False]] * LAYERS
 
 
-def test_is_replaying_tells_replays_from_the_forward():
+def test_is_quiet_tells_replays_from_the_forward():
     model, x, flags = TwoStage(), torch.randn(2, 4), []
     readout = Readout.probe(model, {"x": x})
-    model.head.register_forward_pre_hook(lambda *_: flags.append(is_replaying()))
+    model.head.register_forward_pre_hook(lambda *_: flags.append(is_quiet()))
     with readout.attach(lambda *_: None):
         model(x)
     assert flags == [False, True, True, True]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,6 +300,16 @@ class DescentConfig(DescentArguments, TrainingArguments):
 def upper_level(noise_gamma: float | list[float] | None) -> float | None:
     """The level, of a range the upper end."""
     return noise_gamma[-1] if isinstance(noise_gamma, list) else noise_gamma
+
+
+def levels_of(name: str, levels: Any) -> list[float]:
+    """The noise levels in the argument `name`: one number, or several in a sequence, an array or a tensor; ValueError
+    where they are no numbers."""
+    plain = levels.tolist() if hasattr(levels, "tolist") else levels
+    try:
+        return [float(level) for level in (plain if isinstance(plain, Iterable) else [plain])]
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` is {levels!r}; give a noise level, or several: numbers, not negative.") from None
 
 
 def _as_float(name: str, value: Any) -> float:

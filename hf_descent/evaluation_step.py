@@ -6,6 +6,7 @@ import torch
 from accelerate.utils import find_batch_size, slice_tensors
 from transformers.utils import logging
 
+from .configs import levels_of
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 
 
@@ -90,7 +91,7 @@ class EvaluationMixin:
 
         Args:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
-            gammas: noise levels; `args.eval_gammas` where not given.
+            gammas: noise levels, one or several; `args.eval_gammas` where not given.
             kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs that differ by that share the
                 noise.
 
@@ -101,6 +102,7 @@ class EvaluationMixin:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
         gammas = self.args.eval_gammas if gammas is None else gammas
+        gammas = [] if gammas is None else levels_of("gammas", gammas)
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self.accelerator.unwrap_model(self.model)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .configs import levels_of
 from .tape import is_quiet
 
 
@@ -107,7 +108,8 @@ class EmbeddingNoise:
 
     @gamma.setter
     def gamma(self, gamma: float | Sequence[float]):
-        bounds = tuple(map(float, gamma)) if isinstance(gamma, Sequence) else (float(gamma), float(gamma))
+        bounds = tuple(levels_of("gamma", gamma))
+        bounds = bounds * 2 if len(bounds) == 1 else bounds
         if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] < math.inf:
             raise ValueError(
                 f"`gamma` is {gamma}; give a finite level >= 0, or a range (low, high) of levels with low <= high."

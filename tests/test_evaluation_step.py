@@ -1,6 +1,7 @@
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from tiny import batches, bert, classification_data, config, language_data, llam
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
 
 from hf_descent import DescentConfig, DescentTrainer, layer_profile
+from hf_descent.evaluation import layer_profiles
 from hf_descent.evaluation_step import EvaluationMixin
 from hf_descent.trainer import DescentMixin
 
@@ -124,6 +126,35 @@ def test_one_of_several_evaluation_sets_is_named(tmp_path):
     for wrong in (None, "c"):
         with pytest.raises(ValueError, match=f"`eval_dataset` is {wrong!r}; give one of 'a', 'b'"):
             trainer.evaluate_layers(wrong)
+
+
+@pytest.mark.parametrize(
+    "gammas", [np.linspace(0, 1, 3), torch.linspace(0, 1, 3), range(2), {0.0, 1.0}, 0.5, np.float32(0.5), 0]
+)
+def test_noise_levels_are_taken_as_one_number_or_several(tmp_path, gammas):
+    trainer = DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA[:8])
+    plain = np.atleast_1d(sorted(gammas) if isinstance(gammas, set) else gammas).tolist()
+    assert trainer.evaluate_robustness(gammas=gammas).to_dict() == trainer.evaluate_robustness(gammas=plain).to_dict()
+    for profile, level in zip(layer_profiles(bert(), DATA[:8], gammas), plain):
+        assert profile.gamma == level
+
+
+@pytest.mark.parametrize(("gammas", "message"), [(None, "No noise"), ([], "No noise"), ("all", "`gammas` is 'all'")])
+def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
+    with pytest.raises(ValueError, match=message):
+        DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA[:8]).evaluate_robustness(gammas=gammas)
+
+
+def test_a_kept_curve_is_not_that_of_another_loss_of_the_trainer(tmp_path):
+    for factor in (1.0, 2.0):
+
+        def loss(outputs, labels, num_items_in_batch=None, factor=factor):
+            return factor * F.cross_entropy(outputs["logits"], labels)
+
+        args = config(tmp_path, noise_sigma=1.0)
+        trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=loss)
+        kept, anew = (trainer.evaluate_robustness(gammas=0, path=path) for path in (tmp_path / "curve.json", None))
+        assert kept.to_dict() == anew.to_dict()
 
 
 def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):

@@ -277,7 +277,15 @@ def test_sigma_of_images_is_that_of_their_pixels():
 # ---- bad input ----
 
 
-@pytest.mark.parametrize("gamma", [-0.1, float("nan"), float("inf"), (1.0, 0.5), (-1.0, 1.0), (0.1, 0.2, 0.3)])
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+def test_levels_are_numbers_or_ranges_of_any_kind(make):
+    assert EmbeddingNoise(bert(), make([0.5, 2.0])).gamma == (0.5, 2.0)
+    assert EmbeddingNoise(bert(), make([1.0, 1.0])[0]).gamma == 1.0
+
+
+@pytest.mark.parametrize(
+    "gamma", [None, "half", -0.1, float("nan"), float("inf"), (1.0, 0.5), (-1.0, 1.0), (0.1, 0.2, 0.3)]
+)
 def test_bad_levels_are_refused(gamma):
     with pytest.raises(ValueError, match="`gamma` is"):
         EmbeddingNoise(bert(), gamma)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from ..configs import levels_of
 from ..noise import EmbeddingNoise
 from ..problem import DescentProblem
 from ..readout import Readout
@@ -196,7 +197,7 @@ def layer_profiles(
     Raises:
         ValueError: as [`layer_profile`].
     """
-    gammas = [float(gamma) for gamma in gammas]
+    gammas = levels_of("gammas", gammas)
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
     collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)

@@ -1,15 +1,13 @@
 import math
-import os
-import shutil
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from scipy.stats import kstest, norm
-from tiny import bert, classification_data
+from tiny import Stream, bert, classification_data
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import (
     default_data_collator,
 )
@@ -244,110 +242,13 @@ def test_levels_are_taken_apart_where_memory_is_short():
         noise_curve(model, classification_data(17), [0.0, 1.0], batch_size=17)
 
 
-def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_descent.evaluation.sums.SAVE_SECONDS", -1)  # save after every batch
-    model, data, path = bert(), classification_data(40), tmp_path / "curve.json"
-    straight = noise_curve(model, data, [0.0, 1.0], batch_size=8)
-    collated = []
-
-    def collate(rows):
-        collated.append(len(rows))
-        if len(collated) == 5:
-            raise KeyboardInterrupt
-        return default_data_collator(rows)
-
-    settings = {"batch_size": 8, "data_collator": collate, "path": str(path)}
-    with pytest.raises(KeyboardInterrupt):
-        noise_curve(model, data, [0.0, 1.0], **settings)
-    assert not path.exists()
-    shutil.copy(f"{path}.partial", tmp_path / "other.partial")
-    other = noise_curve(model, data, [0.0, 1.0], batch_size=8, seed=1, path=str(tmp_path / "other"))
-    np.testing.assert_array_equal(other.losses, noise_curve(model, data, [0.0, 1.0], batch_size=8, seed=1).losses)
-    resumed = noise_curve(model, data, [0.0, 1.0], **settings)
-    # Each time the first batch, to know partial sums by; three, the fatal one, and the two that were left.
-    assert collated == [8] * 8
-    np.testing.assert_array_equal(resumed.losses, straight.losses)
-    assert {file.name for file in tmp_path.glob("curve*")} == {"curve.json", "curve.csv"}
-    lines = path.with_suffix(".csv").read_text().splitlines()
-    assert lines[0] == "gamma,accuracy,radius_95,std_over_draws,loss"
-    assert [float(cell) for cell in lines[2].split(",")] == pytest.approx(
-        [1.0, resumed.mean[1], resumed.radius("mean")[1], resumed.std[1], resumed.losses[1].mean()]
-    )
-
-    os.utime(path, (0, 0))
-    again = noise_curve(model, data, [0.0, 1.0], **settings)
-    assert path.stat().st_mtime > 0  # as new: a training since then may have changed nothing
-    assert len(collated) == 13  # all batches, to know that no row is another
-    assert again.to_dict() == resumed.to_dict()
-    with torch.no_grad():
-        model.classifier.weight.copy_(model.classifier.weight.flip(0))  # the same numbers
-    assert noise_curve(model, data, [0.0, 1.0], **settings).losses[0, 0] != resumed.losses[0, 0]
-    assert len(collated) == 19
-
-
-def test_a_finished_curve_is_not_that_of_other_rows(tmp_path):
-    """Validation and test rows can be equally many, and be cut to another length."""
-    model, path = bert(), str(tmp_path / "curve.json")
-    first = noise_curve(model, classification_data(16), [1.0], path=path)
-    for rows in (classification_data(16, seed=1), classification_data(16, length=9)):
-        assert noise_curve(model, rows, [1.0], path=path).losses[0, 0] == noise_curve(model, rows, [1.0]).losses[0, 0]
-    swapped = [{**row, "labels": (row["labels"] + 1) % 3} for row in classification_data(16)]
-    assert noise_curve(model, swapped, [1.0], path=path).losses[0, 0] != first.losses[0, 0]
-    rows, path = classification_data(40), str(tmp_path / "batches.json")
-    first = noise_curve(model, rows, [1.0], path=path, batch_size=8)
-    later = rows[:32] + [{**row, "labels": (row["labels"] + 1) % 3} for row in rows[32:]]
-    second = noise_curve(model, later, [1.0], path=path, batch_size=8)
-    assert second.losses[0, 0] != first.losses[0, 0] and second.settings["data"] != first.settings["data"]
-
-
-def test_a_finished_curve_is_not_that_of_other_settings(tmp_path):
-    def misses(logits, labels):
-        return (logits.argmax(-1) != labels).sum(), labels.numel()
-
-    model, rows = bert(), classification_data(16)
-    changes = {"metric": misses, "scale": 2.0, "gamma_train": 0.5, "seed": 1, "sigma": 1.0, "draws": 2}
-    for name, value in changes.items():
-        path, fresh = tmp_path / f"{name}.json", tmp_path / f"fresh-{name}.json"
-        noise_curve(model, rows, [1.0], path=str(path))
-        for file in (path, fresh):
-            noise_curve(model, rows, [1.0], path=str(file), **{name: value})
-        assert path.read_text() == fresh.read_text(), name
-
-
 def test_a_stream_is_read_once():
-    class Stream(IterableDataset):
-        def __init__(self):
-            self.rows = iter(classification_data(20))
-
-        def __iter__(self):
-            return self.rows
-
-    expected = noise_curve(bert(), classification_data(20), [0.0, 1.0], batch_size=8)
-    for data in (Stream(), DataLoader(Stream(), 8, collate_fn=default_data_collator)):
+    rows = classification_data(20)
+    expected = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8)
+    for data in (Stream(rows), DataLoader(Stream(rows), 8, collate_fn=default_data_collator)):
         curve = noise_curve(bert(), data, [0.0, 1.0], batch_size=8)
         np.testing.assert_array_equal(curve.losses, expected.losses)
         assert curve.settings["samples"] is None
-
-
-def test_blocks_in_which_a_metric_counts_nothing_still_count_for_the_loss():
-    def recall(logits, labels):
-        positive = labels == 0
-        return ((logits.argmax(-1) == labels) & positive).sum(), positive.sum()
-
-    rows = sorted(classification_data(40), key=lambda row: row["labels"] == 0)
-    curve = noise_curve(bert(), rows, [0.0, 1.0], metric=recall, batch_size=4)
-    np.testing.assert_array_equal(curve.losses, noise_curve(bert(), rows, [0.0, 1.0], batch_size=4).losses)
-    assert curve.blocks.shape[0] == 10
-    assert np.isfinite(curve.radius("mean")).all()
-    with pytest.raises(ValueError, match="no labels that count"):
-        noise_curve(bert(), [row for row in rows if row["labels"]], [0.0], metric=recall)
-
-
-def test_sums_do_not_grow_with_the_data():
-    few, many = (noise_curve(bert(), classification_data(n), [1.0], batch_size=2, draws=1) for n in (8, 200))
-    assert few.blocks.shape == (4, 1, 1, 4)
-    assert many.blocks.shape == (32, 1, 1, 4)
-    np.testing.assert_array_equal(many.blocks[..., 1].sum(), 200)
 
 
 def test_perturbed_rows_are_collated_for_every_level_and_draw():

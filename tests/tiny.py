@@ -5,7 +5,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -127,6 +127,16 @@ def language_data(count=32, length=12, seed=0, ragged=True):
             labels[: int(torch.randint(0, length - 2, (1,), generator=generator))] = -100
         rows.append({"input_ids": ids, "attention_mask": torch.ones(length, dtype=torch.long), "labels": labels})
     return rows
+
+
+class Stream(IterableDataset):
+    """Rows that can be read once, and have no length."""
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def __iter__(self):
+        return self.rows
 
 
 def config(output_dir, **arguments):

@@ -4,7 +4,6 @@ import csv
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,14 +12,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers.trainer_utils import has_length
 
+from ..configs import levels_of
 from ..noise import EmbeddingNoise
-from ..readout import Readout
 from .scoring import (
     Metric,
     Result,
@@ -28,12 +26,11 @@ from .scoring import (
     evaluating,
     mean_loss,
     metric_value,
-    noise_key,
     numbered_batches,
     prepare_collator,
-    read_layers,
 )
-from .sums import BlockSums, fingerprint_of, weights_fingerprint
+from .sums import BlockSums, fingerprint_of, fingerprint_of_functions, weights_fingerprint
+from .sweep import Rows, Sweep
 from .uncertainty import pseudo_values, radius
 
 
@@ -58,8 +55,8 @@ class NoiseCurve(Result):
             32 blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data and the weights.
-            Curves with equal seed, batch size and data have common random numbers.
+        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data, the weights and
+            the functions. Curves with equal seed, batch size and data have common random numbers.
     """
 
     metric: str
@@ -182,7 +179,7 @@ class NoiseCurve(Result):
 def noise_curve(
     model: nn.Module,
     dataset: Dataset | DataLoader,
-    gammas: Sequence[float],
+    gammas: float | Sequence[float],
     *,
     metric: Metric = "accuracy",
     scale: float = 1.0,
@@ -193,7 +190,7 @@ def noise_curve(
     draws: int = 3,
     seed: int = 0,
     sigma: float | None = None,
-    gamma_train: float | None = None,
+    gamma_train: float | Sequence[float] | None = None,
     label_names: Sequence[str] | None = None,
     layer_loss_fn: Callable[..., torch.Tensor] | None = None,
     readout: Callable | None = None,
@@ -213,13 +210,14 @@ def noise_curve(
     Args:
         model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
         dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
-        gammas (sequence of `float`): noise levels >= 0, in units of `sigma`.
+        gammas (`float` or sequence of `float`): noise levels >= 0, in units of `sigma`; an array or a tensor, too.
         metric, scale, label_names, layer_loss_fn: see [`~evaluation.scoring.Scorer`].
         data_collator, processing_class, remove_unused_columns: as in `Trainer`.
         batch_size (`int`): samples per batch; it is part of what fixes the noise.
         draws (`int`): noise draws per level (level 0 is evaluated once).
         seed, sigma: see [`EmbeddingNoise`].
-        gamma_train (`float`, *optional*): the training level, to tell ID from OOD.
+        gamma_train (`float` or `(float, float)`, *optional*): the training level, of a range the upper end, to tell ID
+            from OOD.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
             (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
@@ -229,13 +227,18 @@ def noise_curve(
             function of their logits take one.
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
-            where it was, and a finished curve of the same model, data size and settings is read, not measured again.
+            where it was, and a finished curve of the same model, rows and settings is read, not measured again.
+            Functions are the same where their code and all that they hold are. Data without a length and functions
+            that cannot be compared (methods, and what cannot be pickled) are measured anew.
         progress (`bool`): show a progress bar over batches.
 
     Raises:
-        ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric.
+        ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric, a
+            `path` that is a folder.
     """
-    gammas = sorted({float(gamma) for gamma in gammas})
+    gammas = sorted(set(levels_of("gammas", gammas)))
+    gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
+    scale = float(scale)
     if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1 or (cells_per_forward or 1) < 1:
         raise ValueError(
             f"`gammas` is {gammas}, `draws` is {draws} and `cells_per_forward` {cells_per_forward}; give at least one "
@@ -245,6 +248,13 @@ def noise_curve(
         raise ValueError(
             "`perturbation` changes rows before they are collated; give the data set, not a `DataLoader`."
         )
+    functions = None
+    if path is not None:
+        path = os.path.abspath(path)
+        if os.path.isdir(path):
+            raise ValueError(f"`path` is {path}, a folder; name a file in it, such as noise_curve.json.")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        functions = fingerprint_of_functions(metric, layer_loss_fn, readout, perturbation)
     noisy = gammas != [0.0] and perturbation is None
     if noisy and noise is None:
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
@@ -256,7 +266,7 @@ def noise_curve(
     def inputs_of(index: int, batch: Any) -> Callable[[float, int], Mapping[str, Any]]:
         """(level, draw) -> the model's inputs of one batch."""
         if perturbation is not None:
-            return _Rows(batch, index * batch_size, perturbation, seed, collate, device).inputs
+            return Rows(batch, index * batch_size, perturbation, seed, collate, device).inputs
         inputs = send_to_device(batch, device)
         return lambda gamma, draw: inputs
 
@@ -266,6 +276,7 @@ def noise_curve(
         return scorer.fingerprint(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
     known_length = has_length(dataset)
+    comparable = alone and known_length and functions is not None
     settings = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
@@ -275,21 +286,23 @@ def noise_curve(
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
+        "functions": functions,
     }
+    settings = {name: x.item() if isinstance(x, np.generic) else x for name, x in settings.items()}  # for JSON
     key = [gammas, scorer.metric_name, scale, gamma_train, settings]
-    if path is not None and alone and os.path.isfile(path):
+    if comparable and os.path.isfile(path):
         curve = NoiseCurve.from_json(path)
         measured = curve.settings | {"data": None}
         same = key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, measured]
         marks = (mark(index, batch) for index, batch in batches_from())
-        if same and (not known_length or curve.settings["data"] == fingerprint_of(enumerate(marks))):
+        if same and curve.settings["data"] == fingerprint_of(enumerate(marks)):
             os.utime(path)  # made before the last training, it is this model's all the same
             return curve
 
-    if known_length and path is not None:  # that partial sums are of these rows; their end is not to be read for it
+    if comparable:  # that partial sums are of these rows; their end is not to be read for it
         key.append(next((mark(index, batch) for index, batch in batches_from()), None))
-    sums = BlockSums((len(gammas), draws), accelerator, path, key)
-    sweep = _Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
+    sums = BlockSums((len(gammas), draws), accelerator, path if comparable else None, key)
+    sweep = Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
     with evaluating(model):
         for index, batch in tqdm(batches_from(sums.next_index, sums.step), desc="Noise curve", disable=not progress):
             sums.add(index, sweep(index, inputs_of(index, batch)), mark(index, batch) if known_length else "")
@@ -313,81 +326,3 @@ def noise_curve(
         curve.to_csv(f"{os.path.splitext(path)[0]}.csv")
         sums.forget()
     return curve
-
-
-@dataclass
-class _Rows:
-    """The rows of one batch, perturbed and collated for a level and a draw."""
-
-    rows: list[Mapping[str, Any]]
-    first: int
-    perturbation: Callable
-    seed: int
-    collate: Callable
-    device: torch.device
-
-    def inputs(self, gamma: float, draw: int) -> Mapping[str, Any]:
-        rows = []
-        for number, row in enumerate(self.rows, start=self.first):
-            stream = np.random.SeedSequence(self.seed, spawn_key=noise_key(draw, gamma, number))
-            rows.append(self.perturbation(row, gamma, np.random.default_rng(stream)))
-        return send_to_device(self.collate(rows), self.device)
-
-
-class _Sweep:
-    """Scores one batch after the other at every level and draw."""
-
-    def __init__(self, model, scorer, gammas, draws, noise, readout, cells_per_forward):
-        self.model, self.scorer, self.noise, self.readout = model, scorer, noise, readout
-        self.gammas, self.draws, self.reader = gammas, draws, None
-        on_cpu = next(model.parameters()).device.type == "cpu"
-        self.together = cells_per_forward or (1 if on_cpu else len(gammas) * draws)
-        self.may_combine: bool | None = None if noise is not None and readout is None else False
-
-    def __call__(self, index: int, inputs_of: Callable[[float, int], Mapping[str, Any]]) -> np.ndarray:
-        """Sums `[levels, draws, 4]` of batch `index`; `inputs_of(gamma, draw)` gives its inputs."""
-        sums = np.zeros((len(self.gammas), self.draws, 4))
-        cells = [
-            (level, draw) for level, gamma in enumerate(self.gammas) for draw in range(self.draws if gamma else 1)
-        ]
-        while cells:
-            # The clean level, which comes first, goes alone; so does the first forward, which shows what may combine.
-            count = self.together if self.may_combine and self.gammas[cells[0][0]] else 1
-            group, gamma = cells[:count], self.gammas[cells[0][0]]
-            try:
-                scores = self._scores(index, group, inputs_of(gamma, group[0][1]))
-            except torch.OutOfMemoryError:
-                if len(group) == 1:
-                    raise
-                clear_device_cache()
-                self.together = len(group) // 2
-                continue
-            for (level, draw), score in zip(group, scores):
-                sums[level, draw if self.gammas[level] else slice(None)] = score
-            del cells[: len(group)]
-        return sums
-
-    def _scores(self, index, group, inputs) -> list[torch.Tensor]:
-        given = self.scorer.model_inputs(inputs, self.readout)
-        if self.readout is not None and self.reader is None:
-            self.reader = Readout.probe(self.model, given, self.readout)
-        gamma = self.gammas[group[0][0]]
-        noisy = self.noise is not None and gamma > 0
-        if noisy:
-            self.noise.split(
-                *((self.gammas[level], noise_key(draw, self.gammas[level], index)) for level, draw in group)
-            )
-        with self.noise if noisy else nullcontext():
-            if self.readout is not None:
-                return read_layers(self.reader, given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
-            if len(group) > 1:
-                copies = {
-                    name: torch.cat([value] * len(group)) if torch.is_tensor(value) else value
-                    for name, value in given.items()
-                }
-                return self.scorer.parts(self.model(**copies), inputs, len(group))
-            outputs = self.model(**given)
-        score = self.scorer(outputs, inputs)
-        if self.may_combine is None:
-            self.may_combine = self.scorer.scores_logits(outputs, inputs)
-        return [score]

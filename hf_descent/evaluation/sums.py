@@ -1,6 +1,7 @@
 """Sums over blocks of the data, over processes, and on disk while they grow."""
 
 import hashlib
+import inspect
 import json
 import os
 import time
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from datasets.fingerprint import Hasher
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -96,6 +98,20 @@ def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
+
+
+def fingerprint_of_functions(*functions: Any) -> str | None:
+    """A short text of functions' code and of what they hold (closures, defaults, attributes); `None` where that cannot
+    be told. Some may be names, or not given."""
+    inner = [getattr(function, "func", function) for function in functions]  # of partials
+    if any(map(inspect.ismethod, inner)):  # what it is bound to may be a whole trainer, its model included
+        return None
+    # What can be imported is hashed by its name, so by its code, too.
+    codes = [getattr(code, "__code__", None) for x in inner for code in (x, vars(type(x)).get("__call__"))]
+    try:
+        return Hasher.hash([functions, codes])
+    except Exception:  # whatever pickling the things that they hold raises
+        return None
 
 
 def weights_fingerprint(model: nn.Module) -> str:

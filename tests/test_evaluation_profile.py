@@ -91,8 +91,22 @@ def test_problem_gives_violations_and_feasibility():
     assert tolerant.feasible
     assert "violation" in str(tolerant)
     assert "violation" not in str(layer_profile(model, data))
+    again = layer_profile(model, data, problem=profile.problem)
+    assert (again.to_dict(), again.problem) == (flat, problem.state_dict())
     second = layer_profile(model, data, problem=DescentProblem([0.1, 0.2, 0.3], 2.0, 3, [2]))
     assert second.max_violation == pytest.approx(losses[1] - 0.8 * 2.0) != second.violations.max()
+
+
+def test_a_problem_of_another_number_of_layers_is_refused_at_the_first_batch():
+    class Rows(list):
+        def __getitem__(self, index):
+            assert index < 4
+            return super().__getitem__(index)
+
+    with pytest.raises(ValueError, match="`problem` is of 4 layers, but .* has 3"):
+        layer_profile(
+            bert(num_layers=3), Rows(classification_data(8)), problem=DescentProblem(0.1, 1.0, 4), batch_size=4
+        )
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

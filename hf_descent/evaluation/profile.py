@@ -169,7 +169,7 @@ def layer_profiles(
     dataset: Dataset | DataLoader,
     gammas: Sequence[float],
     *,
-    problem: DescentProblem | None = None,
+    problem: DescentProblem | Mapping[str, Any] | None = None,
     tolerance: float = 0.0,
     metric: Metric = "accuracy",
     scale: float = 1.0,
@@ -189,15 +189,16 @@ def layer_profiles(
 
     Args:
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
-        problem ([`DescentProblem`], *optional*): constraints to check the losses against.
+        problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
         tolerance (`float`): largest violation that counts as feasible, in units of the loss.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         Others: see [`noise_curve`].
 
     Raises:
-        ValueError: as [`layer_profile`].
+        ValueError: as [`layer_profile`]; a `problem` of another number of layers.
     """
     gammas = levels_of("gammas", gammas)
+    problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
     collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
@@ -211,6 +212,11 @@ def layer_profiles(
             given = scorer.model_inputs(inputs, readout)
             if sums is None:
                 reader = Readout.probe(model, given, readout)
+                if problem is not None and problem.num_layers != reader.num_layers:
+                    raise ValueError(
+                        f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has "
+                        f"{reader.num_layers}; give the problem of this model."
+                    )
                 sums = BlockSums((len(gammas), reader.num_layers), accelerator)
             scores, losses = [], []
             for gamma in gammas:

@@ -89,8 +89,14 @@ def _has_loss(model, inputs, position) -> bool:
     alone = torch.full_like(inputs["labels"], IGNORE_INDEX)  # [batch, seq]
     alone[:, position] = 0
     kept = {name: value for name, value in inputs.items() if name != "shift_labels"}  # which the loss would prefer
-    loss = model(**{**kept, "labels": alone})["loss"]
+    loss = model(**with_named_outputs(model, {**kept, "labels": alone}))["loss"]
     return bool(loss.isfinite() and loss)
+
+
+def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`inputs` with which a model returns names for its outputs, though its config may ask for tuples."""
+    returns_tuples = getattr(getattr(model, "config", None), "return_dict", True) is False
+    return {**inputs, "return_dict": True} if returns_tuples else inputs
 
 
 def loss_from_logits(
@@ -141,7 +147,7 @@ def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         ValueError: when the batch has no labels (the model gives no loss), or the model has no shared readout.
     """
-    losses = []
+    losses, inputs = [], with_named_outputs(model, inputs)
 
     def keep(layer, outputs, hidden):
         if outputs.get("loss") is None:

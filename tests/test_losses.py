@@ -29,6 +29,11 @@ def test_layer_losses_are_those_of_truncated_models(task):
         assert losses[layer - 1].item() == pytest.approx(short(**batch).loss.item(), rel=1e-6)
 
 
+def test_layer_losses_are_those_of_a_model_that_returns_tuples():
+    batch = collate(classification_data(4))
+    assert torch.equal(layer_losses(bert(return_dict=False).eval(), batch), layer_losses(bert().eval(), batch))
+
+
 def test_layer_losses_need_labels():
     batch = collate(classification_data(4))
     del batch["labels"]
@@ -89,6 +94,8 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     zero.loss_function = lambda *args, **kwargs: mean(*args, **kwargs).nan_to_num()  # of no label
     assert shifts_labels(zero, inputs)
     masked = BertForMaskedLM(bert(num_labels=2).config).bfloat16().eval()
+    assert not shifts_labels(masked, inputs)
+    masked.config.return_dict = False
     assert not shifts_labels(masked, inputs)
 
 

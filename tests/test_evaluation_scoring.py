@@ -1,5 +1,7 @@
 import math
 import weakref
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -8,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -39,9 +41,21 @@ def causal_xlnet():
     return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16))
 
 
-def token_classifier():
+def token_classifier(**config):
     torch.manual_seed(0)
-    return BertForTokenClassification(BertConfig(**CONFIG, num_labels=VOCAB))
+    return BertForTokenClassification(BertConfig(**CONFIG, num_labels=VOCAB, **config))
+
+
+def answerer(**config):
+    torch.manual_seed(0)
+    return BertForQuestionAnswering(BertConfig(**CONFIG, **config))
+
+
+def answers():
+    return [
+        {"input_ids": row["input_ids"], "start_positions": index - 1, "end_positions": 12}  # both ends lie outside
+        for index, row in enumerate(language_data(10))
+    ]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
@@ -109,12 +123,7 @@ def test_unshifted_token_labels_are_scored_in_place(build):
 
 
 def test_question_answering_scores_both_positions():
-    torch.manual_seed(0)
-    model = BertForQuestionAnswering(BertConfig(**CONFIG)).eval()
-    data = [
-        {"input_ids": row["input_ids"], "start_positions": index - 1, "end_positions": 12}  # both ends lie outside
-        for index, row in enumerate(language_data(10))
-    ]
+    model, data = answerer().eval(), answers()
     result = layer_profile(model, data, batch_size=5)
     hits, losses = [], []
     for row in data:
@@ -124,6 +133,18 @@ def test_question_answering_scores_both_positions():
         losses.append(F.cross_entropy(outputs.start_logits, torch.tensor([start])).item())
     assert result.values[-1] == np.mean(hits)
     np.testing.assert_allclose(result.sample_losses[:, -1], losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8)), (answerer, answers())]
+)
+def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(build, data):
+    named, tuples = build(), build(return_dict=False)
+    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0], cells_per_forward=3)):
+        found, expected = (evaluate(model, data) for model in (tuples, named))
+        np.testing.assert_array_equal(found.losses, expected.losses)
+        np.testing.assert_array_equal(found.values, expected.values)
+    assert tuples.config.return_dict is False
 
 
 def test_rmse_and_own_metrics():
@@ -150,6 +171,46 @@ def test_rmse_and_own_metrics():
     result = noise_curve(Identity(), data, [0.5], metric=absolute_error, sigma=0.2)
     assert result.metric == "absolute_error"
     np.testing.assert_allclose(result.values, 0.5 * 0.2 * math.sqrt(2 / math.pi), rtol=0.05)
+
+
+def test_metrics_are_named_after_their_function_or_class():
+    @dataclass
+    class Hits:
+        label: int
+
+        def __call__(self, logits, labels):
+            return ((logits.argmax(-1) == labels) & (labels == self.label)).sum(), labels.numel()
+
+    def misses(logits, labels, factor):
+        return factor * (logits.argmax(-1) != labels).sum(), labels.numel()
+
+    misses.greater_is_better = False
+    metrics = "accuracy", Hits(1), partial(misses, factor=2)
+    accuracy, hits, wrong = (noise_curve(bert(), classification_data(8), [0.0], metric=metric) for metric in metrics)
+    assert (hits.metric, hits.greater_is_better) == ("Hits", True)
+    assert (wrong.metric, wrong.greater_is_better) == ("misses", False)
+    np.testing.assert_allclose(wrong.values, 2 * (1 - accuracy.values))
+
+
+@pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
+def test_a_stream_with_a_length_is_scored_as_its_rows(evaluate):
+    class Rows(IterableDataset):
+        def __iter__(self):
+            return iter(rows)
+
+        def __len__(self):
+            return len(rows)
+
+    rows = classification_data(10)
+    found, expected = (evaluate(bert(), data, batch_size=4) for data in (Rows(), rows))
+    np.testing.assert_array_equal(found.losses, expected.losses)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
+def test_batches_without_samples_are_refused(evaluate, size):
+    with pytest.raises(ValueError, match=f"`batch_size` is {size}"):
+        evaluate(bert(), classification_data(8), batch_size=size)
 
 
 def test_data_is_collated_once_for_all_levels():

@@ -13,13 +13,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
-from ..losses import IGNORE_INDEX, averages_over_rows, count_items, finds_shift, loss_from_logits
+from ..losses import (
+    IGNORE_INDEX,
+    averages_over_rows,
+    count_items,
+    finds_shift,
+    loss_from_logits,
+    with_named_outputs,
+)
 from ..noise import inner_model
 from ..readout import Readout, output_logits
 from .sums import fingerprint_of_tensors
@@ -56,9 +63,14 @@ class Scorer:
             raise ValueError(
                 f"`metric` is {metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
             )
-        self.metric_name = metric if isinstance(metric, str) else metric.__name__
-        self.greater_is_better = getattr(metric, "greater_is_better", metric != "rmse")
-        self._metric = {"accuracy": _accuracy, "rmse": _squared_error}.get(metric, metric)
+        if isinstance(metric, str):
+            self.metric_name, self.greater_is_better = metric, metric != "rmse"
+            self._metric = {"accuracy": _accuracy, "rmse": _squared_error}[metric]
+        else:
+            function = getattr(metric, "func", metric)  # of a partial
+            self.metric_name = getattr(function, "__name__", type(function).__name__)
+            self.greater_is_better = getattr(metric, "greater_is_better", getattr(function, "greater_is_better", True))
+            self._metric = metric
         self.scale, self._layer_loss_fn = scale, layer_loss_fn
         self._model = inner_model(model)
         self._label_names = find_labels(type(self._model)) if label_names is None else label_names
@@ -75,7 +87,8 @@ class Scorer:
 
     def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
         """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
-        return inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
+        kept = inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
+        return with_named_outputs(self._model, kept)
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that tells batches apart by their signal and their labels."""
@@ -218,8 +231,12 @@ def numbered_batches(
     """(index, batch) of the batches `first`, `first + step`, ... of `dataset` in its own order.
 
     The batches of a `DataLoader` are taken as they are; of a data set with a length, the others are not loaded.
+    ValueError where `batch_size` is below 1.
     """
-    if isinstance(dataset, DataLoader) or not hasattr(dataset, "__len__"):
+    if batch_size < 1:
+        raise ValueError(f"`batch_size` is {batch_size}; give at least one sample a batch.")
+    # A torch `IterableDataset` may have a length, and still no rows by number.
+    if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__len__"):
         loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size, collate_fn=collate)
         return islice(enumerate(loader), first, None, step)
     sampler = _Ranges(range(first * batch_size, len(dataset), step * batch_size), batch_size, len(dataset))

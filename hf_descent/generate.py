@@ -62,7 +62,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="of the sampling; 0: greedy (default 0)")
     parser.add_argument("--top_p", type=float, default=1.0, help="nucleus of the sampling (default 1)")
     parser.add_argument("--num_beams", type=int, default=1, help="beams of the search (default 1)")
-    parser.add_argument("--dtype", default="auto", help="precision of the weights (default: as saved)")
+    dtypes = ("auto", "bfloat16", "float16", "float32", "float64")
+    parser.add_argument("--dtype", choices=dtypes, default="auto", help="precision of the weights (auto: as saved)")
     parser.add_argument("--device", help="where the model runs (default: the first accelerator, else the CPU)")
     parser.add_argument("--max_samples", type=int, help="answer the first ones only")
 
@@ -71,9 +72,14 @@ def run(args: Namespace) -> None:
     """Answers every instruction.
 
     Raises:
-        ValueError: the output exists, or was begun with other settings; the instructions lack their column; the model
-            writes no text; a prompt fills its positions.
+        ValueError: a number is too small; the output exists, or was begun with other settings; the instructions lack
+            their column; the model writes no text; a prompt fills its positions.
     """
+    least = dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1)
+    for name, bound in (least | dict.fromkeys(("gamma", "seed", "temperature"), 0)).items():
+        value = getattr(args, name)
+        if value is not None and not value >= bound:
+            raise ValueError(f"`{name}` is {value}; give at least {bound}, or leave it out.")
     if os.path.exists(args.output):
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
     if args.generator is None:
@@ -113,6 +119,8 @@ def run(args: Namespace) -> None:
                 for row, text in zip(batch, texts)
             ]
             with open(partial_file(args), "a", encoding="utf-8") as file:
+                if not answers:  # only now: settings under which nothing can be answered must not bind others
+                    file.write(json.dumps(settings_of(args)) + "\n")
                 file.write(json.dumps(new) + "\n")
             answers += new
             progress.update(len(new))
@@ -136,12 +144,10 @@ def load_instructions(path: str) -> list[dict]:
 
 
 def begin(args: Namespace) -> list[dict]:
-    """The answers that an interrupted run with the same settings left, or none and a new partial file."""
-    path, settings = partial_file(args), {name: getattr(args, name) for name in SETTINGS}
+    """The answers that an interrupted run with the same settings left; none where there was no such run."""
+    path = partial_file(args)
     if not os.path.exists(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(settings) + "\n")
         return []
     with open(path, encoding="utf-8") as file:
         lines = file.readlines()
@@ -149,16 +155,21 @@ def begin(args: Namespace) -> list[dict]:
         lines.pop()
         with open(path, "w", encoding="utf-8") as file:
             file.writelines(lines)
-    if not lines:
+    if len(lines) < 2:
         os.remove(path)
-        return begin(args)
+        return []
     begun = json.loads(lines[0])
-    for name, value in settings.items():
+    for name, value in settings_of(args).items():
         if begun.get(name) != value:
             raise ValueError(
                 f"{path} was begun with {name}={begun.get(name)!r}, not {value!r}; go on with that, or remove it."
             )
     return [row for line in lines[1:] for row in json.loads(line)]
+
+
+def settings_of(args: Namespace) -> dict:
+    """The first line of a partial file."""
+    return {name: getattr(args, name) for name in SETTINGS}
 
 
 def partial_file(args: Namespace) -> str:

@@ -129,9 +129,15 @@ def test_an_interrupted_run_ends_with_the_same_answers(answers, tmp_path, monkey
 
 
 def test_a_partial_file_of_other_settings_is_refused(answers, tmp_path, monkeypatch):
+    complete = generate.answer
     monkeypatch.setattr(generate, "answer", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
+        answers(gamma=2.0)
+    first = iter([["a", "b", "c"]])
+    monkeypatch.setattr(generate, "answer", lambda *args: next(first))
+    with pytest.raises(StopIteration):  # the settings before, under which nothing was answered, do not bind
         answers(gamma=1.0)
+    monkeypatch.setattr(generate, "answer", complete)
     with pytest.raises(ValueError, match=r"was begun with gamma=1\.0, not 2\.0"):
         answers(gamma=2.0, generator="tiny-model-gamma1")
     others = {"sigma": 0.1, "seed": 5, "prompt_format": "alpaca", "batch_size": 2, "max_new_tokens": 4, "top_p": 0.5}
@@ -139,6 +145,23 @@ def test_a_partial_file_of_other_settings_is_refused(answers, tmp_path, monkeypa
     for name, value in others.items():
         with pytest.raises(ValueError, match=f"was begun with {name}="):
             answers(gamma=1.0, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_samples", "batch_size", "max_new_tokens", "num_beams"])
+@pytest.mark.parametrize("value", [-1, 0])
+def test_counts_below_one_are_refused_by_name_and_leave_nothing(answers, tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}; give at least 1"):
+        answers("new/a.json", **{name: value})
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_negative_or_misspelt_is_refused_by_name(answers, capsys):
+    for name in ("gamma", "seed", "temperature"):
+        with pytest.raises(ValueError, match=f"`{name}` is -1.*; give at least 0"):
+            answers(**{name: -1})
+    with pytest.raises(SystemExit):
+        answers(dtype="flot16")
+    assert "--dtype: invalid choice" in capsys.readouterr().err
 
 
 def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
@@ -195,6 +218,7 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     tokenizer(False).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):
         answers("y.json", model=str(tmp_path / "classifier"))
+    assert not (tmp_path / "y.json.partial").exists()
     Path(instructions).write_text(json.dumps([{"question": "a"}]))
     with pytest.raises(ValueError, match=r"no column `instruction`; it has \['question'\]"):
         answers("x.json")

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,7 +29,9 @@ from .losses import IGNORE_INDEX
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="text classifier or causal language model: a folder, or a name on the Hub")
     parser.add_argument("--output_dir", help="folder for tables and figure; by default the model's, if it is one")
-    parser.add_argument("--max_loss", type=float, default=0.01, help="accuracy that early exit may cost (0.01)")
+    parser.add_argument(
+        "--max_loss", type=float, default=0.01, help="accuracy that early exit may cost, a share of all samples (0.01)"
+    )
     parser.add_argument("--confidence", type=float, default=0.95, help="that it costs no more on other data (0.95)")
     parser.add_argument("--measure", default="entropy", choices=("entropy", "margin"), help="a sample's uncertainty")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per batch, also when timed (32)")
@@ -51,9 +54,19 @@ def run(args: argparse.Namespace) -> None:
     A classifier's threshold is calibrated on the validation rows, and everything is reported on the test rows. Where
     there are none, one half of the validation rows is for the one, and one half for the other.
 
+    Where a language model cannot draft with its own layers, the reason is printed in place of its speculation profile.
+
     Raises:
-        ValueError: the model is neither a classifier nor a causal language model, or the data does not fit it.
+        ValueError: a number is out of its range; the model is neither a classifier nor a causal language model, or the
+            data does not fit it.
     """
+    counts = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "max_eval_samples")
+    for name in (*counts, "max_seq_length"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` is {value}; give at least 1, or leave it out.")
+    if not 0 <= args.max_loss < 1:
+        raise ValueError(f"`max_loss` is {args.max_loss}; give a share of the samples below 1, such as 0.01.")
     folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))
     folder.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)
@@ -96,23 +109,33 @@ def _language_model(model, tokenizer, args) -> dict[str, Result]:
     if args.text_column not in rows.column_names:
         raise ValueError(f"`text_column` is {args.text_column!r}; {args.text_file} has {rows.column_names}.")
     rows = rows.select(range(min(len(rows), args.max_eval_samples or len(rows))))
-    ids = tokenizer(rows[args.text_column][:], truncation=True, max_length=args.max_seq_length or 512)["input_ids"]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    limit = min(args.max_seq_length or 512, positions)
+    ids = tokenizer(rows[args.text_column][:], truncation=True, max_length=limit)["input_ids"]
     ids = [row for row in ids if len(row) > args.prompt_length]
     if not ids:
-        raise ValueError(f"No text of {args.text_file} has more than `prompt_length` = {args.prompt_length} tokens.")
+        raise ValueError(
+            f"No text of {args.text_file}, cut to {limit} tokens, is longer than `prompt_length` = "
+            f"{args.prompt_length}; give a smaller one, or longer texts."
+        )
     prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
-    return {
+    results = {
         "exit_profile": exit_profile(
             model,
             [{"input_ids": row} for row in ids],
             data_collator=_pad,
             batch_size=args.batch_size,
             repeats=args.repeats,
-        ),
-        "speculation_profile": speculation_profile(
-            model, prompts, max_new_tokens=args.max_new_tokens, repeats=args.repeats
-        ),
+        )
     }
+    new_tokens = min(args.max_new_tokens, positions - args.prompt_length)
+    try:
+        results["speculation_profile"] = speculation_profile(
+            model, prompts, max_new_tokens=new_tokens, repeats=args.repeats
+        )
+    except ValueError as error:  # as of GPT-2; what was measured before is kept
+        print(f"No speculation profile: {error}\n")
+    return results
 
 
 def _pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

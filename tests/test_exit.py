@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import bert, llama, spread, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tiny import VOCAB, bert, llama, spread, word_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from hf_descent import cli, exit
 from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile, SpeculationProfile
@@ -139,3 +139,59 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--prompt_length", "40"])
     with pytest.raises(ValueError, match="`text_file` is None"):
         cli.main(["exit", str(tmp_path / "model")])
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=9, n_embd=16, n_layer=2, n_head=2)),
+            "cannot draft with its first 1 layers",
+        ),
+        (llama(num_layers=1), "has a single layer"),
+    ],
+    ids=["positions", "one-layer"],
+)
+def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(tmp_path, capsys, model, reason):
+    spread(model).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)  # of 12 tokens
+    flags = ["--text_file", data, "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
+    cli.main(["exit", str(tmp_path / "model"), *flags, "--output_dir", str(tmp_path / "out")])
+    assert f"No speculation profile: {type(model).__name__} {reason}" in capsys.readouterr().out
+    profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
+    ids = torch.tensor([[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)])[
+        :, : getattr(model.config, "n_positions", None)
+    ]
+    assert profile.losses[-1] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-4)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"exit_profile.json", "exits.png"}
+
+
+def test_no_more_is_generated_than_the_model_has_positions_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(exit, "exit_profile", lambda *args, **kwargs: None)
+    seen = []
+    monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: seen.append(kwargs["max_new_tokens"]))
+    args = ["--text_file", written_rows(tmp_path / "texts.jsonl", 6, labels=False), "--prompt_length", "4"]
+    _, (args,) = cli.parse_arguments(["exit", "model", *args])
+    exit._language_model(llama(), word_tokenizer(), args)
+    assert seen == [60]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("repeats", 0),
+        ("prompts", -1),
+        ("prompt_length", 0),
+        ("max_new_tokens", 0),
+        ("max_eval_samples", -1),
+        ("max_seq_length", 0),
+        ("max_loss", 1.0),
+        ("max_loss", -0.1),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name_before_anything_is_loaded(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}; give "):
+        cli.main(["exit", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"), f"--{name}", str(value)])
+    assert not (tmp_path / "out").exists()

@@ -4,7 +4,8 @@ The task is read off the models' architecture; the data comes from the recipe th
 flags. All models see the same batches and, per batch and level, the same noise, so that `hf-descent compare` can pair
 them. Results go into each model's folder: `noise_curve.json` and `.csv`; `layer_profile.json` and, of a constrained
 run, `certificate.json`, both also at noise levels (`..._gamma_<level>.json`); `shift_growth.json`; with
-`--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`.
+`--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`. A results folder
+elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
@@ -27,13 +28,14 @@ from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, tokenize
 from .data.video import VideoArguments, load_clips
-from .descent_state import SUMMARY_NAME, find_json
+from .descent_state import SUMMARY_NAME, find_json, write_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
+from .evaluation.uncertainty import check_confidence
 from .loading import architecture_of, best_device, load_model, load_tokenizer
 from .losses import IGNORE_INDEX
 from .privacy import privacy_curve
-from .problem import DescentProblem
+from .problem import LARGEST, SMALLEST, DescentProblem
 
 
 logger = logging.get_logger(__name__)
@@ -85,6 +87,18 @@ class EvaluateArguments:
         default=None,
         metadata={"help": "Folder for the results, one folder a model in it; the models' own if not given."},
     )
+
+    def __post_init__(self):
+        check_confidence(self.confidence)
+        counts = dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1)
+        for name, least in {**counts, "noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST}.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"`{name}` is {value}; give at least {least}.")
+        for name, most in (("eval_gammas", LARGEST), ("profile_gammas", LARGEST), ("perturbation_rates", 1)):
+            levels = getattr(self, name)
+            if levels is not None and not all(0 <= level <= most for level in levels):
+                raise ValueError(f"`{name}` is {levels}; give numbers from 0 to {most:g}.")
 
 
 @dataclass
@@ -201,6 +215,8 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     if args.perturbation_rates is not None and task.perturbation is None:
         raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
     summary = find_json(name, SUMMARY_NAME)
+    if summary and os.path.abspath(folder) != os.path.abspath(name):
+        write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
     gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
         **task.settings,
@@ -237,22 +253,23 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         if share is None:
             share = summary.get("arguments", {}).get("feasibility_tolerance", DescentConfig.feasibility_tolerance)
         tolerance = share * problem.initial_loss_bound
-    gammas = args.profile_gammas or sorted({0.0, float(gamma_train or 0.0), float(max(args.eval_gammas))})
+    gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
+    results = {}
+    for profile in profiles:
+        results[f"layer_profile{profile.ending}"] = profile
+        tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
+        if problem is not None:
+            results[f"certificate{profile.ending}"] = certificate = certify(profile, args.confidence)
+            tables.append(str(certificate))
+    if 0.0 in gammas and len(gammas) > 1:
+        results["shift_growth"] = growth = shift_growth(profiles)
+        tables.append(f"Growth under the shift\n{growth}")
     for file in os.listdir(folder):
         if file.startswith(("layer_profile", "certificate", "shift_growth")) and file.endswith(".json"):
             os.remove(os.path.join(folder, file))  # of an earlier evaluation, perhaps of other rows or levels
-    for profile in profiles:
-        profile.to_json(os.path.join(folder, f"layer_profile{profile.ending}.json"))
-        tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
-        if problem is not None:
-            certificate = certify(profile, args.confidence)
-            certificate.to_json(os.path.join(folder, f"certificate{profile.ending}.json"))
-            tables.append(str(certificate))
-    if 0.0 in gammas and len(gammas) > 1:
-        growth = shift_growth(profiles)
-        growth.to_json(os.path.join(folder, "shift_growth.json"))
-        tables.append(f"Growth under the shift\n{growth}")
+    for file, result in results.items():
+        result.to_json(os.path.join(folder, f"{file}.json"))
     return "\n\n".join(tables)
 
 

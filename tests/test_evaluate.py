@@ -1,6 +1,7 @@
 """`hf-descent evaluate` on saved models: the numbers are those of the library's functions, the files are all there."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import (
 
 from hf_descent import cli, evaluate, noise_curve
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
+from hf_descent.evaluation.runs import Run
 from hf_descent.losses import IGNORE_INDEX
 from hf_descent.privacy import PrivacyCurve
 
@@ -44,7 +46,7 @@ def workplace(tmp_path_factory):
             {
                 "noise_gamma": 0.5,
                 "objective": "descent",
-                "arguments": {"objective": "descent", "feasibility_tolerance": 0.25},
+                "arguments": {"objective": "descent", "feasibility_tolerance": 0.25, "seed": 4},
                 "alpha": [0.1] * 3,
                 "initial_loss_bound": 0.7,
                 "num_layers": 3,
@@ -97,7 +99,7 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert "descent against run-0: open" in capsys.readouterr().out
 
 
-def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace):
+def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace, monkeypatch):
     name = workplace / "run-1"
     argv = [
         "evaluate",
@@ -110,11 +112,17 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
         "0",
         "1",
     ]
-    cli.main([*argv, "--profile_gammas", "0", "0.25"])
+    cli.main([*argv, "--profile_gammas", "0", "0.25", "0"])
     clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
     assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
     assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
-    cli.main([*argv, "--profile_gammas", "1", "2", "--noise_sigma", "0.5", "--feasibility_tolerance", "0.5"])
+    kept = {file.name for file in name.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "certify", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cli.main([*argv, "--profile_gammas", "2"])
+    assert {file.name for file in name.iterdir()} == kept
+    cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5", "--feasibility_tolerance", "0.5"])
     assert LayerProfile.from_json(name / "layer_profile_gamma_2.json").tolerance == 0.35
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
     assert not (name / "certificate.json").exists() and not (name / "shift_growth.json").exists()
@@ -133,6 +141,9 @@ def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, mo
     cli.main(["evaluate", "someone/run", "--config", str(workplace / "recipe.yaml"), *flags])
     assert Certificate.from_json(tmp_path / "results" / "run" / "certificate_gamma_0.5.json").gamma == 0.5
     assert NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
+    found, local = Run.load(str(tmp_path / "results" / "run")), Run(str(workplace / "run-1"), None)
+    local.summary = json.loads((workplace / "run-1" / "descent_config.json").read_text())
+    assert (found.seed, found.arm, found.settings) == (4, "descent", local.settings)
 
 
 def test_completions_of_a_language_model(tmp_path):
@@ -196,3 +207,23 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
     run = str(workplace / "run-0")
     with pytest.raises(ValueError, match="overwrite each other"):
         cli.main(["evaluate", run, f"{run}/", "--config", str(workplace / "recipe.yaml"), "--results_dir", "results"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("confidence", 95.0),
+        ("draws", 0),
+        ("private_tokens", 0),
+        ("per_device_eval_batch_size", 0),
+        ("noise_seed", -1),
+        ("feasibility_tolerance", -1.0),
+        ("noise_sigma", 0.0),
+        ("eval_gammas", [0.0, -1.0]),
+        ("profile_gammas", [-1.0]),
+        ("perturbation_rates", [0.5, 2.0]),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` is {re.escape(str(value))}; give "):
+        evaluate.EvaluateArguments(**{name: value})

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace):
     Raises:
         ValueError: runs that cannot be compared, or only some of them with a group's name.
     """
-    named = [word for word in args.runs if "=" in word]
+    named = [word for word in args.runs if "=" in word and not os.path.isdir(word)]  # sweeps name folders so
     runs = args.runs
     if named:
         if len(named) < len(args.runs):

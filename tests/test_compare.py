@@ -1,6 +1,7 @@
 """`hf-descent compare`: what it prints and writes."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -37,6 +38,17 @@ def test_groups_can_be_named(folders, tmp_path, capsys):
     assert "plain against ours: plain is worse" in capsys.readouterr().out
     with pytest.raises(ValueError, match="all of them as GROUP=RUN, or none"):
         cli.main(["compare", named[0], *folders.values()])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_folder_may_have_an_equals_sign_in_its_name(folders, tmp_path, capsys, named):
+    (tmp_path / "sweep").mkdir()
+    words = []
+    for (name, seed), folder in folders.items():
+        shutil.move(folder, tmp_path / "sweep" / f"{name}={seed}")
+        words.append(f"{name}=" * named + f"{tmp_path}/sweep/{name}={seed}")
+    cli.main(["compare", *words, "--output_dir", str(tmp_path / "out")])
+    assert "descent against erm: descent is better" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("named", [False, True])

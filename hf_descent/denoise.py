@@ -62,7 +62,7 @@ class ModelArguments:
         default=4, metadata={"help": "Clips of each split for the classical denoisers; 0 leaves these out."}
     )
     compare_with: str | None = field(
-        default=None, metadata={"help": "Folder of another denoiser of this architecture, for the pictures."}
+        default=None, metadata={"help": "Folder of another denoiser, of the same patches or images, for the pictures."}
     )
     picture_gamma: float = field(default=0.25, metadata={"help": "Noise level of the pictures."})
     overwrite_output_dir: bool = field(
@@ -80,7 +80,7 @@ class ModelArguments:
             )
         if self.loss_gamma is not None and not self.loss_gamma > 0:
             raise ValueError(f"`loss_gamma` is {self.loss_gamma}; give a positive noise level or leave it out.")
-        for name, least in (("noise_draws", 1), ("classical_clips", 0), ("picture_gamma", 0)):
+        for name, least in (("num_layers", 1), ("noise_draws", 1), ("classical_clips", 0), ("picture_gamma", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; give at least {least}.")
 
@@ -150,15 +150,16 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     animation, `strip.png` and `clip.gif`.
 
     Raises:
-        ValueError: the videos do not fit the arguments, or the output folder is not empty.
+        ValueError: the videos do not fit the arguments, the output folder is not empty, or the other denoiser takes
+            another input.
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
     if model_args.classical_clips:
         import_restoration()  # which is needed after the training
-    if model_args.compare_with is not None:
-        AutoConfig.from_pretrained(model_args.compare_with)
     set_seed(args.seed)
     task = ImageTask(model_args.model_name_or_path) if model_args.architecture == "vit" else PatchTask(data_args)
+    if model_args.compare_with is not None:
+        check_input(model_args.compare_with, task)  # of a model that is loaded after the training
     with args.main_process_first(desc="decoding the videos"):
         clips = load_clips(data_args)
         rows = {name: draw_rows(task.rows(split), name, data_args) for name, split in clips.items()}
@@ -178,6 +179,26 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     )
     report = partial(report_all, trainer, task, rows, clips, model_args)
     train_and_report(trainer, resume, report, model_args, data_args)
+
+
+def check_input(name: str, task: PatchTask | ImageTask) -> None:
+    """ValueError unless the model saved in `name` is a denoiser that takes what `task` gives."""
+    config = AutoConfig.from_pretrained(name)
+    kind = (config.architectures or ["model of no known class"])[0]
+    if isinstance(task, PatchTask):
+        wanted = f"UT or DUST of `patch_size` {task.patch_size}"
+        fits = kind.endswith("ForVideoDenoising") and config.hidden_size == task.patch_size**2
+    else:
+        wanted, fits = "ViT with the same image processor", kind == ViTForDenoising.__name__
+        if fits:
+            row = {"pixel_values": torch.arange(256, dtype=torch.uint8).view(16, 16)}
+            ours, theirs = (each.collate([row])["pixel_values"] for each in (task, ImageTask(name)))
+            fits = ours.shape == theirs.shape and torch.allclose(ours, theirs)
+    if not fits:
+        raise ValueError(
+            f"`compare_with` is {name!r}, a {kind} that does not take this model's input; give a {wanted}, saved by "
+            "`hf-descent denoise`."
+        )
 
 
 def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:

@@ -21,6 +21,14 @@ from hf_descent.data.patches import patch_rows
 from hf_descent.data.video import VideoArguments, load_clips, split_videos
 from hf_descent.denoise import ImageTask, ModelArguments, PatchTask, draw_rows, measure_sigma, some_clips
 from hf_descent.denoise_report import classical_rmse, plot_strip, save_gif, table
+from hf_descent.models import (
+    DustConfig,
+    DustForVideoDenoising,
+    UTConfig,
+    UTForSequenceClassification,
+    UTForVideoDenoising,
+    ViTForDenoising,
+)
 from hf_descent.tune import without_test_rows
 
 
@@ -138,9 +146,39 @@ def test_another_model_joins_the_pictures(smoke, tmp_path):
     folder = smoke("recipes/smoke/video-ut/erm.yaml", "--classical_clips", "0", "--max_steps", "2")
     alone = Image.open(folder / "clip.gif").size
     other = folder.rename(tmp_path / "descent")  # also under the name of the objective
-    folder = smoke("recipes/smoke/video-ut/descent.yaml", "--classical_clips", "0", "--compare_with", str(other))
+    folder = smoke("recipes/smoke/video-dust/descent.yaml", "--classical_clips", "0", "--compare_with", str(other))
     assert alone == (3 * 32, 32)  # noisy, denoised, clean
     assert Image.open(folder / "clip.gif").size == (4 * 32, 32)
+
+
+@pytest.mark.parametrize("recipe", ["video-ut", "video-dust", "video-vit"])
+def test_another_model_is_asked_for_its_input_before_the_training(smoke, workplace, tmp_path, recipe, monkeypatch):
+    others = {
+        "ut": UTForVideoDenoising(UTConfig(hidden_size=64)),
+        "dust": DustForVideoDenoising(DustConfig(hidden_size=64)),
+        "larger": UTForVideoDenoising(UTConfig(hidden_size=256)),
+        "classifier": UTForSequenceClassification(UTConfig(hidden_size=64)),
+        "vit": ViTForDenoising.from_encoder(str(workplace / "vit")),
+        "bright": ViTForDenoising.from_encoder(str(workplace / "vit")),
+    }
+    for name, model in others.items():
+        model.save_pretrained(tmp_path / name)
+        ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=name != "bright").save_pretrained(
+            tmp_path / name
+        )
+
+    class Loading(Exception):
+        """Of the videos, which comes next."""
+
+    def load(*args):
+        raise Loading
+
+    monkeypatch.setattr("hf_descent.denoise.load_clips", load)
+    for name in others:
+        fits = name in (("vit",) if recipe == "video-vit" else ("ut", "dust"))
+        refused = pytest.raises(ValueError, match=f"`compare_with` is .*{name}', a .*For")
+        with pytest.raises(Loading) if fits else refused:
+            smoke(f"recipes/smoke/{recipe}/erm.yaml", "--classical_clips", "0", "--compare_with", str(tmp_path / name))
 
 
 def test_streaming(smoke):
@@ -284,6 +322,7 @@ def test_pictures(tmp_path):
         ({"architecture": "ut", "model_name_or_path": "x"}, "the others take none"),
         ({"architecture": "ut", "loss_gamma": 0.0}, "`loss_gamma` is 0"),
         ({"architecture": "ut", "noise_draws": 0}, "`noise_draws` is 0"),
+        ({"architecture": "ut", "num_layers": 0}, "`num_layers` is 0"),
     ],
 )
 def test_bad_arguments_are_refused(values, match):

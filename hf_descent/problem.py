@@ -38,7 +38,8 @@ class DescentProblem:
             The constrained layers, 1-based and increasing; consecutive entries constrain each other. `None`: all.
 
     Raises:
-        ValueError: naming the argument, its value and the remedy, when an argument is out of range.
+        ValueError: naming the argument, its value and the remedy, when an argument is out of range; by the methods,
+            when losses or multipliers are not one per layer.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class DescentProblem:
         if num_layers < 1:
             raise ValueError(f"`num_layers` is {num_layers}; the problem needs at least one layer.")
         self.num_layers = num_layers
-        self.alpha = check_alpha(alpha, num_layers)
+        self.alpha = check_alpha(alpha, num_layers, "alpha")
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
 
@@ -68,8 +69,7 @@ class DescentProblem:
 
     def violations(self, layer_losses: torch.Tensor) -> torch.Tensor:
         """g_l = f_l - (1 - alpha_l) f_prev(l) of the losses f `[L]`; `[L]`, 0 at unconstrained layers."""
-        if layer_losses.shape != (self.num_layers,):
-            raise ValueError(f"`layer_losses` has shape {list(layer_losses.shape)}; give [{self.num_layers}].")
+        layer_losses = self._over_layers("layer_losses", layer_losses)
         contraction = self._contraction.to(layer_losses.dtype)
         bounded = torch.cat([layer_losses.new_full((1,), self.initial_loss_bound), layer_losses])  # [1 + layers]
         violations = bounded[self._layers + 1] - contraction * bounded[self._previous]  # [constrained]
@@ -80,6 +80,7 @@ class DescentProblem:
 
         w_l = [l = L] + lambda_l - (1 - alpha_next(l)) lambda_next(l). A weight can be negative.
         """
+        multipliers = self._over_layers("multipliers", multipliers)
         active = multipliers[self._layers]  # [constrained]
         weights = multipliers.new_zeros(1 + self.num_layers)  # [1 + layers], index 0 collects the constant f_0
         weights[-1:].fill_(1.0)  # an assignment would copy from the host
@@ -89,7 +90,7 @@ class DescentProblem:
 
     def lagrangian(self, layer_losses: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
         """f_L + sum_l lambda_l g_l (paper, equation 5); a scalar."""
-        return layer_losses[-1] + multipliers @ self.violations(layer_losses)
+        return layer_losses[-1] + self._over_layers("multipliers", multipliers) @ self.violations(layer_losses)
 
     def max_violation(self, layer_losses: torch.Tensor) -> torch.Tensor:
         """The largest violation over the constrained layers, in units of the loss; a scalar tensor."""
@@ -108,22 +109,30 @@ class DescentProblem:
             "constrained_layers": self.constrained_layers,
         }
 
+    def _over_layers(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        if values.shape != (self.num_layers,):
+            raise ValueError(f"`{name}` has shape {list(values.shape)}; give [{self.num_layers}].")
+        # In whole numbers 1 - alpha would be 0.
+        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
-def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -> list[float]:
+
+def check_alpha(
+    alpha: float | Sequence[float], num_layers: int | None = None, name: str = "descent_alpha"
+) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
     try:
         values = (
             [float(alpha)] * (num_layers or 1) if not isinstance(alpha, list | tuple) else [float(a) for a in alpha]
         )
     except (TypeError, ValueError):
-        raise ValueError(f"`descent_alpha` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
+        raise ValueError(f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
     if num_layers is not None and len(values) != num_layers:
         raise ValueError(
-            f"`descent_alpha` has {len(values)} values but the model has {num_layers} layers; give one number or one "
-            "per layer."
+            f"`{name}` has {len(values)} values but the model has {num_layers} layers; give one number or one per "
+            "layer."
         )
     if not values or not all(0.0 < a < 1.0 for a in values):
-        raise ValueError(f"`descent_alpha` is {alpha}; every step size must lie strictly between 0 and 1.")
+        raise ValueError(f"`{name}` is {alpha}; every step size must lie strictly between 0 and 1.")
     return values
 
 

@@ -38,6 +38,21 @@ def test_weights_of_three_layers_by_hand():
     assert weights.tolist() == pytest.approx([1 - 0.8 * 2, 2 - 0.5 * 4, 1 + 4])
 
 
+def test_whole_numbers_are_no_reason_to_round():
+    problem, losses, multipliers = DescentProblem(0.3, 4.0, 3), torch.tensor([3, 2, 1]), torch.tensor([1, 2, 3])
+    assert problem.violations(losses).tolist() == pytest.approx([0.2, -0.1, -0.4])
+    assert problem.weights(multipliers).tolist() == pytest.approx([1 - 0.7 * 2, 2 - 0.7 * 3, 1 + 3])
+    assert problem.lagrangian(losses, multipliers).item() == pytest.approx(-0.2, abs=1e-6)
+
+
+def test_losses_and_multipliers_are_one_per_layer():
+    problem = DescentProblem(0.3, 4.0, 3)
+    with pytest.raises(ValueError, match=r"`layer_losses` has shape \[2\]; give \[3\]"):
+        problem.violations(torch.ones(2))
+    with pytest.raises(ValueError, match=r"`multipliers` has shape \[5\]; give \[3\]"):
+        problem.weights(torch.ones(5))
+
+
 def test_a_weight_can_be_negative_and_no_multiplier_means_the_last_loss_alone():
     problem = DescentProblem(0.1, 1.0, 3)
     assert problem.weights(torch.tensor([0.0, 0.0, 2.0]))[1].item() == pytest.approx(-1.8)
@@ -58,10 +73,10 @@ def test_feasibility_counts_constrained_layers_only():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((0.0, 1.0, 3), "descent_alpha"),
-        ((1.0, 1.0, 3), "descent_alpha"),
-        (([0.1, 0.2], 1.0, 3), "2 values but the model has 3 layers"),
-        (([0.1, 0.2, float("nan")], 1.0, 3), "descent_alpha"),
+        ((0.0, 1.0, 3), "`alpha` is 0.0"),
+        ((1.0, 1.0, 3), "`alpha` is 1.0"),
+        (([0.1, 0.2], 1.0, 3), "`alpha` has 2 values but the model has 3 layers"),
+        (([0.1, 0.2, float("nan")], 1.0, 3), "`alpha` is "),
         ((0.1, 0.0, 3), "initial_loss_bound"),
         ((0.1, 1e13, 3), "initial_loss_bound"),
         ((0.1, 1.0, 0), "num_layers"),

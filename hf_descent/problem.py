@@ -16,6 +16,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -120,10 +121,9 @@ def check_alpha(
     alpha: float | Sequence[float], num_layers: int | None = None, name: str = "descent_alpha"
 ) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
+    values = plain(alpha)
     try:
-        values = (
-            [float(alpha)] * (num_layers or 1) if not isinstance(alpha, list | tuple) else [float(a) for a in alpha]
-        )
+        values = [float(a) for a in values] if isinstance(values, list) else [float(values)] * (num_layers or 1)
     except (TypeError, ValueError):
         raise ValueError(f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
     if num_layers is not None and len(values) != num_layers:
@@ -138,30 +138,39 @@ def check_alpha(
 
 def check_initial_loss_bound(bound: float) -> float:
     """`bound` as a float within float32's reach; ValueError otherwise."""
-    if not (isinstance(bound, int | float) and SMALLEST <= bound <= LARGEST):
+    value = plain(bound)
+    if not (isinstance(value, int | float) and SMALLEST <= value <= LARGEST):
         raise ValueError(
             f"`initial_loss_bound` is {bound}; f_0 must be positive and finite, between {SMALLEST:g} and {LARGEST:g}: "
             "use the loss of the best constant predictor (log of the number of classes for balanced classification) "
             "or 'auto'."
         )
-    return float(bound)
+    return float(value)
 
 
 def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | None = None) -> list[int] | None:
     """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
     if layers is None:
         return None if num_layers is None else list(range(1, num_layers + 1))
+    values = plain(layers)
     if (
-        not isinstance(layers, list | tuple | range)
-        or not layers
-        or any(not isinstance(layer, int) for layer in layers)
-        or any(b <= a for a, b in zip([0, *layers], layers, strict=False))
+        not isinstance(values, list)
+        or not values
+        or any(not isinstance(layer, int) for layer in values)
+        or any(b <= a for a, b in zip([0, *values], values, strict=False))
     ):
         raise ValueError(
             f"`constrained_layers` is {layers!r}; give a list of at least one layer: integers, 1-based and increasing."
         )
-    if num_layers is not None and layers[-1] > num_layers:
+    if num_layers is not None and values[-1] > num_layers:
         raise ValueError(
-            f"`constrained_layers` names layer {layers[-1]} but the model has {num_layers} layers; layers are 1-based."
+            f"`constrained_layers` names layer {values[-1]} but the model has {num_layers} layers; layers are 1-based."
         )
-    return list(layers)
+    return values
+
+
+def plain(value: Any) -> Any:
+    """`value` in Python's own numbers and lists, where it is an array, a number of one, or a sequence; else itself."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [plain(item) for item in value] if isinstance(value, list | tuple | range) else value

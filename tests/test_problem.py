@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,7 +92,14 @@ def test_bad_input_names_the_argument(arguments, match):
         DescentProblem(*arguments)
 
 
-@pytest.mark.parametrize("layers", [3, [1, 2.0], [], [2, 1], "1"])
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_arrays_and_their_numbers_are_taken_as_python_s_own(array):
+    problem = DescentProblem(array([0.25, 0.5, 0.75]), array(1.5), 3, [array(1), array(3)])
+    assert repr(problem.state_dict()) == repr(DescentProblem([0.25, 0.5, 0.75], 1.5, 3, [1, 3]).state_dict())
+    assert DescentProblem(array(0.5), 1.0, 3, array([1, 3])).alpha == [0.5] * 3
+
+
+@pytest.mark.parametrize("layers", [3, [1, 2.0], (), (2, 1), "1"])
 def test_bad_constrained_layers_are_shown_as_they_were_given(layers):
     with pytest.raises(ValueError, match=re.escape(f"`constrained_layers` is {layers!r}; ") + ".*integers"):
         DescentProblem(0.1, 1.0, 3, layers)

@@ -1,5 +1,6 @@
 """Arguments of the descent objective, mixed into the ecosystem's training arguments."""
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -13,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .objectives import MEASURING, OBJECTIVES, UNCONSTRAINED
-from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound
+from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound, plain
 
 
 # Take a number, a list or a word; on a command line, as JSON. Those that are lists alone take several words as well.
@@ -321,18 +322,15 @@ def _as_float(name: str, value: Any) -> float:
 
 def _parse(name: str, value: Any) -> Any:
     """A Python value from itself, an array, its JSON text or texts; "auto", None and a folder of multipliers stay."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
+    value = plain(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
-    if isinstance(value, tuple | list):
-        items = [item.item() if hasattr(item, "item") else _parse(name, item) for item in value]
+    if isinstance(value, list):
+        items = [_parse(name, item) for item in value]
         return items[0] if len(items) == 1 and isinstance(items[0], list) else items
     if not isinstance(value, str) or value == "auto" or (name == "fixed_multipliers" and not value.startswith("[")):
         return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        raise ValueError(
-            f"`{name}` is {value!r}; give a number, a list or 'auto', as JSON on a command line."
-        ) from None
+    for read in (json.loads, float):  # JSON has neither `.5` nor `1.`
+        with contextlib.suppress(ValueError):
+            return read(value)
+    raise ValueError(f"`{name}` is {value!r}; give a number, a list or 'auto', as JSON on a command line.")

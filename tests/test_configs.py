@@ -45,10 +45,20 @@ def test_lists_are_given_as_words_too(tmp_path):
         parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", "--eval_gammas", "0", "half"])
 
 
+def test_a_command_line_s_numbers_need_no_digit_on_either_side_of_the_point(tmp_path):
+    flags = "--noise_gamma .5 --eval_gammas 0 .5 --descent_alpha .1 --initial_loss_bound 1."
+    (args,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses([f"--output_dir={tmp_path}", *flags.split()])
+    assert (args.noise_gamma, args.eval_gammas) == (0.5, [0, 0.5])
+    assert (args.descent_alpha, args.initial_loss_bound) == (0.1, 1.0)
+
+
 def test_numbers_of_any_kind_become_python_s_own(tmp_path):
-    alpha, levels = torch.full((3,), 0.25), [np.float32(0.5)]
-    args = DescentConfig(str(tmp_path), dual_learning_rate=1, descent_alpha=alpha, eval_gammas=levels)
-    assert repr([args.dual_learning_rate, args.descent_alpha, args.eval_gammas]) == "[1.0, [0.25, 0.25, 0.25], [0.5]]"
+    alpha, levels, layers = torch.full((3,), 0.25), [np.float32(0.5)], range(2, 4)
+    given = {"descent_alpha": alpha, "eval_gammas": levels, "constrained_layers": layers}
+    args = DescentConfig(str(tmp_path), dual_learning_rate=1, **given)
+    assert repr([args.dual_learning_rate, *(getattr(args, name) for name in given)]) == (
+        "[1.0, [0.25, 0.25, 0.25], [0.5], [2, 3]]"
+    )
 
 
 @pytest.mark.parametrize(("gamma", "upper"), [(0.5, 0.5), ([0.0, 1.5], 1.5), ([0.5, 0.5], 0.5)])

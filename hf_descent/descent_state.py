@@ -350,13 +350,16 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def write_summary(folder: str, summary: dict) -> None:
-    """Write `descent_config.json` beside the weights: `summary` and, where it has none, the libraries' versions."""
+    """Write `descent_config.json` beside the weights, whole or not at all: `summary` and, where it has none, the
+    libraries' versions."""
     libraries = (hf_descent, torch, transformers)
     summary = {"versions": {library.__name__: str(library.__version__) for library in libraries}} | summary
     # FSDP writes sharded weights later, and so makes no folder for whole ones.
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, SUMMARY_NAME), "w", encoding="utf-8") as file:
+    path = os.path.join(folder, SUMMARY_NAME)
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
         json.dump(summary, file, indent=2)
+    os.replace(f"{path}.tmp", path)
 
 
 def is_stale(path: str | os.PathLike, summary: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from tiny import InOrder, bert, classification_data, config, llama
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
-from hf_descent.descent_state import DescentState
+from hf_descent.descent_state import DescentState, read_summary, write_summary
 
 
 DATA = classification_data()
@@ -218,6 +219,28 @@ def test_auto_does_not_put_off_the_checks_to_the_end_of_warm_up(tmp_path, argume
     with pytest.raises(ValueError, match="layer"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_numbers_of_any_kind_can_be_saved(tmp_path, objective):
+    numbers = {
+        "weight_decay": np.float32(0.5), "num_train_epochs": np.int64(1), "learning_rate": torch.tensor(0.25),
+        "max_grad_norm": np.float32(2), "max_steps": np.int64(-1),
+    }  # fmt: skip
+    args = config(tmp_path, objective=objective, save_strategy="steps", save_steps=1, **numbers)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA[:16])
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        saved = read_summary(folder)["arguments"]
+        assert {name: saved[name] for name in numbers} == numbers
+
+
+def test_what_cannot_be_written_leaves_the_summary_before_it_whole(tmp_path):
+    write_summary(tmp_path, {"seed": 1})
+    with pytest.raises(TypeError):
+        write_summary(tmp_path, {"seed": 2, "command": object()})
+    assert read_summary(tmp_path)["seed"] == 1
 
 
 def test_a_warm_up_longer_than_the_run_is_said(tmp_path, caplog):

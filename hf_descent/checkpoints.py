@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
 from transformers.utils import logging
 
-from .configs import BY_RANK, DescentArguments
+from .configs import BY_RANK, OF_LAYERS, DescentArguments
 from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
 from .noise import inner_model
 from .problem import plain
@@ -54,12 +54,6 @@ class CheckpointMixin:
     command: Mapping[str, Any] = MappingProxyType({})
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        stops_early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
-        if stops_early and self.args.metric_for_best_model in BY_RANK:
-            raise ValueError(
-                "`metric_for_best_model` is 'best_candidate', a rank among evaluations; EarlyStoppingCallback needs "
-                "a metric: choose by 'feasible_score'."
-            )
         if resume_from_checkpoint is True:
             newest = None
             if self.args.process_index == 0:
@@ -81,6 +75,30 @@ class CheckpointMixin:
             if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
                 handle.remove()
 
+    def _check_choice(self) -> None:
+        """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
+        chosen_by = self.args.metric_for_best_model or ""
+        stops_early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        if stops_early and chosen_by in BY_RANK:
+            raise ValueError(
+                "`metric_for_best_model` is 'best_candidate', a rank among evaluations; EarlyStoppingCallback needs "
+                "a metric: choose by 'feasible_score'."
+            )
+        if self.args.eval_strategy == "no":
+            return
+        if OF_LAYERS.search(chosen_by) and not self._reads_layers:
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, but `objective='erm'` reads no layers: choose by the loss."
+            )
+        metric = chosen_by.removeprefix("eval_")
+        if OF_LAYERS.fullmatch(metric) and isinstance(self.eval_dataset, dict):
+            metric = "feasible_score" if chosen_by in BY_RANK else metric
+            of_one = " or ".join(repr(f"{name}_{metric}") for name in self.eval_dataset)
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, but with several `eval_dataset` a metric is of one of "
+                f"them: choose by {of_one}, or give one `eval_dataset`."
+            )
+
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         self._save_dual_state(output_dir)
@@ -101,7 +119,7 @@ class CheckpointMixin:
         if "eval_feasible" not in metrics:
             raise ValueError(
                 f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, but the evaluation has no "
-                "`eval_max_violation`: give one `eval_dataset`, not several, and an `objective` with constraints."
+                "`eval_max_violation`: give an `eval_dataset` with labels."
             )
         # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
         seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}

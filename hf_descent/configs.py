@@ -27,6 +27,8 @@ JSON_ARGUMENTS = (
     "eval_gammas",
 )
 BY_RANK = ("best_candidate", "eval_best_candidate")  # names of a choice that is no metric
+# What an evaluation that reads no layers has not, nor one of several data sets without the name of a set before it.
+OF_LAYERS = re.compile(r"(layer_loss_\d+|max_violation|feasible|feasible_score|best_candidate)$")
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
 
@@ -250,9 +252,11 @@ class DescentArguments:
             )
         by_constraints = chosen_by.endswith(("feasible_score", "best_candidate")) and self.eval_strategy != "no"
         if by_constraints and self.is_auto and self.objective in UNCONSTRAINED:
+            # Given numbers, "erm" still reads no layers to hold against them.
+            numbers = "" if self.objective == "erm" else "give both as numbers, or "
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, but `objective={self.objective!r}` has no constraints if "
-                "`descent_alpha` or `initial_loss_bound` is 'auto': give both as numbers, or choose by 'eval_loss'."
+                f"`descent_alpha` or `initial_loss_bound` is 'auto': {numbers}choose by 'eval_loss'."
             )
         if self.is_auto and self.dual_warmup_steps == 0 and self.objective in MEASURING:
             raise ValueError(

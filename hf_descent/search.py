@@ -16,6 +16,11 @@ class SearchMixin:
                 raise ValueError(
                     f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
                 )
+            if self._reads_layers and isinstance(self.eval_dataset, dict):
+                raise ValueError(
+                    f"`eval_dataset` has several data sets ({', '.join(map(str, self.eval_dataset))}), and the "
+                    "default objective is the loss of one; pass `compute_objective`, a function of their metrics."
+                )
             compute_objective = _DefaultObjective()
         return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
 

@@ -314,6 +314,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
         self.args.check_descent_arguments()
         self._follow_layers()
+        self._check_choice()
         self._state = self._readout = self._noise = self._takes_items = None
         self._layer_sums = self._eval_sums = self._items = None
         self._step_starts.clear()

@@ -118,7 +118,7 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"metric_for_best_model": "best_candidate", "lr_scheduler_type": "reduce_lr_on_plateau"}, "on_plateau"),
         (
             {"objective": "erm", "metric_for_best_model": "a_feasible_score", "eval_strategy": "epoch"},
-            "metric_for_best_model.*has no constraints",
+            "metric_for_best_model.*has no constraints.*is 'auto': choose by 'eval_loss'",
         ),
         ({"readout_gradient_threshold": 0.01, "label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     ],

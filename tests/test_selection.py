@@ -102,13 +102,44 @@ def test_patience_with_feasibility_does_not_run_out_in_warm_up(tmp_path):
     assert trainer.problem is not None and trainer.state.best_global_step >= 8
 
 
-@pytest.mark.parametrize("case", ["no constraints", "several data sets"])
-def test_a_run_without_candidates_says_so(tmp_path, case):
-    data = classification_data(16)
-    args = config(
-        tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, metric_for_best_model="best_candidate",
-        objective="erm" if case == "no constraints" else "descent",
-    )  # fmt: skip
-    held_out = {"a": data, "b": data} if case == "several data sets" else data
-    with pytest.raises(ValueError, match="has no `eval_max_violation`: give one `eval_dataset`"):
-        DescentTrainer(bert(num_layers=2), args, train_dataset=data, eval_dataset=held_out).train()
+DATA = classification_data(16)
+WITHOUT_LABELS = [{name: value for name, value in row.items() if name != "labels"} for row in DATA]
+
+
+def choosing_trainer(tmp_path, metric, held_out, **settings):
+    args = config(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, metric_for_best_model=metric, **settings)
+    return DescentTrainer(bert(num_layers=2), args, train_dataset=DATA, eval_dataset=held_out)
+
+
+@pytest.mark.parametrize(
+    ("objective", "held_out", "metric", "match"),
+    [
+        *(("erm", DATA, metric, "'erm'` reads no layers: choose by the loss")
+          for metric in ("feasible_score", "eval_best_candidate", "layer_loss_2", "max_violation")),
+        ("erm", {"a": DATA, "b": DATA}, "a_feasible_score", "reads no layers"),
+        ("descent", {"a": DATA, "b": DATA}, "eval_max_violation", "choose by 'a_max_violation' or 'b_max_violation'"),
+        ("descent", {"a": DATA}, "best_candidate", "choose by 'a_feasible_score', or give one `eval_dataset`"),
+    ],
+)  # fmt: skip
+def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(
+    tmp_path, objective, held_out, metric, match
+):
+    trainer = choosing_trainer(tmp_path, metric, held_out, objective=objective)
+    with pytest.raises(ValueError, match=f"`metric_for_best_model` is '{metric}'.*{match}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_a_choice_is_refused_by_what_a_trial_makes_of_the_settings(tmp_path):
+    pytest.importorskip("optuna")
+    trainer = choosing_trainer(tmp_path, "a_feasible_score", {"a": DATA, "b": DATA}, objective="erm")
+    trainer.model_init = lambda: bert(num_layers=2)
+    best = trainer.hyperparameter_search(
+        lambda trial: {"objective": "descent"}, lambda metrics: metrics["eval_a_feasible_score"], n_trials=1
+    )
+    assert best.objective == trainer.state.best_metric
+
+
+def test_a_run_without_candidates_says_so(tmp_path):
+    with pytest.raises(ValueError, match="has no `eval_max_violation`: give an `eval_dataset` with labels"):
+        choosing_trainer(tmp_path, "best_candidate", WITHOUT_LABELS).train()

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .configs import BY_RANK, OF_LAYERS, DescentArguments
 from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
 from .noise import inner_model
-from .problem import plain
+from .problem import as_python
 from .selection import best_candidate
 
 
@@ -216,7 +216,7 @@ class CheckpointMixin:
 def training_arguments(args: DescentArguments) -> dict:
     """The arguments that make one way of training another, the seed among them, in JSON values."""
     names = [argument.name for argument in dataclasses.fields(DescentArguments)]
-    return {name: plain(getattr(args, name)) for name in [*names, *TRAINING_ARGUMENTS]}
+    return {name: as_python(getattr(args, name)) for name in [*names, *TRAINING_ARGUMENTS]}
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from .objectives import MEASURING, OBJECTIVES, UNCONSTRAINED
-from .problem import LARGEST, SMALLEST, check_alpha, check_constrained_layers, check_initial_loss_bound, plain
+from .problem import LARGEST, SMALLEST, as_python, check_alpha, check_constrained_layers, check_initial_loss_bound
 
 
 # Take a number, a list or a word; on a command line, as JSON. Those that are lists alone take several words as well.
@@ -326,7 +326,7 @@ def _as_float(name: str, value: Any) -> float:
 
 def _parse(name: str, value: Any) -> Any:
     """A Python value from itself, an array, its JSON text or texts; "auto", None and a folder of multipliers stay."""
-    value = plain(value)
+    value = as_python(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, list):

@@ -121,7 +121,7 @@ def check_alpha(
     alpha: float | Sequence[float], num_layers: int | None = None, name: str = "descent_alpha"
 ) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
-    values = plain(alpha)
+    values = as_python(alpha)
     try:
         values = [float(a) for a in values] if isinstance(values, list) else [float(values)] * (num_layers or 1)
     except (TypeError, ValueError):
@@ -138,7 +138,7 @@ def check_alpha(
 
 def check_initial_loss_bound(bound: float) -> float:
     """`bound` as a float within float32's reach; ValueError otherwise."""
-    value = plain(bound)
+    value = as_python(bound)
     if not (isinstance(value, int | float) and SMALLEST <= value <= LARGEST):
         raise ValueError(
             f"`initial_loss_bound` is {bound}; f_0 must be positive and finite, between {SMALLEST:g} and {LARGEST:g}: "
@@ -152,7 +152,7 @@ def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | Non
     """`layers` as an increasing list of 1-based layers (all of them for `None`); ValueError otherwise."""
     if layers is None:
         return None if num_layers is None else list(range(1, num_layers + 1))
-    values = plain(layers)
+    values = as_python(layers)
     if (
         not isinstance(values, list)
         or not values
@@ -169,8 +169,8 @@ def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | Non
     return values
 
 
-def plain(value: Any) -> Any:
+def as_python(value: Any) -> Any:
     """`value` in Python's own numbers and lists, where it is an array, a number of one, or a sequence; else itself."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return [plain(item) for item in value] if isinstance(value, list | tuple | range) else value
+    return [as_python(item) for item in value] if isinstance(value, list | tuple | range) else value

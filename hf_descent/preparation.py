@@ -211,6 +211,8 @@ class PreparationMixin:
         scores = torch.arange(classes, device=logits.device).sin().repeat(len(some), 1)
         try:
             loss = float(loss_fn(scores, some))
+        except TypeError:  # no loss at all, whatever f_0 is
+            raise
         except Exception as error:
             raise _unmeasurable(f"a loss function that fails on constant logits ({error})") from error
         entropy = (F.binary_cross_entropy_with_logits if multi_label else F.cross_entropy)(scores, some).item()
@@ -225,7 +227,7 @@ class PreparationMixin:
         items = (labels != IGNORE_INDEX).sum()
         for _ in range(dim - logits.dim()):
             logits, labels = logits[None], labels[None]
-        return self.compute_loss_func(ModelOutput(logits=logits), labels, num_items_in_batch=items)
+        return self._task_loss(self.model, ModelOutput(logits=logits), labels, items)
 
     @torch.no_grad()
     def _loss_scale(self, model, inputs, labels, logits) -> float:

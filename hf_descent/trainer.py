@@ -251,7 +251,14 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
     def _task_loss(self, model, outputs, labels, items=None) -> torch.Tensor:
         """The loss that Trainer would take from these outputs."""
         if self.compute_loss_func is not None:
-            return loss_of_ones_own(self.compute_loss_func, model, outputs, labels, items)
+            loss = loss_of_ones_own(self.compute_loss_func, model, outputs, labels, items)
+            if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
+                kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+                raise TypeError(
+                    f"`layer_loss_fn` returned {kind} for the outputs of one layer; return a floating-point tensor "
+                    "without dimensions, such as the mean over the batch."
+                )
+            return loss
         if self.label_smoother is not None and labels is not None:
             return self.label_smoother(
                 outputs, labels, shift_labels=self._loss_shifts_labels, num_items_in_batch=items
@@ -355,11 +362,12 @@ class DescentTrainer(DescentMixin, Trainer):
             place of the model's own tail, e.g. one linear layer on the first token.
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
-            model's own where not given. The same contract as `compute_loss_func`.
+            model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.
 
     Raises:
         ValueError: the model, the loss or a setting is one with which its layers cannot be constrained; when the
             trainer is made, or on the first batch, of training or evaluation.
+        TypeError: `layer_loss_fn` returns anything but a floating-point scalar tensor.
 
     Example:
 

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from architectures import AUDIO, build
 from tiny import bert, classification_data, config, language_data, llama
 from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
@@ -69,6 +70,29 @@ def test_a_loss_of_ones_own_that_asks_for_what_a_layer_does_not_have_is_named(tm
     trainer = DescentTrainer(model, config(tmp_path), train_dataset=classification_data(8), layer_loss_fn=by_states)
     with pytest.raises(ValueError, match=r"BertForSequenceClassification returns at one layer .*'hidden_states'"):
         trainer.train()
+
+
+@pytest.mark.parametrize("bound", [1.0, "auto"])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda loss: loss.repeat(8), r"torch.float32 of shape \[8\]"),
+        (lambda loss: loss[None], r"torch.float32 of shape \[1\]"),
+        (lambda loss: loss.long(), r"torch.int64 of shape \[\]"),
+        (lambda loss: 0.5, "0.5"),
+        (lambda loss: None, "None"),
+    ],
+)
+def test_a_loss_of_ones_own_is_a_scalar(tmp_path, wrong, named, bound):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return wrong(F.cross_entropy(outputs["logits"], labels))
+
+    args, data = config(tmp_path, initial_loss_bound=bound, dual_warmup_steps=1), classification_data(8)
+    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss)
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(TypeError, match=f"`layer_loss_fn` returned {named} for .*; return a floating-point"):
+            run()
+    assert trainer.state.global_step == 0
 
 
 def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .data.video import layout_patterns
+from .problem import as_python
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -54,13 +55,14 @@ def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict
             are `int`, or more than two values, of which one is taken. `RANGES` where not given.
 
     Raises:
-        ValueError: a range of fewer than two values, of two in descending order, or with one that is not positive.
+        ValueError: a range of fewer than two values, of two in descending order, or with one that is no positive
+            number.
     """
     space = {}
     for name, values in (RANGES if ranges is None else ranges).items():
-        check_range(name, values)
+        values = check_range(name, values)
         if len(values) > 2:
-            space[name] = trial.suggest_categorical(name, list(values))
+            space[name] = trial.suggest_categorical(name, values)
         elif all(isinstance(value, int) for value in values):
             space[name] = trial.suggest_int(name, *values, log=True)
         else:
@@ -68,13 +70,17 @@ def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict
     return space
 
 
-def check_range(name: str, values: Sequence[float]) -> None:
-    """ValueError for a range that cannot be searched."""
-    positive = all(0 < value < math.inf for value in values)
-    if not positive or len(set(values)) < 2 or (len(values) == 2 and values[0] > values[1]):
+def check_range(name: str, values: Sequence[float]) -> list[float]:
+    """The values of a range in Python's own numbers; ValueError where it cannot be searched."""
+    found = as_python(values)
+    positive = isinstance(found, list) and all(
+        isinstance(value, int | float) and 0 < value < math.inf for value in found
+    )
+    if not positive or len(set(found)) < 2 or (len(found) == 2 and found[0] > found[1]):
         raise ValueError(
-            f"The range of `{name}` is {values}; give two positive values, the least first, or more to choose from."
+            f"The range of `{name}` is {values}; give two positive numbers, the least first, or more to choose from."
         )
+    return found
 
 
 def noisy_objective(trainer, gamma: float, **settings) -> Callable[[Mapping[str, float]], float]:

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from subprocess import PIPE
 from types import SimpleNamespace
 
+import numpy as np
 import optuna
 import pytest
 from test_recipes import save_tiny_model, write_rows
@@ -40,8 +42,11 @@ def test_values_lie_in_their_ranges():
         found = [value[name] for value in values]
         assert low <= min(found) < (low * high) ** 0.5 < max(found) <= high
     assert hp_space(optuna.create_study().ask(), {"resilience": [1, 2, 4]})["resilience"] in (1, 2, 4)
-    with pytest.raises(ValueError, match="The range of `resilience` is"):
-        hp_space(study.ask(), {"resilience": [0.0, 0.2]})
+    epochs = [hp_space(study.ask(), {"num_train_epochs": np.array([1, 3])})["num_train_epochs"] for _ in range(9)]
+    assert {type(value) for value in epochs} == {int} and set(epochs) <= {1, 2, 3}
+    for values in ([0.0, 0.2], ["adam", "sgd"], "adam", 3):
+        with pytest.raises(ValueError, match=f"The range of `resilience` is {re.escape(str(values))}; give two pos"):
+            hp_space(study.ask(), {"resilience": values})
 
 
 def test_trainers_search_takes_space_and_objective(tmp_path):

@@ -130,7 +130,7 @@ def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
-def test_a_choice_is_refused_by_what_a_trial_makes_of_the_settings(tmp_path):
+def test_a_choice_is_judged_by_what_a_trial_makes_of_the_settings(tmp_path):
     pytest.importorskip("optuna")
     trainer = choosing_trainer(tmp_path, "a_feasible_score", {"a": DATA, "b": DATA}, objective="erm")
     trainer.model_init = lambda: bert(num_layers=2)

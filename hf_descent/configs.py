@@ -310,9 +310,9 @@ def upper_level(noise_gamma: float | list[float] | None) -> float | None:
 def levels_of(name: str, levels: Any) -> list[float]:
     """The noise levels in the argument `name`: one number, or several in a sequence, an array or a tensor; ValueError
     where they are no numbers."""
-    plain = levels.tolist() if hasattr(levels, "tolist") else levels
+    found = as_python(levels)
     try:
-        return [float(level) for level in (plain if isinstance(plain, Iterable) else [plain])]
+        return [float(level) for level in (found if isinstance(found, Iterable) else [found])]
     except (TypeError, ValueError):
         raise ValueError(f"`{name}` is {levels!r}; give a noise level, or several: numbers, not negative.") from None
 

@@ -86,14 +86,16 @@ class CheckpointMixin:
             )
         if self.args.eval_strategy == "no":
             return
-        if OF_LAYERS.search(chosen_by) and not self._reads_layers:
+        metric = chosen_by.removeprefix("eval_")
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        of_sets = (metric, *(metric.removeprefix(f"{name}_") for name in sets))
+        if any(map(OF_LAYERS.fullmatch, of_sets)) and not self._reads_layers:
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, but `objective='erm'` reads no layers: choose by the loss."
             )
-        metric = chosen_by.removeprefix("eval_")
-        if OF_LAYERS.fullmatch(metric) and isinstance(self.eval_dataset, dict):
+        if OF_LAYERS.fullmatch(metric) and sets:
             metric = "feasible_score" if chosen_by in BY_RANK else metric
-            of_one = " or ".join(repr(f"{name}_{metric}") for name in self.eval_dataset)
+            of_one = " or ".join(repr(f"{name}_{metric}") for name in sets)
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, but with several `eval_dataset` a metric is of one of "
                 f"them: choose by {of_one}, or give one `eval_dataset`."

@@ -28,7 +28,7 @@ JSON_ARGUMENTS = (
 )
 BY_RANK = ("best_candidate", "eval_best_candidate")  # names of a choice that is no metric
 # What an evaluation that reads no layers has not, nor one of several data sets without the name of a set before it.
-OF_LAYERS = re.compile(r"(layer_loss_\d+|max_violation|feasible|feasible_score|best_candidate)$")
+OF_LAYERS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score|best_candidate")
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
 

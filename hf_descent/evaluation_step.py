@@ -8,6 +8,7 @@ from transformers.utils import logging
 
 from .configs import levels_of
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from .evaluation.sums import fingerprint_of_functions
 
 
 logger = logging.get_logger(__name__)
@@ -105,14 +106,12 @@ class EvaluationMixin:
         gammas = [] if gammas is None else levels_of("gammas", gammas)
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
-        model = self.accelerator.unwrap_model(self.model)
+        model = self._evaluated_model()
         settings = self._evaluation_settings(model) | {
             "sigma": self.noise_sigma(model),
             "gamma_train": self.args.gamma_train,
         }
-        data = self._held_out(eval_dataset)
-        with self.accelerator.autocast():  # a model that was not prepared yet has none of its own
-            curve = noise_curve(model, data, gammas, **{**settings, **kwargs})
+        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         self._noise_curve = curve
         return curve
@@ -130,17 +129,21 @@ class EvaluationMixin:
         Raises:
             ValueError: no data, or as [`layer_profile`].
         """
-        model = self.accelerator.unwrap_model(self.model)
+        model = self._evaluated_model()
         settings = self._evaluation_settings(model)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         if self.problem is not None:
             tolerance = self.args.feasibility_tolerance * self.problem.initial_loss_bound
             settings |= {"problem": self.problem, "tolerance": tolerance}
-        data = self._held_out(eval_dataset)
-        with self.accelerator.autocast():
-            self._layer_profile = layer_profile(model, data, **{**settings, **kwargs})
+        self._layer_profile = layer_profile(model, self._held_out(eval_dataset), **{**settings, **kwargs})
         return self._layer_profile
+
+    def _evaluated_model(self):
+        """The model as `evaluate` runs it: before its first turn, mixed precision is not yet in its forward."""
+        if not (self.accelerator._models or self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        return self.accelerator.unwrap_model(self.model)
 
     def _evaluation_settings(self, model) -> dict:
         own_loss = self.compute_loss_func is not None or self.label_smoother is not None
@@ -148,7 +151,7 @@ class EvaluationMixin:
             "data_collator": self.data_collator,
             "batch_size": self.args.eval_batch_size,
             "label_names": self.label_names,
-            "layer_loss_fn": partial(self._task_loss, model) if own_loss else None,
+            "layer_loss_fn": _TaskLoss(self, model) if own_loss else None,
             "readout": self._readout_fn,
             "remove_unused_columns": self.args.remove_unused_columns,
             # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
@@ -166,3 +169,19 @@ class EvaluationMixin:
         if dataset is None or isinstance(dataset, dict | str):
             raise ValueError(f"`eval_dataset` is {dataset!r}; give one dataset.")
         return dataset
+
+
+class _TaskLoss:
+    """`_task_loss` of a trainer for the evaluation functions; known, in a kept noise curve, by what decides it."""
+
+    def __init__(self, trainer, model):
+        self.trainer, self.model = trainer, model
+
+    def __call__(self, outputs, labels, items=None) -> torch.Tensor:
+        return self.trainer._task_loss(self.model, outputs, labels, items)
+
+    def __reduce__(self):
+        own = fingerprint_of_functions(self.trainer.compute_loss_func)
+        if own is None:
+            raise TypeError("a loss function that cannot be compared")
+        return _TaskLoss, (own, (self.trainer.label_smoother, self.trainer._loss_shifts_labels))

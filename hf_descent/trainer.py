@@ -255,8 +255,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
                 kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
                 raise TypeError(
-                    f"`layer_loss_fn` returned {kind} for the outputs of one layer; return a floating-point tensor "
-                    "without dimensions, such as the mean over the batch."
+                    f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
+                    "floating-point tensor without dimensions, such as the mean over the batch."
                 )
             return loss
         if self.label_smoother is not None and labels is not None:

@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
+from .configs import DescentConfig
 from .data.video import layout_patterns
 from .problem import as_python
 
@@ -51,19 +52,19 @@ def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict
 
     Args:
         trial (`optuna.Trial`): suggests the values.
-        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, of whole numbers where both
-            are `int`, or more than two values, of which one is taken. `RANGES` where not given.
+        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, whole numbers for settings
+            that are, or more than two values, of which one is taken. `RANGES` where not given.
 
     Raises:
         ValueError: a range of fewer than two values, of two in descending order, or with one that is no positive
             number.
     """
-    space = {}
+    space, whole = {}, whole_settings(DescentConfig)
     for name, values in (RANGES if ranges is None else ranges).items():
         values = check_range(name, values)
         if len(values) > 2:
             space[name] = trial.suggest_categorical(name, values)
-        elif all(isinstance(value, int) for value in values):
+        elif all(isinstance(value, int) for value in values) and whole.get(name, True):
             space[name] = trial.suggest_int(name, *values, log=True)
         else:
             space[name] = trial.suggest_float(name, *values, log=True)
@@ -264,10 +265,10 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
             "deep_supervision": {"penalty_coefficient": penalty} | (rate if ranges is RANGES else {}),
         }
         return spaces.get(args.objective, rate)
-    types = {setting.name: setting.type for setting in fields(args)}
+    whole = whole_settings(args)
     try:
         ranges = {
-            name: [(index if types.get(name) is int else float)(value) for value in values]
+            name: [(index if whole.get(name) else float)(value) for value in values]
             for name, values in json.loads(tune_args.search_space).items()
         }
     except (ValueError, AttributeError, TypeError):
@@ -277,13 +278,18 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
             f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists of numbers, "
             "whole ones for settings that are."
         )
-    if unknown := sorted(ranges.keys() - types.keys()):
+    if unknown := sorted(ranges.keys() - whole.keys()):
         raise ValueError(f"`search_space` has {', '.join(unknown)}, which is no setting of `{type(args).__name__}`.")
     for name, values in ranges.items():
         check_range(name, values)
         for value in values:
             replace(args, **{name: value})  # raises here what a trial would
     return ranges
+
+
+def whole_settings(args: Any) -> dict[str, bool]:
+    """Which settings of a dataclass are whole numbers."""
+    return {setting.name: setting.type in (int, int | None) for setting in fields(args)}
 
 
 def judge(folder: str, gamma: float) -> dict[str, Any]:

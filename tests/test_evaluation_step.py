@@ -1,3 +1,4 @@
+import json
 import logging
 from types import SimpleNamespace
 
@@ -135,7 +136,7 @@ def test_noise_levels_are_taken_as_one_number_or_several(tmp_path, gammas):
     trainer = DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA[:8])
     plain = np.atleast_1d(sorted(gammas) if isinstance(gammas, set) else gammas).tolist()
     assert trainer.evaluate_robustness(gammas=gammas).to_dict() == trainer.evaluate_robustness(gammas=plain).to_dict()
-    for profile, level in zip(layer_profiles(bert(), DATA[:8], gammas), plain):
+    for profile, level in zip(layer_profiles(bert(), DATA[:8], gammas), plain, strict=True):
         assert profile.gamma == level
 
 
@@ -157,6 +158,23 @@ def test_a_kept_curve_is_not_that_of_another_loss_of_the_trainer(tmp_path):
         assert kept.to_dict() == anew.to_dict()
 
 
+def multiplied(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"]
+    return F.cross_entropy(logits @ torch.eye(3, dtype=logits.dtype), labels)  # a product that autocast would round
+
+
+@pytest.mark.parametrize("own", [{"layer_loss_fn": multiplied}, {"label_smoothing_factor": 0.1}])
+def test_a_kept_curve_of_the_same_loss_of_the_trainer_is_read(tmp_path, own):
+    path, smoothing = tmp_path / "curve.json", own.get("label_smoothing_factor", 0.0)
+    for again in (False, True):
+        args = config(tmp_path, noise_sigma=1.0, label_smoothing_factor=smoothing)
+        trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=own.get("layer_loss_fn"))
+        if again:  # that it is read shows in what no measurement would give
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"greater_is_better": "read"}))
+        read = trainer.evaluate_robustness(gammas=0, path=path).greater_is_better == "read"
+        assert read is again
+
+
 def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):
     trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST)
     with torch.inference_mode():
@@ -164,9 +182,12 @@ def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):
     assert trainer.evaluate()["eval_layer_loss_1"] == pytest.approx(first, rel=1e-6)
 
 
-def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(tmp_path):
+@pytest.mark.parametrize("loss", [None, multiplied])
+def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(tmp_path, loss):
+    """That of the model alone: losses and metrics are computed as `evaluate` does, on its float32 logits."""
     data, losses = classification_data(16), []
-    trainer = DescentTrainer(spread(bert()), config(tmp_path, bf16=True, noise_sigma=1.0), eval_dataset=data)
+    args = config(tmp_path, bf16=True, noise_sigma=1.0)
+    trainer = DescentTrainer(spread(bert()), args, eval_dataset=data, layer_loss_fn=loss)
     for _ in range(2):
         losses += [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
         losses.append(trainer.evaluate()["eval_loss"])

@@ -123,11 +123,25 @@ def test_a_finished_curve_is_that_of_the_same_functions(tmp_path, name, make):
     assert measure(3, path=path).greater_is_better is True
 
 
-def test_a_function_of_a_module_is_known_by_its_code(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def own(logits, labels):\n    return {}, 1",
+        "def own(logits, labels, k={}):\n    return k, 1",
+        "def own(logits, labels, *, k={}):\n    return k, 1",
+        "import torch\n@torch.no_grad()\ndef own(logits, labels):\n    return {}, 1",
+        "class Own:\n    def __call__(self, logits, labels):\n        return self.k(), 1\n"
+        "    def k(self):\n        return {}\nown = Own()",
+        "class Base:\n    k = {}\n    def __call__(self, logits, labels):\n        return self.k, 1\n"
+        "class Own(Base):\n    pass\nown = Own()",
+    ],
+)
+def test_a_function_of_a_module_is_known_by_its_code(tmp_path, monkeypatch, code):
     curves = []
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # files of one size, written in one second
     for number in (1, 2):
-        (tmp_path / "own_metrics.py").write_text(f"def own(logits, labels):\n    return {number}, 1\n")
+        (tmp_path / "own_metrics.py").write_text(code.format(number))
         monkeypatch.delitem(sys.modules, "own_metrics", raising=False)
         importlib.invalidate_caches()
         own = importlib.import_module("own_metrics").own

@@ -173,8 +173,11 @@ def test_no_more_is_generated_than_the_model_has_positions_for(tmp_path, monkeyp
     monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: seen.append(kwargs["max_new_tokens"]))
     args = ["--text_file", written_rows(tmp_path / "texts.jsonl", 6, labels=False), "--prompt_length", "4"]
     _, (args,) = cli.parse_arguments(["exit", "model", *args])
-    exit._language_model(llama(), word_tokenizer(), args)
-    assert seen == [60]
+    model = llama()
+    exit._language_model(model, word_tokenizer(), args)
+    model.config.max_position_embeddings = -1  # as XLNet says that it has no limit
+    exit._language_model(model, word_tokenizer(), args)
+    assert seen == [60, args.max_new_tokens]
 
 
 @pytest.mark.parametrize(

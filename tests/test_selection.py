@@ -130,6 +130,13 @@ def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
+def test_a_metric_of_one_s_own_may_end_as_those_of_layers_do(tmp_path):
+    trainer = choosing_trainer(tmp_path, "share_feasible", DATA, objective="erm")
+    trainer.compute_metrics = lambda prediction: {"share_feasible": 0.5}
+    trainer.train()
+    assert trainer.state.best_metric == 0.5
+
+
 def test_a_choice_is_judged_by_what_a_trial_makes_of_the_settings(tmp_path):
     pytest.importorskip("optuna")
     trainer = choosing_trainer(tmp_path, "a_feasible_score", {"a": DATA, "b": DATA}, objective="erm")

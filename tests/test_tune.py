@@ -42,8 +42,9 @@ def test_values_lie_in_their_ranges():
         found = [value[name] for value in values]
         assert low <= min(found) < (low * high) ** 0.5 < max(found) <= high
     assert hp_space(optuna.create_study().ask(), {"resilience": [1, 2, 4]})["resilience"] in (1, 2, 4)
-    epochs = [hp_space(study.ask(), {"num_train_epochs": np.array([1, 3])})["num_train_epochs"] for _ in range(9)]
-    assert {type(value) for value in epochs} == {int} and set(epochs) <= {1, 2, 3}
+    name = "gradient_accumulation_steps"
+    steps = [hp_space(study.ask(), {name: np.array([1, 3])})[name] for _ in range(9)]
+    assert {type(value) for value in steps} == {int} and set(steps) <= {1, 2, 3}
     for values in ([0.0, 0.2], ["adam", "sgd"], "adam", 3):
         with pytest.raises(ValueError, match=f"The range of `resilience` is {re.escape(str(values))}; give two pos"):
             hp_space(study.ask(), {"resilience": values})
@@ -251,6 +252,9 @@ def test_spaces_suit_the_objective(tmp_path):
     assert found == {"learning_rate": [1.0, 2.0], "per_device_train_batch_size": [2, 8]}
     values = hp_space(optuna.create_study().ask(), found)
     assert [type(value) for value in values.values()] == [float, int] and 2 <= values.popitem()[1] <= 8
+    assert type(hp_space(optuna.create_study().ask(), {"initial_loss_bound": (1, 4)})["initial_loss_bound"]) is float
+    assert space(tmp_path, search_space='{"save_total_limit": [1, 2]}') == {"save_total_limit": [1, 2]}
+    assert type(space(tmp_path, search_space='{"save_total_limit": [1, 2]}')["save_total_limit"][0]) is int
 
 
 def test_a_search_space_is_checked_before_there_is_a_study(command, tmp_path, monkeypatch):

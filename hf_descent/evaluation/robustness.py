@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -228,8 +228,8 @@ def noise_curve(
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
             where it was, and a finished curve of the same model, rows and settings is read, not measured again.
-            Functions are the same where their code and all that they hold are. Data without a length and functions
-            that cannot be compared (methods, and what cannot be pickled) are measured anew.
+            Functions are the same where their own code and all that they hold are. Data without a length and
+            functions that cannot be compared (methods, and what cannot be pickled) are measured anew.
         progress (`bool`): show a progress bar over batches.
 
     Raises:
@@ -248,18 +248,19 @@ def noise_curve(
         raise ValueError(
             "`perturbation` changes rows before they are collated; give the data set, not a `DataLoader`."
         )
-    functions = None
+    alone = accelerator is None or accelerator.num_processes == 1
+    is_main = accelerator is None or accelerator.is_main_process
     if path is not None:
         path = os.path.abspath(path)
-        if os.path.isdir(path):
+        is_folder = [os.path.isdir(path)]
+        if broadcast_object_list(is_folder)[0]:  # or the others would wait for the process that writes
             raise ValueError(f"`path` is {path}, a folder; name a file in it, such as noise_curve.json.")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        functions = fingerprint_of_functions(metric, layer_loss_fn, readout, perturbation)
+        if is_main:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
     noisy = gammas != [0.0] and perturbation is None
     if noisy and noise is None:
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
-    alone = accelerator is None or accelerator.num_processes == 1
     collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
     device = next(model.parameters()).device
 
@@ -276,7 +277,6 @@ def noise_curve(
         return scorer.fingerprint(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
     known_length = has_length(dataset)
-    comparable = alone and known_length and functions is not None
     settings = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
@@ -286,9 +286,12 @@ def noise_curve(
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
-        "functions": functions,
     }
     settings = {name: x.item() if isinstance(x, np.generic) else x for name, x in settings.items()}  # for JSON
+    comparable = path is not None and alone and known_length
+    if comparable and any(map(callable, functions := (metric, layer_loss_fn, readout, perturbation))):
+        settings["functions"] = fingerprint_of_functions(*functions)
+        comparable = settings["functions"] is not None
     key = [gammas, scorer.metric_name, scale, gamma_train, settings]
     if comparable and os.path.isfile(path):
         curve = NoiseCurve.from_json(path)
@@ -321,7 +324,7 @@ def noise_curve(
         scorer.greater_is_better,
         settings,
     )
-    if path is not None and (accelerator is None or accelerator.is_main_process):
+    if path is not None and is_main:
         curve.to_json(path)
         curve.to_csv(f"{os.path.splitext(path)[0]}.csv")
         sums.forget()

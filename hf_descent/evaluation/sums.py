@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -101,17 +102,26 @@ def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def fingerprint_of_functions(*functions: Any) -> str | None:
-    """A short text of functions' code and of what they hold (closures, defaults, attributes); `None` where that cannot
-    be told. Some may be names, or not given."""
-    inner = [getattr(function, "func", function) for function in functions]  # of partials
+    """A short text of functions, or objects that are called: their code and what they hold (closures, defaults,
+    attributes), but not the code of what they call; `None` where that cannot be told. Some may be names, or not given.
+    """
+    inner = [inspect.unwrap(getattr(function, "func", function)) for function in functions]  # of partials
     if any(map(inspect.ismethod, inner)):  # what it is bound to may be a whole trainer, its model included
         return None
-    # What can be imported is hashed by its name, so by its code, too.
-    codes = [getattr(code, "__code__", None) for x in inner for code in (x, vars(type(x)).get("__call__"))]
     try:
-        return Hasher.hash([functions, codes])
+        return Hasher.hash([functions, *map(_source, inner)])
     except Exception:  # whatever pickling the things that they hold raises
         return None
+
+
+def _source(function: Any) -> Any:
+    """What pickling leaves out of what can be imported, of which it keeps the name alone."""
+    if inspect.isfunction(function):
+        return function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)
+    classes = [kind for kind in type(function).__mro__ if kind.__module__.split(".")[0] not in ("builtins", "torch")]
+    held = [item for kind in classes for item in vars(kind).items()]
+    kept = FunctionType | int | float | str
+    return [(name, getattr(value, "__code__", value)) for name, value in held if isinstance(value, kept)]
 
 
 def weights_fingerprint(model: nn.Module) -> str:

@@ -141,7 +141,8 @@ class EvaluationMixin:
 
     def _evaluated_model(self):
         """The model as `evaluate` runs it: before its first turn, mixed precision is not yet in its forward."""
-        if not (self.accelerator._models or self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        mixed = self.accelerator.mixed_precision != "no" and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if mixed and not self.accelerator._models:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return self.accelerator.unwrap_model(self.model)
 

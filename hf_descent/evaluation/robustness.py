@@ -253,7 +253,9 @@ def noise_curve(
     if path is not None:
         path = os.path.abspath(path)
         is_folder = [os.path.isdir(path)]
-        if broadcast_object_list(is_folder)[0]:  # or the others would wait for the process that writes
+        if accelerator is not None:
+            broadcast_object_list(is_folder)  # or the others would wait for the process that writes
+        if is_folder[0]:
             raise ValueError(f"`path` is {path}, a folder; name a file in it, such as noise_curve.json.")
         if is_main:
             os.makedirs(os.path.dirname(path), exist_ok=True)

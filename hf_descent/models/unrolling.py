@@ -23,9 +23,17 @@ class DenoisingOutput(ModelOutput):
     hidden_states: tuple[torch.Tensor, ...] | None = None
 
 
-def dummy_patches(hidden_size: int) -> dict[str, torch.Tensor]:
-    """The `dummy_inputs` of a denoiser of patches: two clips of four frames, `[2, 4, hidden_size]`."""
-    return {"pixel_values": torch.rand(2, 4, hidden_size, generator=torch.Generator().manual_seed(0))}
+class PatchDenoiser:
+    """What the models that denoise patches of clips have in common; before `PreTrainedModel` among the bases."""
+
+    main_input_name = "pixel_values"
+    accepts_loss_kwargs = False  # the loss is a mean over the clips of the batch at hand
+
+    @property
+    def dummy_inputs(self) -> dict[str, torch.Tensor]:
+        """Two clips of four frames, `[2, 4, hidden_size]`."""
+        generator = torch.Generator().manual_seed(0)
+        return {"pixel_values": torch.rand(2, 4, self.config.hidden_size, generator=generator)}
 
 
 def symmetric_attention(

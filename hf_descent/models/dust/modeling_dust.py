@@ -27,10 +27,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..unrolling import (
     DenoisingOutput,
+    PatchDenoiser,
     attention_function,
     check_patches,
     denoising_loss,
-    dummy_patches,
     orthonormal_dct,
 )
 from .configuration_dust import DustConfig
@@ -79,7 +79,7 @@ class DustLayer(GradientCheckpointingLayer):
         return code @ self.dictionary.T, code
 
 
-class DustForVideoDenoising(PreTrainedModel):
+class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
     """Denoises the patches that a clip's frames show at one place. Each iterate is a reconstruction; there is no head.
 
     The codes start at h = x D, which reconstructs the noisy patches, and every D at the overcomplete DCT.
@@ -87,8 +87,6 @@ class DustForVideoDenoising(PreTrainedModel):
     """
 
     config: DustConfig
-    main_input_name = "pixel_values"
-    accepts_loss_kwargs = False  # its loss is a mean over the clips of the batch at hand
     supports_gradient_checkpointing = True
     _no_split_modules = ["DustLayer"]
     _supports_sdpa = True
@@ -105,10 +103,6 @@ class DustForVideoDenoising(PreTrainedModel):
     def _init_weights(self, module):
         if isinstance(module, DustLayer):
             init.copy_(module.dictionary, dct_dictionary(*module.dictionary.shape))
-
-    @property
-    def dummy_inputs(self) -> dict[str, torch.Tensor]:
-        return dummy_patches(self.config.hidden_size)
 
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:

@@ -24,10 +24,10 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..unrolling import (
     DenoisingOutput,
+    PatchDenoiser,
     attention_function,
     check_patches,
     denoising_loss,
-    dummy_patches,
     orthonormal_dct,
 )
 from .configuration_ut import UTConfig
@@ -88,15 +88,12 @@ class UTPreTrainedModel(PreTrainedModel):
             init.zeros_(parameter) if name == "bias" else init.xavier_uniform_(parameter)
 
 
-class UTForVideoDenoising(UTPreTrainedModel):
+class UTForVideoDenoising(PatchDenoiser, UTPreTrainedModel):
     """Denoises the patches that a clip's frames show at one place. Each iterate is a reconstruction; there is no head.
 
     Pixels must be scaled to be nonnegative (such as [0, 1]), as the iterates are. V starts as the DCT, S and B as I/2:
     an untrained layer moves a frame by `attention_step / 2` of the way to the average of the frames similar to it.
     """
-
-    main_input_name = "pixel_values"
-    accepts_loss_kwargs = False  # its loss is a mean over the clips of the batch at hand
 
     def __init__(self, config: UTConfig):
         super().__init__(config)
@@ -109,10 +106,6 @@ class UTForVideoDenoising(UTPreTrainedModel):
             init.copy_(module.projection, orthonormal_dct(self.config.hidden_size).T)
             for parameter in (module.mixing, module.skip):
                 init.copy_(parameter, torch.eye(self.config.hidden_size) / 2)
-
-    @property
-    def dummy_inputs(self) -> dict[str, torch.Tensor]:
-        return dummy_patches(self.config.hidden_size)
 
     @capture_outputs
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:

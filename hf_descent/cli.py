@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,14 @@ def parse_recipe(
         for action in parser._actions:
             action.required = action.required and action.dest not in values
     return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
+
+
+def check_least(args: Any, least: Mapping[str, float]) -> None:
+    """ValueError where an argument named in `least` is given, and is not at least that."""
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= bound:
+            raise ValueError(f"`{name}` is {value}; give at least {bound}, or leave it out.")
 
 
 def load_recipe(path: str) -> dict[str, Any]:

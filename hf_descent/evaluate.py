@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .cli import parse_recipe
+from .cli import check_least, parse_recipe
 from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, tokenize
@@ -90,11 +90,8 @@ class EvaluateArguments:
 
     def __post_init__(self):
         check_confidence(self.confidence)
-        counts = dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1)
-        for name, least in {**counts, "noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST}.items():
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"`{name}` is {value}; give at least {least}.")
+        check_least(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
+        check_least(self, {"noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST})
         for name, most in (("eval_gammas", LARGEST), ("profile_gammas", LARGEST), ("perturbation_rates", 1)):
             levels = getattr(self, name)
             if levels is not None and not all(0 <= level <= most for level in levels):

@@ -10,6 +10,7 @@ import torch
 from datasets import load_dataset
 from matplotlib.figure import Figure
 
+from .cli import check_least
 from .data.splits import FILE_TYPES
 from .data.text import DataArguments, align_classes, load_text_classification, tokenize
 from .early_exit import (
@@ -61,10 +62,7 @@ def run(args: argparse.Namespace) -> None:
             data does not fit it.
     """
     counts = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "max_eval_samples")
-    for name in (*counts, "max_seq_length"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` is {value}; give at least 1, or leave it out.")
+    check_least(args, dict.fromkeys((*counts, "max_seq_length"), 1))
     if not 0 <= args.max_loss < 1:
         raise ValueError(f"`max_loss` is {args.max_loss}; give a share of the samples below 1, such as 0.01.")
     folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))

@@ -17,6 +17,7 @@ from datasets import load_dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from .cli import check_least
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
 from .loading import best_device, load_model, load_tokenizer
@@ -75,11 +76,8 @@ def run(args: Namespace) -> None:
         ValueError: a number is too small; the output exists, or was begun with other settings; the instructions lack
             their column; the model writes no text; a prompt fills its positions.
     """
-    least = dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1)
-    for name, bound in (least | dict.fromkeys(("gamma", "seed", "temperature"), 0)).items():
-        value = getattr(args, name)
-        if value is not None and not value >= bound:
-            raise ValueError(f"`{name}` is {value}; give at least {bound}, or leave it out.")
+    check_least(args, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1))
+    check_least(args, dict.fromkeys(("gamma", "seed", "temperature"), 0))
     if os.path.exists(args.output):
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
     if args.generator is None:

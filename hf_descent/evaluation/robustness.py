@@ -19,6 +19,7 @@ from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
 from ..noise import EmbeddingNoise
+from ..problem import as_python
 from .scoring import (
     Metric,
     Result,
@@ -289,7 +290,7 @@ def noise_curve(
         "perturbation": "gaussian" if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
     }
-    settings = {name: x.item() if isinstance(x, np.generic) else x for name, x in settings.items()}  # for JSON
+    settings = {name: as_python(value) for name, value in settings.items()}  # for JSON
     comparable = path is not None and alone and known_length
     if comparable and any(map(callable, functions := (metric, layer_loss_fn, readout, perturbation))):
         settings["functions"] = fingerprint_of_functions(*functions)

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -36,8 +37,9 @@ def test_the_profile_says_how_large_its_batches_were_and_which_way_its_metric_go
 
     wrong.greater_is_better = False
     loader = DataLoader(toy_rows(6), 3, collate_fn=default_data_collator)
-    profile = exit_profile(bert(num_layers=2), loader, metric=wrong, repeats=1)
-    assert profile.batch_size == 3 and not profile.greater_is_better
+    for metric in (wrong, partial(wrong)):
+        profile = exit_profile(bert(num_layers=2), loader, metric=metric, repeats=1)
+        assert profile.batch_size == 3 and not profile.greater_is_better
     assert ConfidenceExit(bert(num_layers=2), threshold=1.0).evaluate(loader, repeats=1).batch_size == 3
 
 

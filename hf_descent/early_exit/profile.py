@@ -13,7 +13,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..evaluation import layer_profile
-from ..evaluation.scoring import Metric, Result, evaluating, numbered_batches, prepare_collator
+from ..evaluation.scoring import (
+    Metric,
+    Result,
+    evaluating,
+    greater_is_better,
+    numbered_batches,
+    prepare_collator,
+)
 from .truncation import truncate
 
 
@@ -129,7 +136,7 @@ def exit_profile(
         np.median(whole) / samples * np.array([*ratios, 1.0]),
         rows_of(model, batches[0]),
         str(device),
-        getattr(metric, "greater_is_better", metric != "rmse"),
+        greater_is_better(metric),
     )
 
 

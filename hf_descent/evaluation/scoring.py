@@ -35,6 +35,12 @@ from .sums import fingerprint_of_tensors
 Metric = str | Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+def greater_is_better(metric: Metric) -> bool:
+    """Whether more of a metric is better: as it, or the function it is a partial of, says; else yes, but for rmse."""
+    function = getattr(metric, "func", metric)
+    return getattr(metric, "greater_is_better", getattr(function, "greater_is_better", metric != "rmse"))
+
+
 class Scorer:
     """Loss and metric of one model's outputs, as float64 sums that add up over batches and processes.
 
@@ -64,13 +70,13 @@ class Scorer:
                 f"`metric` is {metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
             )
         if isinstance(metric, str):
-            self.metric_name, self.greater_is_better = metric, metric != "rmse"
+            self.metric_name = metric
             self._metric = {"accuracy": _accuracy, "rmse": _squared_error}[metric]
         else:
             function = getattr(metric, "func", metric)  # of a partial
             self.metric_name = getattr(function, "__name__", type(function).__name__)
-            self.greater_is_better = getattr(metric, "greater_is_better", getattr(function, "greater_is_better", True))
             self._metric = metric
+        self.greater_is_better = greater_is_better(metric)
         self.scale, self._layer_loss_fn = scale, layer_loss_fn
         self._model = inner_model(model)
         self._label_names = find_labels(type(self._model)) if label_names is None else label_names

@@ -32,7 +32,7 @@ from .descent_state import SUMMARY_NAME, find_json, write_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
 from .evaluation.uncertainty import check_confidence
-from .loading import architecture_of, best_device, load_model, load_tokenizer
+from .loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from .losses import IGNORE_INDEX
 from .privacy import privacy_curve
 from .problem import LARGEST, SMALLEST, DescentProblem
@@ -122,11 +122,10 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
     tokenizer = load_tokenizer(name)
     model = load_model(name)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     rows = _held_out(load_alpaca(args, tokenizer))
-    rows = rows.map(
-        completion_labels, fn_kwargs={"tokenizer": tokenizer, "limit": limit}, remove_columns=rows.column_names
-    ).filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
+    settings = {"tokenizer": tokenizer, "limit": position_limit(model)}
+    rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
+    rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
     return Task(model, rows, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
 
 

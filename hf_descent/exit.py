@@ -23,7 +23,7 @@ from .early_exit import (
     truncate,
 )
 from .evaluation.scoring import Result
-from .loading import best_device, load_model, load_tokenizer
+from .loading import best_device, load_model, load_tokenizer, position_limit
 from .losses import IGNORE_INDEX
 
 
@@ -107,8 +107,7 @@ def _language_model(model, tokenizer, args) -> dict[str, Result]:
     if args.text_column not in rows.column_names:
         raise ValueError(f"`text_column` is {args.text_column!r}; {args.text_file} has {rows.column_names}.")
     rows = rows.select(range(min(len(rows), args.max_eval_samples or len(rows))))
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-    positions = positions if positions > 0 else math.inf  # XLNet's -1
+    positions = position_limit(model) or math.inf
     limit = min(args.max_seq_length or 512, positions)
     ids = tokenizer(rows[args.text_column][:], truncation=True, max_length=limit)["input_ids"]
     ids = [row for row in ids if len(row) > args.prompt_length]

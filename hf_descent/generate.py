@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from .cli import check_least
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
-from .loading import best_device, load_model, load_tokenizer
+from .loading import best_device, load_model, load_tokenizer, position_limit
 from .noise import EmbeddingNoise
 
 
@@ -179,7 +179,7 @@ def partial_file(args: Namespace) -> str:
 def answer(model: PreTrainedModel, tokenizer, inputs, args: Namespace) -> list[str]:
     """The answers to a batch of prompts, padded on the left."""
     length = inputs["input_ids"].shape[1]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", length + args.max_new_tokens)
+    positions = position_limit(model) or length + args.max_new_tokens
     if length >= positions:
         raise ValueError(
             f"A prompt has {length} tokens and {type(model).__name__} {positions} positions: there is no room for an "

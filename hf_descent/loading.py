@@ -84,6 +84,12 @@ def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has positions for; `None` where its config states no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if limit is not None and limit > 0 else None  # XLNet's -1
+
+
 def _architecture(name: str, adapter: dict, summary: dict) -> str:
     if not adapter:
         return (getattr(AutoConfig.from_pretrained(name), "architectures", None) or ["unknown"])[0]

@@ -15,6 +15,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .fused import labelled_tokens
+from .loading import position_limit
 from .losses import IGNORE_INDEX
 from .noise import inner_model
 from .sft_config import SFTDescentConfig
@@ -114,7 +115,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return dataset
 
     def _check_positions(self, dataset, name) -> None:
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        positions = position_limit(self.model)
         if positions is None or any("inv_freq" in name for name, _ in self.model.named_buffers()):
             return  # rotations go on beyond the positions of pretraining, as in TRL's own trainer
         # Positions start afresh with every document where rows hold several.

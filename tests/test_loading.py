@@ -8,7 +8,7 @@ import transformers
 from tiny import bert, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_descent.loading import architecture_of, load_model
+from hf_descent.loading import architecture_of, load_model, position_limit
 
 
 @pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
@@ -48,3 +48,20 @@ def test_models_of_other_kinds_are_refused(tmp_path):
     ).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a ViTForImageClassification; the command takes"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (transformers.LlamaConfig(max_position_embeddings=64), 64),
+        (transformers.GPT2Config(n_positions=32), 32),
+        (transformers.BloomConfig(), None),  # no field
+        (transformers.XLNetConfig(), None),  # -1
+        (transformers.Gemma3Config(text_config={"max_position_embeddings": 16}), 16),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_limit_of_positions_is_the_configs(config, limit):
+    model = torch.nn.Module()
+    model.config = config
+    assert position_limit(model) == limit

@@ -99,6 +99,14 @@ def test_accuracy_against_epsilon(tmp_path):
     assert "10 tokens together" in str(curve)
 
 
+def test_a_kept_curve_is_not_read_for_another_noise(tmp_path):
+    model, data, path = bert(), classification_data(16), str(tmp_path / "curve.json")
+    kinds = (PrivateEmbeddings(model, 1.0, 0.05, seed=0), PrivateEmbeddings(model, 1.0, 0.01, seed=0), None)
+    for noise in (*kinds, *kinds):
+        kept, anew = (noise_curve(model, data, [1.0], noise=noise, path=path) for path in (path, None))
+        np.testing.assert_array_equal(kept.losses, anew.losses)
+
+
 def test_bad_arguments_are_named():
     model = bert()
     with pytest.raises(ValueError, match="`clip_norm` is 0"):

@@ -77,7 +77,7 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
             "training level", (gamma, 0.01), xycoords=("data", "axes fraction"), color="0.4", size=8, ha="right"
         )
     kind = curve.settings.get("perturbation", "gaussian")
-    xlabel = "noise level, in units of sigma" if kind == "gaussian" else f"rate of {kind.replace('_', ' ')}"
+    xlabel = "noise level, in units of sigma" if kind.startswith("gaussian") else f"rate of {kind.replace('_', ' ')}"
     axes.set(xlabel=xlabel, ylabel=curve.metric)
     _legend(figure, axes)
     return figure

@@ -229,8 +229,9 @@ def noise_curve(
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
             where it was, and a finished curve of the same model, rows and settings is read, not measured again.
-            Functions are the same where their own code and all that they hold are. Data without a length and
-            functions that cannot be compared (methods, and what cannot be pickled) are measured anew.
+            Functions are the same where their own code and all that they hold are. Data without a length, a `noise` of
+            a class derived from [`EmbeddingNoise`] and functions that cannot be compared (methods, and what cannot be
+            pickled) are measured anew.
         progress (`bool`): show a progress bar over batches.
 
     Raises:
@@ -280,6 +281,8 @@ def noise_curve(
         return scorer.fingerprint(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
     known_length = has_length(dataset)
+    own_noise = type(noise) not in (type(None), EmbeddingNoise)
+    kind = f"gaussian ({type(noise).__name__})" if own_noise else "gaussian"
     settings = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
@@ -287,11 +290,11 @@ def noise_curve(
         "samples": len(dataset) if known_length else None,
         "data": None,
         "sigma": None if noise is None else noise.sigma,
-        "perturbation": "gaussian" if perturbation is None else perturbation.name,
+        "perturbation": kind if perturbation is None else perturbation.name,
         "weights": weights_fingerprint(model),
     }
     settings = {name: as_python(value) for name, value in settings.items()}  # for JSON
-    comparable = path is not None and alone and known_length
+    comparable = path is not None and alone and known_length and not own_noise
     if comparable and any(map(callable, functions := (metric, layer_loss_fn, readout, perturbation))):
         settings["functions"] = fingerprint_of_functions(*functions)
         comparable = settings["functions"] is not None

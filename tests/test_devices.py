@@ -1,0 +1,62 @@
+"""Training and measuring on an accelerator, as far as a machine without one can tell: see `pretend_accelerator`."""
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+from tiny import bert, classification_data, language_data, llama
+from torch.utils import backend_registration
+
+from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.early_exit import ConfidenceExit
+
+
+RUNS = {
+    "replay": {"noise_gamma": [0.0, 1.0], "activation_checkpointing": True},
+    "fused head": {"noise_gamma": 1.0, "gradient_accumulation_steps": 2},
+    "sampled tokens": {"readout_token_fraction": 0.5, "objective": "hinge"},
+}
+SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": [], "use_cpu": True}
+
+
+def numbers(kind, arguments):
+    """What training and the measurements after it give."""
+    model, data = (bert(), classification_data(48)) if kind == "replay" else (llama(), language_data(48))
+    trainer = DescentTrainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert model.device == arguments.device and (trainer._fused is None) == (kind == "replay")
+    metrics = trainer.evaluate()
+    given = [trainer.multipliers.values.tolist(), [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]]
+    given += [trainer.evaluate_robustness(gammas=[0.0, 1.0]).losses, trainer.evaluate_layers(gamma=1.0).losses]
+    if kind == "replay":
+        report = ConfidenceExit(model).calibrate(data, max_loss=0.1).evaluate(data)
+        given += [report.accuracy, report.exit_shares]
+    return [np.asarray(value) for value in given]
+
+
+def both(kind, folder):
+    """The numbers on the CPU and on the accelerator."""
+    import pretend_accelerator
+
+    class OnAccelerator(pretend_accelerator.OnAccelerator, DescentConfig):
+        pass
+
+    kinds = (DescentConfig, OnAccelerator)
+    return [numbers(kind, cls(output_dir=folder, **SETTINGS, **RUNS[kind])) for cls in kinds]
+
+
+@pytest.fixture(scope="module")
+def child():
+    """A process that keeps the device to itself."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this torch takes no devices written in Python")
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, child, tmp_path):
+    on_cpu, there = child.submit(both, kind, str(tmp_path)).result()
+    for expected, value in zip(on_cpu, there, strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)

@@ -11,8 +11,8 @@ from transformers import AutoModelForSequenceClassification, EvalPrediction, Pre
 from transformers.utils import is_peft_available
 
 from .configs import DescentConfig
-from .data.text import DataArguments, load_text_classification, tokenize
-from .loading import load_tokenizer
+from .data.text import DataArguments, load_text_classification, most_tokens, tokenize
+from .loading import load_tokenizer, position_limit
 from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from .trainer import DescentMixin, DescentTrainer
@@ -82,9 +82,12 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
     resume = resume_choice(args, model_args.overwrite_output_dir)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
     tokenizer = load_tokenizer(model_args.model_name_or_path)
-    with args.main_process_first(desc="loading and tokenising"):
-        dataset = tokenize(load_text_classification(data_args), tokenizer, data_args.max_seq_length)
+    with args.main_process_first(desc="loading"):
+        dataset = load_text_classification(data_args)
     model = load_model(model_args, dataset["train"].features["labels"].names)
+    limit = most_tokens(tokenizer, data_args.max_seq_length, position_limit(model))
+    with args.main_process_first(desc="tokenising"):
+        dataset = tokenize(dataset, tokenizer, limit)
     config = model.config.get_text_config()
     if getattr(config, "pad_token_id", None) is None:  # causal models find the last token of a row by it
         config.pad_token_id = tokenizer.pad_token_id

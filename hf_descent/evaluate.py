@@ -26,7 +26,7 @@ from transformers.utils import logging
 from .cli import check_least, parse_recipe
 from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
-from .data.text import DataArguments, align_classes, load_text_classification, tokenize
+from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from .data.video import VideoArguments, load_clips
 from .descent_state import SUMMARY_NAME, find_json, write_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
@@ -113,8 +113,8 @@ def classification_task(name: str, args: DataArguments) -> Task:
     """Accuracy of a text classifier; typing errors perturb its raw texts."""
     tokenizer, model = load_tokenizer(name), load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
-    rows = _held_out(tokenize(texts, tokenizer, args.max_seq_length))
-    limit = args.max_seq_length or tokenizer.model_max_length
+    limit = most_tokens(tokenizer, args.max_seq_length, position_limit(model))
+    rows = _held_out(tokenize(texts, tokenizer, limit))
     return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from .cli import check_least
 from .data.splits import FILE_TYPES
-from .data.text import DataArguments, align_classes, load_text_classification, tokenize
+from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from .early_exit import (
     ConfidenceExit,
     ConfidenceReport,
@@ -87,7 +87,8 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
     data_args = DataArguments(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DataArguments)})
     dataset = load_text_classification(data_args)
     dataset["train"] = dataset["train"].select([0])  # all that is left for it to do is to name the columns
-    dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, args.max_seq_length)
+    limit = most_tokens(tokenizer, args.max_seq_length, position_limit(model))
+    dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
     if "test" not in dataset:
         halves = dataset["validation"].train_test_split(0.5, seed=args.split_seed)
         dataset["validation"], dataset["test"] = halves["train"], halves["test"]

@@ -1,6 +1,7 @@
 """The tokenizers of text models, and the models of finished runs, whole or as an adapter beside its base."""
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -84,10 +85,17 @@ def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def position_limit(model: PreTrainedModel) -> int | None:
+def position_limit(model: nn.Module) -> int | None:
     """How many tokens the model has positions for; `None` where its config states no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if limit is not None and limit > 0 else None  # XLNet's -1
+    if limit is None or limit < 0:  # XLNet's -1
+        return None
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            limit -= module.padding_idx + 1  # RoBERTa's positions begin behind the padding's
+            break
+    prompt = getattr(model, "active_peft_config", None)  # tokens that PEFT puts before the others
+    return limit - (getattr(prompt, "num_virtual_tokens", None) or 0)
 
 
 def _architecture(name: str, adapter: dict, summary: dict) -> str:

@@ -51,9 +51,9 @@ class EmbeddingNoise:
     for example), every position counts as a token. All other models: the floating-point main input is perturbed.
 
     The noise is drawn in float32 from a generator of its own on the tensor's device, so the global random state is
-    left alone, and one (seed, key, shape) always gives the same noise. Nothing is drawn or touched at `gamma=0`,
-    outside the model's own forward, or while the shared readout replays a forward pass (its states are perturbed
-    already).
+    left alone, and one (seed, key, shape) always gives the same noise on one kind of device. Nothing is drawn or
+    touched at `gamma=0`, outside the model's own forward, or while the shared readout replays a forward pass (its
+    states are perturbed already).
 
     Args:
         model (`PreTrainedModel` or a wrapper of one):
@@ -100,6 +100,11 @@ class EmbeddingNoise:
         self._calls: list[_Call] = []  # innermost last
         self._reached = False  # whether the outermost running call was perturbed
         self._levels: torch.Tensor | None = None  # [batch], of the outermost running call
+
+    @property
+    def name(self) -> str:
+        """What kind of noise it is, for results; a class of one's own says it with what else it depends on."""
+        return "gaussian" if type(self) is EmbeddingNoise else f"gaussian ({type(self).__name__})"
 
     @property
     def gamma(self) -> float | tuple[float, float]:

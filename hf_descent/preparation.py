@@ -28,6 +28,7 @@ from .schedule import SYNTHETIC_LABELS, ConstantPredictor
 logger = get_logger(__name__)
 
 SIGMA_BATCHES = 64  # batches from which the deviation of the clean signal is estimated
+MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
 
 
 def _unmeasurable(what: str) -> ValueError:
@@ -166,7 +167,7 @@ class PreparationMixin:
         numbers = labels.is_floating_point() and not multi_label
         own = self.compute_loss_func is not None
         predictor = ConstantPredictor(
-            max(logits.shape[1], getattr(config, "max_position_embeddings", 0)) if positions else logits.shape[-1],
+            MAX_POSITIONS if positions else logits.shape[-1],
             0.0 if own or positions else self.args.label_smoothing_factor,  # of which Trainer's smoother knows nothing
             multi_label,
             self._loss_scale(model, inputs, labels, logits) if numbers else 1.0,

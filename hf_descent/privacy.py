@@ -59,6 +59,10 @@ class PrivateEmbeddings(EmbeddingNoise):
             )
         self.clip_norm = clip_norm
 
+    @property
+    def name(self):
+        return f"gaussian, clipped to {self.clip_norm}"
+
     def _perturb(self, clean, mask):
         norms = clean.float().norm(dim=-1, keepdim=True)  # [batch, seq, 1]
         clipped = clean * (self.clip_norm / norms.clamp(min=self.clip_norm)).to(clean.dtype)

@@ -1,6 +1,7 @@
 """An accelerator for machines without one. Tensors on the device "pretend" are the CPU's in disguise, with its
-arithmetic and its random numbers, but an operation that mixes them with tensors on the CPU fails, as on a GPU. To
-import this is to register the device, for the whole process."""
+arithmetic and its random numbers, but an operation that mixes them with tensors on the CPU fails, as on a GPU. What is
+not as there: generators of the CPU are taken, the global random state is the CPU's, and weights that move are tied no
+more. To import this is to register the device, for the whole process."""
 
 import torch
 from accelerate import PartialState
@@ -8,7 +9,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 
-COPIES = ("copy_", "_copy_from", "_to_copy")
+COPIES = ("copy_", "_to_copy")
+STRICT = ("cat", "stack", "embedding", "index_select", "gather")  # which take no single number from the CPU either
 
 
 class Pretend(torch.Tensor):
@@ -33,6 +35,14 @@ class Pretend(torch.Tensor):
     def __format__(self, spec):
         return format(self.item(), spec)
 
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, value):
+        self.own.copy_(value.own)
+
     def untyped_storage(self):
         return self.own.untyped_storage()
 
@@ -47,8 +57,9 @@ def run(function, *args, **kwargs):
     there = {id(value.own): value for value in tensors if isinstance(value, Pretend)}
     into = isinstance(args[0], Pretend) if args else False
     may_mix = name in COPIES or (name == "index" and into)  # by indices on the CPU
-    if there and not may_mix and any(value.ndim for value in tensors if not isinstance(value, Pretend)):
-        raise RuntimeError(f"{name} of tensors on {DEVICE} and on the CPU")
+    left = [value for value in tensors if not isinstance(value, Pretend) and (value.ndim or name in STRICT)]
+    if there and left and not may_mix:
+        raise RuntimeError(f"{name} on {DEVICE} of what is on the CPU")
     stays = into if name == "copy_" else device is None or device.type == DEVICE.type
     args, kwargs = tree_map(_on_cpu, (args, kwargs))
     with torch.no_grad():

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_descent.data import text
-from hf_descent.data.text import DataArguments, align_classes, load_text_classification, tokenize
+from hf_descent.data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 
 
 ROWS = [{"text": f"row {i} of many", "label": i % 2} for i in range(40)]
@@ -234,17 +234,20 @@ def test_tokenize_cuts_but_does_not_pad(tokenizer):
     splits = DatasetDict(
         train=Dataset.from_dict({"text": ["a b", "c " * 9], "text_pair": ["c", "a"], "labels": [0, 1]})
     )
-    assert tokenize(splits, tokenizer)["train"]["input_ids"][:] == [[2, 3, 4], [4] * 5 + [2]]
-    short = tokenize(splits, tokenizer, max_seq_length=3)["train"]
+    assert tokenize(splits, tokenizer, 6)["train"]["input_ids"][:] == [[2, 3, 4], [4] * 5 + [2]]
+    short = tokenize(splits, tokenizer, 3)["train"]
     assert short["input_ids"][:] == [[2, 3, 4], [4, 4, 2]]
     assert short["labels"][:] == [0, 1]
     assert "text" not in short.column_names
 
 
-def test_tokenize_refuses_lengths_that_the_model_does_not_take(tokenizer):
-    splits = DatasetDict(train=Dataset.from_dict({"text": ["a"], "labels": [0]}))
+def test_lengths_that_the_model_does_not_take_are_refused(tokenizer):
+    assert (most_tokens(tokenizer), most_tokens(tokenizer, 3), most_tokens(tokenizer, None, 4)) == (6, 3, 4)
     with pytest.raises(ValueError, match="`max_seq_length` is 7, and the model takes at most 6"):
-        tokenize(splits, tokenizer, max_seq_length=7)
+        most_tokens(tokenizer, 7)
+    with pytest.raises(ValueError, match="`max_seq_length` is 6, and the model takes at most 4"):
+        most_tokens(tokenizer, 6, 4)
     tokenizer.model_max_length = int(1e30)
-    with pytest.raises(ValueError, match="states no limit"):
-        tokenize(splits, tokenizer)
+    assert most_tokens(tokenizer, None, 4) == 4
+    with pytest.raises(ValueError, match="neither tokenizer nor model states a limit"):
+        most_tokens(tokenizer)

@@ -65,3 +65,18 @@ def test_the_limit_of_positions_is_the_configs(config, limit):
     model = torch.nn.Module()
     model.config = config
     assert position_limit(model) == limit
+
+
+def test_as_many_tokens_as_the_limit_are_taken_and_no_more():
+    """RoBERTa's positions begin behind the padding's; a prompt of PEFT takes some."""
+    peft = pytest.importorskip("peft")
+    shape = {"vocab_size": 40, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.RobertaConfig(**shape, max_position_embeddings=20, intermediate_size=8)
+    gpt2 = transformers.GPT2Config(vocab_size=40, n_positions=20, n_embd=8, n_layer=1, n_head=2)
+    tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    prompted = peft.get_peft_model(transformers.GPT2LMHeadModel(gpt2), tuning)
+    for model, limit in ((transformers.RobertaForCausalLM(config), 18), (prompted, 15)):
+        assert position_limit(model) == limit
+        model(torch.full((1, limit), 5))
+        with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+            model(torch.full((1, limit + 1), 5))

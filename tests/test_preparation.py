@@ -9,9 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, spread
+from tiny import VOCAB, InOrder, batches, bert, classification_data, config, language_data, llama, spread
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import BertForSequenceClassification, default_data_collator
+from transformers import (
+    BertForSequenceClassification,
+    XLNetConfig,
+    XLNetForQuestionAnsweringSimple,
+    default_data_collator,
+)
 from transformers.utils import ModelOutput
 
 from hf_descent import DescentTrainer
@@ -217,6 +222,18 @@ def test_numbers_may_be_labels_under_another_name(tmp_path):
     trainer.train()
     targets = torch.tensor([float(row["target"]) for row in data])
     assert trainer.problem.initial_loss_bound == pytest.approx(3 * targets.var().item(), rel=0.3)
+
+
+def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_path):
+    config_ = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)  # states no limit
+    ends = range(34)  # of which the first batch is short
+    rows = [
+        {"input_ids": torch.arange(40 if end > 5 else 6), "start_positions": end, "end_positions": end} for end in ends
+    ]
+    args = config(tmp_path, **AUTO, per_device_train_batch_size=6, max_steps=5)
+    trainer = InOrder(XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows)
+    trainer.train()
+    assert trainer.problem.initial_loss_bound == pytest.approx(math.log(24), rel=1e-4)  # of four batches
 
 
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):

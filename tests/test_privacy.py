@@ -11,6 +11,9 @@ from tiny import bert, classification_data
 from transformers import MBartConfig, MBartForSequenceClassification
 
 from hf_descent import noise_curve
+from hf_descent.evaluation.comparison import check_comparable
+from hf_descent.evaluation.perturbations import salt_and_pepper
+from hf_descent.evaluation.runs import Run
 from hf_descent.privacy import (
     PrivacyCurve,
     PrivateEmbeddings,
@@ -105,6 +108,18 @@ def test_a_kept_curve_is_not_read_for_another_noise(tmp_path):
     for noise in (*kinds, *kinds):
         kept, anew = (noise_curve(model, data, [1.0], noise=noise, path=path) for path in (path, None))
         np.testing.assert_array_equal(kept.losses, anew.losses)
+    with pytest.raises(ValueError, match="`perturbation` and `noise` are given"):
+        noise_curve(model, data, [1.0], noise=kinds[0], perturbation=salt_and_pepper)
+
+
+def test_noise_is_told_apart_by_what_it_clips_to():
+    model, data = bert(), classification_data(16)
+    noises = [PrivateEmbeddings(model, 1.0, clip_norm, seed=0) for clip_norm in (0.05, 0.05, 0.01)]
+    one, same, other = (Run("run", noise_curve(model, data, [1.0], noise=noise, batch_size=8)) for noise in noises)
+    check_comparable([one, same])
+    for run in (other, Run("plain", noise_curve(model, data, [1.0], batch_size=8))):
+        with pytest.raises(ValueError, match="not evaluated on the same"):
+            check_comparable([one, run])
 
 
 def test_bad_arguments_are_named():

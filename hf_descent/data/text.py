@@ -83,24 +83,30 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     )
 
 
-def tokenize(
-    dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_seq_length: int | None = None
-) -> DatasetDict:
-    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_seq_length` tokens.
+def most_tokens(
+    tokenizer: PreTrainedTokenizerBase, max_seq_length: int | None = None, positions: int | None = None
+) -> int:
+    """The tokens of a text that are kept: `max_seq_length`, or as many as the tokenizer's limit and the model's
+    `positions` allow.
 
     Raises:
-        ValueError: `max_seq_length` is beyond the tokenizer's limit, or neither gives one.
+        ValueError: `max_seq_length` is beyond these, or nothing gives a limit.
     """
-    limit = tokenizer.model_max_length
+    limit = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
     max_seq_length = max_seq_length or limit
     if max_seq_length > limit:
         raise ValueError(f"`max_seq_length` is {max_seq_length}, and the model takes at most {limit} tokens.")
     if max_seq_length > 10**6:  # transformers' way to say that a tokenizer states no limit
-        raise ValueError("`max_seq_length` is not given, and the tokenizer states no limit of its own.")
+        raise ValueError("`max_seq_length` is not given, and neither tokenizer nor model states a limit of its own.")
+    return max_seq_length
+
+
+def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
+    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them."""
     texts = [name for name in ("text", "text_pair") if name in dataset["train"].column_names]
 
     def encode(batch):
-        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_seq_length)
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
 
     return dataset.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
 

@@ -77,7 +77,8 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
             "training level", (gamma, 0.01), xycoords=("data", "axes fraction"), color="0.4", size=8, ha="right"
         )
     kind = curve.settings.get("perturbation", "gaussian")
-    xlabel = "noise level, in units of sigma" if kind.startswith("gaussian") else f"rate of {kind.replace('_', ' ')}"
+    of_noise = kind == "gaussian" or curve.settings.get("sigma") is not None
+    xlabel = "noise level, in units of sigma" if of_noise else f"rate of {kind.replace('_', ' ')}"
     axes.set(xlabel=xlabel, ylabel=curve.metric)
     _legend(figure, axes)
     return figure

@@ -204,9 +204,9 @@ def noise_curve(
 ) -> NoiseCurve:
     """Metric and loss of `model` at every noise level, each with `draws` draws of the noise.
 
-    The noise depends on (seed, draw, level, batch) alone, so models that embed the same batches to the same shape are
-    compared under common random numbers. Each batch is collated once, used for all levels and dropped: memory does not
-    grow with the data set.
+    The noise depends on (seed, draw, level, batch) and the kind of device alone, so models that embed the same batches
+    to the same shape are compared under common random numbers. Each batch is collated once, used for all levels and
+    dropped: memory does not grow with the data set.
 
     Args:
         model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
@@ -228,7 +228,8 @@ def noise_curve(
             function of their logits take one.
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
-            where it was, and a finished curve of the same model, rows and settings is read, not measured again.
+            where it was, and a finished curve of the same model, rows (main input and labels) and settings is read,
+            not measured again.
             Functions are the same where their own code and all that they hold are. Data without a length, a `noise` of
             a class derived from [`EmbeddingNoise`] and functions that cannot be compared (methods, and what cannot be
             pickled) are measured anew.
@@ -236,7 +237,7 @@ def noise_curve(
 
     Raises:
         ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric, a
-            `path` that is a folder.
+            `path` that is a folder, a `perturbation` beside `noise`.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
@@ -250,6 +251,8 @@ def noise_curve(
         raise ValueError(
             "`perturbation` changes rows before they are collated; give the data set, not a `DataLoader`."
         )
+    if perturbation is not None and noise is not None:
+        raise ValueError("`perturbation` and `noise` are given, and would both change the inputs; give one of them.")
     alone = accelerator is None or accelerator.num_processes == 1
     is_main = accelerator is None or accelerator.is_main_process
     if path is not None:
@@ -281,8 +284,6 @@ def noise_curve(
         return scorer.fingerprint(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
     known_length = has_length(dataset)
-    own_noise = type(noise) not in (type(None), EmbeddingNoise)
-    kind = f"gaussian ({type(noise).__name__})" if own_noise else "gaussian"
     settings = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
@@ -290,11 +291,11 @@ def noise_curve(
         "samples": len(dataset) if known_length else None,
         "data": None,
         "sigma": None if noise is None else noise.sigma,
-        "perturbation": kind if perturbation is None else perturbation.name,
+        "perturbation": next((kind.name for kind in (noise, perturbation) if kind is not None), "gaussian"),
         "weights": weights_fingerprint(model),
     }
     settings = {name: as_python(value) for name, value in settings.items()}  # for JSON
-    comparable = path is not None and alone and known_length and not own_noise
+    comparable = path is not None and alone and known_length and (noise is None or type(noise) is EmbeddingNoise)
     if comparable and any(map(callable, functions := (metric, layer_loss_fn, readout, perturbation))):
         settings["functions"] = fingerprint_of_functions(*functions)
         comparable = settings["functions"] is not None

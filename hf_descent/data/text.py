@@ -87,17 +87,17 @@ def most_tokens(
     tokenizer: PreTrainedTokenizerBase, max_seq_length: int | None = None, positions: int | None = None
 ) -> int:
     """The tokens of a text that are kept: `max_seq_length`, or as many as the tokenizer's limit and the model's
-    `positions` allow.
+    `positions` allow. Models without a table of positions take more than these.
 
     Raises:
-        ValueError: `max_seq_length` is beyond these, or nothing gives a limit.
+        ValueError: `max_seq_length` is beyond the tokenizer's limit, or nothing gives a limit.
     """
-    limit = min(tokenizer.model_max_length, positions or tokenizer.model_max_length)
-    max_seq_length = max_seq_length or limit
+    limit = tokenizer.model_max_length
+    max_seq_length = max_seq_length or min(limit, positions or limit)
     if max_seq_length > limit:
-        raise ValueError(f"`max_seq_length` is {max_seq_length}, and the model takes at most {limit} tokens.")
+        raise ValueError(f"`max_seq_length` is {max_seq_length}, and the tokenizer's limit is {limit} tokens.")
     if max_seq_length > 10**6:  # transformers' way to say that a tokenizer states no limit
-        raise ValueError("`max_seq_length` is not given, and neither tokenizer nor model states a limit of its own.")
+        raise ValueError("`max_seq_length` is not given, and neither tokenizer nor model states a limit.")
     return max_seq_length
 
 

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from .configs import BY_RANK, OF_LAYERS, DescentArguments
 from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
-from .noise import inner_model
+from .layer_stack import inner_model
 from .problem import as_python
 from .selection import best_candidate
 

@@ -27,6 +27,7 @@ from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
 from .evaluation.comparison import COMMON
 from .evaluation.scoring import Result
+from .layer_stack import inner_model
 from .model_card import render
 
 
@@ -79,8 +80,7 @@ class ModelCardMixin:
         tags = given.pop("tags", None) or []
         tags = dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *self._tag_names])
         summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = inner_model(self.model)
         # Each of a dict of data sets is logged by itself, under its own name.
         history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
         evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]

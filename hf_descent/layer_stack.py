@@ -13,6 +13,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -103,6 +104,12 @@ def find_layer_stack(model, inputs) -> LayerStack:
         ancestors=path[1:],
         neighbours=[child for child in neighbours.values() if not any(child is ancestor for ancestor in path)],
     )
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside DDP, compile and PEFT wrappers, which `generate` calls past its PEFT wrapper."""
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextmanager

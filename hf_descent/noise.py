@@ -16,13 +16,13 @@ from itertools import islice
 
 import numpy as np
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .configs import levels_of
+from .layer_stack import inner_model
 from .tape import is_quiet
 
 
@@ -367,12 +367,6 @@ def _table_deviation(lookup: nn.Module) -> float:
 def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
     """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
     yield from map(lookup, ids.split(TABLE_CHUNK))
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside DDP, compile and PEFT wrappers, which `generate` calls past its PEFT wrapper."""
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _find_lookups(model: nn.Module) -> list[nn.Module]:

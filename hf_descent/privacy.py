@@ -29,7 +29,8 @@ from torch import nn
 
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
-from .noise import EmbeddingNoise, inner_model, look_up
+from .layer_stack import inner_model
+from .noise import EmbeddingNoise, look_up
 
 
 class PrivateEmbeddings(EmbeddingNoise):

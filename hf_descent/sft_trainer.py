@@ -15,9 +15,9 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .fused import labelled_tokens
+from .layer_stack import inner_model
 from .loading import position_limit
 from .losses import IGNORE_INDEX
-from .noise import inner_model
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 

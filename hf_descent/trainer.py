@@ -27,9 +27,10 @@ from .descent_state import DescentState
 from .evaluation_step import EvaluationMixin
 from .fused_step import FusedStepMixin
 from .hub import ModelCardMixin
+from .layer_stack import inner_model
 from .losses import averages_over_rows, count_items, loss_from_logits, loss_of_ones_own, predicted_labels
 from .multipliers import Multipliers
-from .noise import EmbeddingNoise, inner_model
+from .noise import EmbeddingNoise
 from .preparation import PreparationMixin
 from .readout import Readout, has_router_loss, output_logits
 from .search import SearchMixin

@@ -5,6 +5,7 @@ more. To import this is to register the device, for the whole process."""
 
 import torch
 from accelerate import PartialState
+from torch import library
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -124,8 +125,8 @@ class OnAccelerator:
 
 _setup_privateuseone_for_python_backend("pretend", backend_module=Backend())
 DEVICE = torch.device("pretend", 0)
-library = torch.library.Library("_", "IMPL")
-library.fallback(run, "PrivateUse1")
+operations = library.Library("_", "IMPL")  # registered while this object lives
+operations.fallback(run, "PrivateUse1")
 torch.Generator = Generator
 torch.tensor, torch.arange = on_cpu_first(torch.tensor), on_cpu_first(torch.arange)
 torch.Tensor.pin_memory = lambda self, device=None: self

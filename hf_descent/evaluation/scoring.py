@@ -19,6 +19,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
+from ..layer_stack import inner_model
 from ..losses import (
     IGNORE_INDEX,
     averages_over_rows,
@@ -27,7 +28,6 @@ from ..losses import (
     loss_from_logits,
     with_named_outputs,
 )
-from ..noise import inner_model
 from ..readout import Readout, output_logits
 from .sums import fingerprint_of_tensors
 

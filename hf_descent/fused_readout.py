@@ -257,6 +257,8 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             output = call(*args, **kwargs)
         finally:
             running.discard(id(module))
+        if isinstance(module, nn.Dropout):
+            output = output.clone()  # switched off it hands its input on, and could not be told from it
         if id(module) in layer_ids:
             last = stack.hidden_state(output)  # [batch, seq, hidden]
             autocast = present_autocast(last.device.type)

@@ -353,11 +353,19 @@ def test_mixed_precision_over_a_half_precision_model():
     assert {gradient.dtype for gradient in found.values()} == {torch.float16}
 
 
-def test_a_dropout_module_before_the_head_drops_as_in_the_replay():
-    model, inputs = build("MT5ForConditionalGeneration"), batch()
-    model.decoder.dropout.p = 0.5
+@pytest.mark.parametrize(
+    "name, overrides, dropout",
+    [
+        ("MT5ForConditionalGeneration", {}, "decoder.dropout"),  # behind a norm
+        ("BertForTokenClassification", MODELS["BertForMaskedLM"] | {"num_labels": VOCAB}, "dropout"),  # with no norm
+    ],
+)
+def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides, dropout):
+    model, inputs = build(name, **overrides), batch()
+    dropout = model.get_submodule(dropout)
+    dropout.p = 0.5
     readout = FusedReadout.probe(model, inputs)
-    assert model.decoder.dropout.training
+    assert dropout.training
 
     def read(read, *_):
         return draws.append(read(readout.tokens(inputs)))

@@ -178,8 +178,8 @@ class _TaskLoss:
     def __init__(self, trainer, model):
         self.trainer, self.model = trainer, model
 
-    def __call__(self, outputs, labels, items=None) -> torch.Tensor:
-        return self.trainer._task_loss(self.model, outputs, labels, items)
+    def __call__(self, outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+        return self.trainer._task_loss(self.model, outputs, labels, num_items_in_batch)
 
     def __reduce__(self):
         own = fingerprint_of_functions(self.trainer.compute_loss_func)

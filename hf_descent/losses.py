@@ -1,11 +1,11 @@
 """From a model's outputs to its layer losses: how many items a batch holds, and what each layer loses on them."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .readout import Readout
@@ -52,26 +52,27 @@ def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | No
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
-def finds_shift(logits: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor) -> bool | None:
-    """Whether a model's own mean loss predicts token t at t-1; `None` where this batch cannot tell.
+def aligned(
+    model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, shifts_labels: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
+    `PeftModel`."""
+    prompt = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
+    if prompt and logits.shape[1] == prompt + labels.shape[1]:
+        return logits[:, prompt - 1 : -1], labels  # the last position of a trained prompt predicts the first token
+    return (logits[:, :-1], labels[:, 1:]) if shifts_labels else (logits, labels)
+
+
+def shifts_labels(
+    model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
+) -> bool:
+    """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1: a
+    label of the first token alone is then of no use to it.
 
     Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
+    Nor need the losses, since those of an untrained model hardly differ.
     """
-    if labels.is_floating_point() or labels.dim() != 2 or logits.shape[:2] != labels.shape:
-        return False
-    plain, shifted = (
-        (F.cross_entropy(x.flatten(0, 1).float(), y.flatten(), ignore_index=IGNORE_INDEX) - loss).abs()
-        for x, y in ((logits, labels), (logits[:, :-1], labels[:, 1:]))
-    )
-    return None if plain.isnan() or shifted.isnan() else bool(shifted < plain)
-
-
-def shifts_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model's own loss predicts token t at t-1: a label of the first token alone is then of no use to it.
-
-    The losses need not tell, since those of an untrained model hardly differ.
-    """
-    return not _has_loss(model, inputs, 0)
+    return not _has_loss(model, inputs, 0, name, loss_of)
 
 
 def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -84,13 +85,22 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     return not _has_loss(model, {**inputs, "attention_mask": mask}, -1)
 
 
-def _has_loss(model, inputs, position) -> bool:
+@torch.no_grad()
+def _has_loss(model, inputs, position, name="labels", loss_of=None) -> bool:
     """Whether labels at one position alone make a loss."""
-    alone = torch.full_like(inputs["labels"], IGNORE_INDEX)  # [batch, seq]
-    alone[:, position] = 0
-    kept = {name: value for name, value in inputs.items() if name != "shift_labels"}  # which the loss would prefer
-    loss = model(**with_named_outputs(model, {**kept, "labels": alone}))["loss"]
-    return bool(loss.isfinite() and loss)
+    kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
+    if loss_of is None:
+
+        def loss_of(labels):
+            return model(**with_named_outputs(model, {**kept, name: labels}))["loss"]
+
+    alone = torch.full_like(inputs[name], IGNORE_INDEX)  # [batch, seq]
+    for label in (0, 1):  # a trained model may be so sure of one of them that nothing is lost on it
+        alone[:, position] = label
+        loss = float(loss_of(alone))
+        if math.isfinite(loss) and loss != 0:
+            return True
+    return False
 
 
 def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
 from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, find_json
-from .losses import IGNORE_INDEX, labels_of, shifts_labels
+from .losses import IGNORE_INDEX, aligned, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .objectives import MEASURING
 from .readout import Readout, has_router_loss, output_logits, probing
@@ -186,9 +186,7 @@ class PreparationMixin:
             expected = F.binary_cross_entropy_with_logits(logits, labels.float())
         else:
             if logits.dim() == 3 and labels.dim() == 2:
-                logits = logits[:, -labels.shape[1] :]  # a trained prompt has no labels
-                if self._loss_shifts_labels:
-                    logits, labels = logits[:, :-1], labels[:, 1:]
+                logits, labels = aligned(model, logits, labels, self._loss_shifts_labels)
             if logits.shape[:-1] != labels.shape:
                 raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
             expected = F.cross_entropy(

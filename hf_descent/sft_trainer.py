@@ -14,10 +14,9 @@ from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .fused import labelled_tokens
 from .layer_stack import inner_model
 from .loading import position_limit
-from .losses import IGNORE_INDEX
+from .losses import IGNORE_INDEX, aligned
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 
@@ -167,15 +166,14 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             losses, entropies, hits = found.token_losses, found.token_entropies, found.token_hits
         else:
             labels, shifted = inputs["labels"], inputs.get("shift_labels")
-            tokens = labelled_tokens(
-                labels if shifted is None else shifted, self._loss_shifts_labels and shifted is None
-            )
-            # Trained prompts come first, and have no labels.
-            logits = outputs["logits"][:, -labels.shape[1] :].flatten(0, 1)[tokens.rows].float()  # [tokens, vocab]
+            shifts = self._loss_shifts_labels and shifted is None
+            logits, labels = aligned(self.model, outputs["logits"], labels if shifted is None else shifted, shifts)
+            labelled = labels != IGNORE_INDEX  # [batch, n]
+            logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
             log_probs = logits.log_softmax(-1)
-            losses = -log_probs.gather(1, tokens.targets[:, None])
+            losses = -log_probs.gather(1, targets[:, None])
             entropies = -(log_probs.exp() * log_probs).sum(-1)  # [tokens]
-            hits = logits.argmax(-1) == tokens.targets  # [tokens]
+            hits = logits.argmax(-1) == targets  # [tokens]
         return FusedCausalLMOutput(
             log_probs=-losses,
             entropy=entropies,

@@ -159,7 +159,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         if constrained:
             self._prepare(model, inputs)
         asks = labelled and not self._stock_scaling_is_right and (model.training or not constrained)
-        miscaled = asks and not self._loss_takes_items(model, inputs)
+        # Trainer counts no items for a model that takes none, though a label smoother would.
+        miscaled = asks and (num_items_in_batch is None or not self._loss_takes_items(model, inputs))
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if constrained:
                 loss, outputs = self._descent_loss(model, inputs)
@@ -193,15 +194,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             self._readout.num_layers,
         )
         unwrapped, self._scored = self.accelerator.unwrap_model(model), True
-        labels = inputs.get("labels")
-        takes_items = training and self._loss_takes_items(model, inputs)
-        # With the `items` of the whole step the losses are sums over the micro-batch divided by them, else means of
-        # the micro-batch, to be weighted by its share. DDP averages gradients over processes, hence the world size in
-        # both. In evaluation a loss function of one's own gets the items of the batch, as from Trainer.
         count = self._count_items(inputs)
-        items = self._items if takes_items else None
-        if not training and self.compute_loss_func is not None:
-            items = count
         share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
         weighted = state.weighted_layers(step) if training else []
 
@@ -210,6 +203,14 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         if self._fused is not None:
             return self._fused_loss(model, inputs, share, weighted)
 
+        labels = inputs.get("labels")
+        takes_items = training and self._loss_takes_items(model, inputs)
+        # With the `items` of the whole step the losses are sums over the micro-batch divided by them, else means of
+        # the micro-batch, to be weighted by its share. DDP averages gradients over processes, hence the world size in
+        # both. In evaluation a loss function of one's own gets the items of the batch, as from Trainer.
+        items = self._items.clamp(min=1) if takes_items else None  # a sum over none is 0
+        if not training and self.compute_loss_func is not None:
+            items = count
         losses: list[torch.Tensor] = []
         final: list[torch.Tensor] = []
 

@@ -59,17 +59,29 @@ def answers():
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicted(scale):
+@pytest.mark.parametrize("head", ["the model's", "read out", "of a model without a loss"])
+def test_the_scale_of_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicted(scale, head):
     model, data = spread(llama()), language_data(8)
 
-    def scaled(outputs, labels):
-        return scale * model.loss_function(outputs["logits"], labels, vocab_size=model.config.vocab_size)
+    def scaled(outputs, labels, num_items_in_batch):
+        losses = F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return scale * losses / num_items_in_batch
+
+    def readout(_, hidden, inputs):
+        return model.lm_head(model.model.norm(hidden))
 
     batch = default_data_collator(data)
     with torch.no_grad():
         hits = model(**batch).logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]
     expected = hits.sum() / (batch["labels"][:, 1:] != -100).sum()
-    found, own = (layer_profile(model, data, layer_loss_fn=loss) for loss in (scaled, None))
+    own = layer_profile(model, data)
+    found = layer_profile(
+        model.model if head == "of a model without a loss" else model,
+        data,
+        layer_loss_fn=scaled,
+        label_names=["labels"],
+        readout=None if head == "the model's" else readout,
+    )
     assert found.values[-1] == pytest.approx(expected.item())
     np.testing.assert_array_equal(found.values, own.values)
     np.testing.assert_allclose(found.losses, scale * own.losses, rtol=1e-5)

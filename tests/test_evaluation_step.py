@@ -47,6 +47,17 @@ def test_batches_count_by_their_labels(tmp_path):
         assert whole[name] == pytest.approx(part[name], rel=1e-6), name
 
 
+def test_a_loss_of_ones_own_gets_the_items_wherever_layers_are_evaluated(tmp_path):
+    def total(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    args = config(tmp_path, noise_sigma=1.0)
+    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST, layer_loss_fn=total)
+    expected = [trainer.evaluate()[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
+    np.testing.assert_allclose(trainer.evaluate_layers().losses, expected, rtol=1e-5)
+    assert trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0] == pytest.approx(expected[-1], rel=1e-5)
+
+
 def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
     def windows(rows):
         batch = default_data_collator(rows)

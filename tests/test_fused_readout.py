@@ -354,7 +354,7 @@ def test_mixed_precision_over_a_half_precision_model():
 
 
 @pytest.mark.parametrize(
-    "name, overrides, dropout",
+    ("name", "overrides", "dropout"),
     [
         ("MT5ForConditionalGeneration", {}, "decoder.dropout"),  # behind a norm
         ("BertForTokenClassification", MODELS["BertForMaskedLM"] | {"num_labels": VOCAB}, "dropout"),  # with no norm

@@ -22,13 +22,14 @@ from transformers.utils import ModelOutput, find_labels
 from ..layer_stack import inner_model
 from ..losses import (
     IGNORE_INDEX,
+    aligned,
     averages_over_rows,
     count_items,
-    finds_shift,
     loss_from_logits,
+    shifts_labels,
     with_named_outputs,
 )
-from ..readout import Readout, output_logits
+from ..readout import Readout, output_logits, probing
 from .sums import fingerprint_of_tensors
 
 
@@ -51,7 +52,8 @@ class Scorer:
             attribute `greater_is_better` says whether more is better (yes where it has none).
         scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
-        layer_loss_fn (function, *optional*): (outputs, labels) -> mean loss, in place of the model's own.
+        layer_loss_fn (function, *optional*): (outputs, labels, num_items_in_batch) -> mean loss, in place of the
+            model's own.
 
     Raises:
         ValueError: an unknown metric; in use, a batch without labels or labels that do not suit the metric.
@@ -78,21 +80,26 @@ class Scorer:
             self._metric = metric
         self.greater_is_better = greater_is_better(metric)
         self.scale, self._layer_loss_fn = scale, layer_loss_fn
-        self._model = inner_model(model)
+        self._given, self._model = model, inner_model(model)
         self._label_names = find_labels(type(self._model)) if label_names is None else label_names
         self._shifts_labels: bool | None = None  # unknown before the first batch with labels
 
     def __call__(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
         """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU."""
         logits, labels = self._scored(outputs, inputs)
-        of_rows = self._layer_loss_fn is None and averages_over_rows(self._model)
-        items = int(count_items(inputs, self._label_names, bool(self._shifts_labels), of_rows))
+        items = int(self._count(inputs))
         loss_sum = self._loss(outputs, inputs) * items if items else 0.0  # the mean over no items is not a number
         total, count = self._metric(logits, labels)
         return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
 
     def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
         """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
+        name = self._label_name(inputs)
+        if self._shifts_labels is None and name is not None and inputs[name].dim() == 2:
+            scores = name in find_labels(type(self._model)) or (self._layer_loss_fn is None and readout is None)
+            if scores and not inputs[name].is_floating_point():
+                with probing(self._given):  # now, before its layers are read
+                    self._shifts_labels = shifts_labels(self._given, inputs, name)
         kept = inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
         return with_named_outputs(self._model, kept)
 
@@ -143,10 +150,14 @@ class Scorer:
         loss = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
         return loss(logits, labels, reduction="none").reshape(len(labels), -1).mean(1)
 
+    def _count(self, inputs) -> torch.Tensor:
+        of_rows = self._layer_loss_fn is None and averages_over_rows(self._model)
+        return count_items(inputs, self._label_names, bool(self._shifts_labels), of_rows)
+
     def _loss(self, outputs, inputs) -> float:
         labels = inputs.get("labels")
         if self._layer_loss_fn is not None:
-            loss = self._layer_loss_fn(outputs, labels)
+            loss = self._layer_loss_fn(outputs, labels, num_items_in_batch=self._count(inputs))
         elif outputs.get("loss") is not None:
             loss = outputs["loss"]
         else:  # a readout of the user's own
@@ -163,21 +174,20 @@ class Scorer:
             return logits.transpose(1, 2), labels.where(labels < logits.shape[1], IGNORE_INDEX)
         if inputs.get("shift_labels") is not None:
             return logits, inputs["shift_labels"]
-        labels = next((inputs[name] for name in self._label_names if inputs.get(name) is not None), None)
-        if labels is None:
+        name = self._label_name(inputs)
+        if name is None:
             raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self._label_names}.")
-        if self._shifts(logits, labels, outputs, inputs):
-            return logits[:, :-1], labels[:, 1:]
-        return logits, labels
+        labels = inputs[name]
+        if labels.is_floating_point() or labels.dim() != 2 or logits.dim() != 3:
+            return logits, labels
+        if self._shifts_labels is None:  # the model has no loss of its own
+            self._shifts_labels = shifts_labels(
+                self._given, inputs, name, lambda labels: self._loss(outputs, {**inputs, name: labels})
+            )
+        return aligned(self._given, logits, labels, self._shifts_labels)
 
-    def _shifts(self, logits, labels, outputs, inputs) -> bool:
-        if self._shifts_labels is None:
-            # By the model's own loss where there is one: a loss of one's own may be on any scale. A batch without
-            # labels leaves it to the next one.
-            loss = outputs.get("loss")
-            loss = self._loss(outputs, inputs) if loss is None else loss
-            self._shifts_labels = finds_shift(logits, labels, loss)
-        return bool(self._shifts_labels)
+    def _label_name(self, inputs) -> str | None:
+        return next((name for name in self._label_names if inputs.get(name) is not None), None)
 
 
 class Result:

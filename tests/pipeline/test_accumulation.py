@@ -6,7 +6,7 @@ from tiny import InOrder, batches, bert, classification_data, config, language_d
 from torch.utils.data import IterableDataset
 
 
-def run(tmp_path, model, data, batch, **arguments):
+def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
     args = config(
         tmp_path,
         per_device_train_batch_size=batch,
@@ -19,7 +19,7 @@ def run(tmp_path, model, data, batch, **arguments):
         fixed_multipliers=[0.5, 0.3, 0.7],
         **{"gradient_accumulation_steps": 8 // batch, **arguments},
     )
-    trainer = InOrder(model, args, train_dataset=data)
+    trainer = InOrder(model, args, train_dataset=data, layer_loss_fn=layer_loss_fn)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     return trainer, logs
@@ -46,6 +46,17 @@ def test_1x8_4x2_and_8x1_agree(tmp_path, objective, task):
             assert reference.multipliers.values.max() > 0.1
 
 
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_smoothed_labels_of_a_model_that_takes_no_items(tmp_path, objective):
+    norms = []
+    for batch in (8, 2, 1):
+        model = llama()
+        model.accepts_loss_kwargs = False
+        _, logs = run(tmp_path, model, language_data(), batch, objective=objective, label_smoothing_factor=0.1)
+        norms.append([log["grad_norm"] for log in logs])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4) and norms[2] == pytest.approx(norms[0], rel=1e-4)
+
+
 def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
     data = language_data(ragged=False)
     for row in data[::4]:
@@ -57,13 +68,20 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
     torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
 
 
+def by_items(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("loss", [None, by_items])
 @pytest.mark.parametrize("objective", ["descent", "deep_supervision"])
-def test_a_step_without_any_label_measures_nothing(tmp_path, objective):
+def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss):
     """Its layer losses are no zeros, which would meet every constraint."""
     data = language_data(ragged=False)
     for row in data[16:24]:  # the third of five steps
         row["labels"] = torch.full_like(row["labels"], -100)
-    trainer, _ = run(tmp_path, llama(), data, 8, objective=objective, dual_optim="sgd")
+    trainer, _ = run(tmp_path, llama(), data, 8, loss, objective=objective, dual_optim="sgd")
+    assert not trainer._state.has_faults
     logs = {log["step"]: log for log in trainer.state.log_history if "grad_norm" in log}
     assert "layer_loss_1" in logs[2] and "layer_loss_1" not in logs[3]
     losses = torch.tensor([[logs[step][f"layer_loss_{layer}"] for layer in (1, 2, 3)] for step in (1, 2, 4, 5)])

@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer, fused_step
 from hf_descent.fused_readout import FusedReadout
+from hf_descent.layer_stack import inner_model
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -60,15 +61,23 @@ CONSTRAINED = {
 
 @pytest.mark.parametrize("setting", ["packed", "lora checkpointing", "experts", "prompt tuning"])
 def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setting):
-    ours = make(SFTDescentTrainer, tmp_path, **SETTINGS[setting], **CONSTRAINED)
+    # Labels on all tokens: a trained prompt predicts the first one, too.
+    given = {**SETTINGS[setting], "completion_only_loss": False}
+    ours = make(SFTDescentTrainer, tmp_path, **given, **CONSTRAINED)
     ours.train()
     assert ours.multipliers.values.gt(0).all()
-    stock = make(SFTTrainer, tmp_path, **SETTINGS[setting], per_device_eval_batch_size=16)
+    # Sure of itself, or what it predicts for one token could not be told from what it predicts for the next.
+    inner_model(ours.model).lm_head.weight.data *= 100
+    stock = make(SFTTrainer, tmp_path, **given, per_device_eval_batch_size=16)
     stock.model.load_state_dict(ours.model.state_dict())
     metrics, expected = ours.evaluate(), stock.evaluate()
     for name in ("eval_mean_token_accuracy", "eval_entropy", *(["eval_loss"] if setting != "experts" else [])):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
     assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]
+    if setting != "packed":  # whose rows, strung together, are one sample
+        profile = ours.evaluate_layers()
+        assert profile.losses[-1] == pytest.approx(metrics["eval_layer_loss_3"], rel=1e-4)
+        assert profile.values[-1] == pytest.approx(metrics["eval_mean_token_accuracy"], rel=1e-4)
 
 
 def squares(outputs, labels, num_items_in_batch=None):

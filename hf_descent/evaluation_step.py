@@ -9,6 +9,7 @@ from transformers.utils import logging
 from .configs import levels_of
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .evaluation.sums import fingerprint_of_functions
+from .layer_stack import inner_model
 
 
 logger = logging.get_logger(__name__)
@@ -148,7 +149,12 @@ class EvaluationMixin:
 
     def _evaluation_settings(self, model) -> dict:
         own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+        config = getattr(inner_model(model), "config", None)
+        # As transformers' own losses tell regression.
+        problem = getattr(config, "problem_type", None)
+        is_regression = problem == "regression" or (problem is None and getattr(config, "num_labels", None) == 1)
         return {
+            "metric": "rmse" if is_regression else "accuracy",
             "data_collator": self.data_collator,
             "batch_size": self.args.eval_batch_size,
             "label_names": self.label_names,

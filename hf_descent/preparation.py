@@ -48,6 +48,11 @@ class PreparationMixin:
                 f"`{scorer.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
                 "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
             )
+        if getattr(args, "predict_with_generate", False) and not isinstance(self, transformers.Seq2SeqTrainer):
+            raise ValueError(
+                "`predict_with_generate=True` is of Seq2SeqTrainer; use a trainer of your own, `class "
+                "Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer)`."
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of "

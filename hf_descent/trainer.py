@@ -40,7 +40,9 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
-    under gradient accumulation or several processes: those are averaged over the items of the whole batch here.
+    under gradient accumulation or several processes: those are averaged over the items of the whole batch here. What
+    stays is Trainer's: its `eval_loss` is a mean over batches, and it adds a router's loss once per micro-batch. The
+    other objectives average both over items.
     """
 
     _name = "Descent"

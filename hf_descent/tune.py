@@ -89,7 +89,8 @@ def noisy_objective(trainer, gamma: float, **settings) -> Callable[[Mapping[str,
     rows, which should be validation rows. `settings` are those of [`DescentTrainer.evaluate_robustness`]."""
 
     def objective(metrics: Mapping[str, float]) -> float:
-        return float(trainer.evaluate_robustness(gammas=[gamma], **settings).mean[0])
+        given = {"metric": "accuracy", **settings}  # not rmse unasked: a search maximizes
+        return float(trainer.evaluate_robustness(gammas=[gamma], **given).mean[0])
 
     return objective
 

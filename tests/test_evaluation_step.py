@@ -70,6 +70,24 @@ def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("task", ["regression", "multi_label_classification"])
+def test_the_metric_suits_the_task(tmp_path, task):
+    generator = torch.Generator().manual_seed(0)
+    shape = () if task == "regression" else (3,)
+    labels = torch.rand(8, *shape, generator=generator)
+    labels = labels if task == "regression" else labels.round()
+    data = [row | {"labels": label} for row, label in zip(DATA, labels)]
+    model = spread(bert(num_labels=1) if task == "regression" else bert(problem_type=task))
+    trainer = DescentTrainer(model, config(tmp_path, noise_sigma=1.0), eval_dataset=data)
+    logits = torch.from_numpy(trainer.predict(data).predictions)
+    if task == "regression":
+        expected = (logits[:, 0] - labels).square().mean().sqrt().item()
+    else:
+        expected = ((logits > 0) == (labels == 1)).float().mean().item()
+    assert trainer.evaluate_layers().values[-1] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
     model = bert()
     model.config.output_hidden_states = True

@@ -164,6 +164,8 @@ def test_losses_of_transcriptions_do_not_depend_on_the_batch_size(tmp_path, batc
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     curve = trainer.evaluate_robustness(gammas=[0.0], metric=lambda logits, labels: (torch.tensor(0), 1))
     assert curve.losses[0, 0] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="no prediction for each label"):
+        trainer.evaluate_robustness(gammas=[0.0])
     with pytest.raises(ValueError, match="no loss of each sample"):
         trainer.evaluate_layers(metric=lambda logits, labels: (torch.tensor(0), 1))
     trainer.train()

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import DynamoBackend
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -253,6 +253,12 @@ def test_compilation_by_accelerate_s_config_is_refused_too(tmp_path, monkeypatch
     monkeypatch.setattr(trainer.accelerator.state.dynamo_plugin, "backend", DynamoBackend.EAGER)
     with pytest.raises(ValueError, match="no `dynamo_backend` in the accelerate config"):
         trainer.train()
+
+
+def test_generating_in_evaluation_wants_the_trainer_that_does(tmp_path):
+    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match=r"class Seq2SeqDescentTrainer\(DescentMixin, Seq2SeqTrainer\)"):
+        DescentTrainer(bert(), args)
 
 
 def test_data_parallel_is_refused(tmp_path):

@@ -389,8 +389,10 @@ def _class_logits(outputs) -> torch.Tensor:
 
 def _labels(inputs) -> torch.Tensor:
     labels = labels_of(inputs, ["labels", "label"])
-    if labels is None or labels.is_floating_point():
-        raise ValueError(f"A batch has the keys {sorted(inputs)} but no classes as `labels`; give labelled data.")
+    if labels is None:
+        raise ValueError(f"A batch has the keys {sorted(inputs)} but no `labels`; give labelled data.")
+    if labels.is_floating_point():
+        raise ValueError("`labels` are numbers; early exit by confidence is for classes.")
     return labels
 
 

@@ -47,9 +47,10 @@ class Scorer:
 
     Args:
         model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
-        metric (`str` or function): "accuracy" (integer labels, of samples or tokens), "rmse" (floating labels), or a
-            function (logits `[..., classes]`, labels `[...]` with -100 where there is none) -> (sum, count); its
-            attribute `greater_is_better` says whether more is better (yes where it has none).
+        metric (`str` or function): "accuracy" (integer labels, of samples or tokens; of multi-label classification,
+            each of its labels), "rmse" (floating labels), or a function (logits `[..., classes]`, labels `[...]` with
+            -100 where there is none) -> (sum, count); its attribute `greater_is_better` says whether more is better
+            (yes where it has none).
         scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
         layer_loss_fn (function, *optional*): (outputs, labels, num_items_in_batch) -> mean loss, in place of the
@@ -89,6 +90,8 @@ class Scorer:
         logits, labels = self._scored(outputs, inputs)
         items = int(self._count(inputs))
         loss_sum = self._loss(outputs, inputs) * items if items else 0.0  # the mean over no items is not a number
+        if self._metric is _accuracy and self._is_multi_label:
+            logits, labels = torch.stack([-logits, logits], dim=-1), labels.long()  # two classes for each label
         total, count = self._metric(logits, labels)
         return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
 
@@ -146,9 +149,13 @@ class Scorer:
             counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)  # [batch]
             return losses[counts > 0] / counts[counts > 0]
         logits = logits.float().reshape(labels.shape)
-        multi_label = getattr(self._model.config, "problem_type", None) == "multi_label_classification"
-        loss = F.binary_cross_entropy_with_logits if multi_label else F.mse_loss
+        loss = F.binary_cross_entropy_with_logits if self._is_multi_label else F.mse_loss
         return loss(logits, labels, reduction="none").reshape(len(labels), -1).mean(1)
+
+    @property
+    def _is_multi_label(self) -> bool:
+        problem = getattr(getattr(self._model, "config", None), "problem_type", None)
+        return problem == "multi_label_classification"
 
     def _count(self, inputs) -> torch.Tensor:
         of_rows = self._layer_loss_fn is None and averages_over_rows(self._model)
@@ -320,6 +327,11 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
         raise ValueError(
             "`metric` is 'accuracy' but the labels are floating-point numbers; use 'rmse' or a function "
             "(logits, labels) -> (sum, count)."
+        )
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"`metric` is 'accuracy', but there is no prediction for each label: logits are of shape "
+            f"{list(logits.shape)}, labels of {list(labels.shape)}. Give a function (logits, labels) -> (sum, count)."
         )
     largest, found = logits.max(-1)  # not a number where a logit is not, of which `found` would be some class
     hits = torch.where(largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float())

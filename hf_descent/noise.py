@@ -131,15 +131,19 @@ class EmbeddingNoise:
         self._stream = int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0])
         self._generator = None  # made on the device of the first tensor
 
-    def split(self, *parts: tuple[float, tuple[int, ...]]):
-        """Perturb batches as equal parts, each by its own (level, key) as if it came alone; no parts: as a whole.
+    def split(self, *parts: tuple[float, tuple[int, ...]]) -> "EmbeddingNoise":
+        """A noise of the same kind that perturbs batches as equal parts, each by its own (level, key) as if it came
+        alone; this one stays as it is, attached or not.
 
         So one forward serves several noise levels, on as many copies of a batch.
         """
-        self._parts = [copy(self) for _ in parts]
-        for part, (gamma, key) in zip(self._parts, parts):
+        whole = copy(self)
+        whole.gamma = max(gamma for gamma, _ in parts)
+        whole._handles, whole._calls, whole._parts = [], [], [copy(self) for _ in parts]
+        for part, (gamma, key) in zip(whole._parts, parts):
             part._parts, part.gamma = [], gamma
             part.reseed(*key)
+        return whole
 
     def attach(self) -> "EmbeddingNoise":
         """Register the hooks (once) and return self."""

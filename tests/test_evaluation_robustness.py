@@ -1,4 +1,5 @@
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -105,6 +106,40 @@ def test_noisy_levels_equal_a_loop_by_hand():
     np.testing.assert_allclose(result.losses[1], losses, rtol=1e-6)
     assert losses[0] != losses[1]
     assert noise_curve(model, data, [0.5, 2.0], draws=2, batch_size=8, noise=noise).settings == result.settings
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, (0.5, 2.0)])
+def test_the_level_of_a_given_noise_does_not_count(gamma):
+    model, data = bert(), classification_data(20)
+    given = noise_curve(model, data, [0.0, 1.0, 2.0], noise=EmbeddingNoise(model, gamma, seed=3))
+    np.testing.assert_array_equal(given.losses, noise_curve(model, data, [0.0, 1.0, 2.0], seed=3).losses)
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["measured", "failing"])
+def test_a_given_noise_stays_as_it_is(failing):
+    def fail(outputs, labels, num_items_in_batch=None):
+        raise ZeroDivisionError
+
+    def noisy_logits():
+        with noise:
+            return model(**inputs).logits
+
+    model, data = bert().eval(), classification_data(20)
+    inputs = default_data_collator(data)
+    noise = EmbeddingNoise(model, 1e-3, seed=0)
+    with torch.no_grad():
+        expected = noisy_logits(), noisy_logits()
+        noise.reseed()
+        assert torch.equal(noisy_logits(), expected[0])
+        with pytest.raises(ZeroDivisionError) if failing else nullcontext():
+            noise_curve(model, data, [1.0, 2.0], noise=noise, layer_loss_fn=fail if failing else None)
+        assert torch.equal(noisy_logits(), expected[1])
+        noise.gamma = 0.5
+        noise.reseed(7)
+        after = noisy_logits()
+        noise = EmbeddingNoise(model, 0.5, seed=0)
+        noise.reseed(7)
+        assert torch.equal(noisy_logits(), after)
 
 
 def test_two_models_see_the_same_noise():

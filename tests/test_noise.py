@@ -31,8 +31,7 @@ def test_noise_is_gaussian_with_deviation_gamma_times_sigma():
 def test_padding_is_untouched_bit_for_bit(side, parts):
     model, inputs = llama().eval(), batch(side)
     perturbation = EmbeddingNoise(model, 2.0, seed=0)
-    perturbation.split(*parts)
-    with perturbation, Spy(model.get_input_embeddings()) as spy:
+    with perturbation.split(*parts) if parts else perturbation, Spy(model.get_input_embeddings()) as spy:
         model(**inputs)
     (noise,) = spy.added
     is_token = inputs["attention_mask"].bool()

@@ -220,9 +220,7 @@ def layer_profiles(
                 sums = BlockSums((len(gammas), reader.num_layers), accelerator)
             scores, losses = [], []
             for gamma in gammas:
-                if gamma:
-                    noise.split((gamma, noise_key(0, gamma, index)))
-                with noise if gamma else nullcontext():
+                with noise.split((gamma, noise_key(0, gamma, index))) if gamma else nullcontext():
                     layers = read_layers(reader, given, partial(_score, scorer, inputs))
                 scores.append(torch.stack([layer_sums for layer_sums, _ in layers]))  # [layers, 4]
                 losses.append(torch.stack([losses for _, losses in layers], dim=1))  # [samples, layers]

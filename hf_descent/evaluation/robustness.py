@@ -222,7 +222,8 @@ def noise_curve(
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
             (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
-        noise ([`EmbeddingNoise`], *optional*): the noise to set to each level, with a seed and a sigma of its own.
+        noise ([`EmbeddingNoise`], *optional*): the kind of noise, with a seed and a sigma of its own; it stays as it
+            is, and its own level does not count.
         cells_per_forward (`int`, *optional*): levels and draws evaluated in one forward, on copies of the batch. As
             many as fit into memory where not given and the model is on an accelerator, else 1. Models whose loss is no
             function of their logits take one.

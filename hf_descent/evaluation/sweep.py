@@ -72,12 +72,8 @@ class Sweep:
         if self.readout is not None and self.reader is None:
             self.reader = Readout.probe(self.model, given, self.readout)
         gamma = self.gammas[group[0][0]]
-        noisy = self.noise is not None and gamma > 0
-        if noisy:
-            self.noise.split(
-                *((self.gammas[level], noise_key(draw, self.gammas[level], index)) for level, draw in group)
-            )
-        with self.noise if noisy else nullcontext():
+        parts = ((self.gammas[level], noise_key(draw, self.gammas[level], index)) for level, draw in group)
+        with self.noise.split(*parts) if self.noise is not None and gamma > 0 else nullcontext():
             if self.readout is not None:
                 return read_layers(self.reader, given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
             if len(group) > 1:

@@ -9,7 +9,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local pe
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -23,12 +23,11 @@ from transformers.utils import logging
 
 from .configs import levels_of
 from .layer_stack import inner_model
+from .lookups import find_lookups, is_time_first, look_up
 from .tape import is_quiet
 
 
 logger = logging.get_logger(__name__)
-
-TABLE_CHUNK = 8192  # rows of the embedding table looked up at once when sigma is taken from it
 
 
 @dataclass
@@ -87,7 +86,7 @@ class EmbeddingNoise:
     ):
         self._model = inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
-        self._lookups = _find_lookups(self._model) if self._main_input == "input_ids" else []
+        self._lookups = find_lookups(self._model) if self._main_input == "input_ids" else []
         self.gamma = gamma
         self.sigma = _resolve_sigma(self._model, self._main_input, sigma)
         if seed is not None and seed < 0:
@@ -226,7 +225,7 @@ class EmbeddingNoise:
             return None
         call = self._calls[-1]
         call.looked_up = True
-        if _is_time_first(args[0] if args else None, call.input_ids):
+        if is_time_first(args[0] if args else None, call.input_ids):
             return self._perturb(output.transpose(0, 1), call.mask).transpose(0, 1)
         return self._perturb(output, call.mask)
 
@@ -281,7 +280,7 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
             raise ValueError(f"A batch has the keys {sorted(batch)}; sigma is measured on `{main_input}`: add it.")
         if not signal.is_floating_point():
             with torch.no_grad():
-                signal = _looked_up(whole, _find_lookups(model), batch, signal)  # [batch, seq, hidden]
+                signal = _looked_up(whole, find_lookups(model), batch, signal)  # [batch, seq, hidden]
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
@@ -344,7 +343,7 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
             f"{type(model).__name__} has no `config.noise_sigma`, the standard deviation of its `{main_input}`: pass "
             "`sigma`, or set `model.config.noise_sigma = estimate_sigma(model, batches)`."
         )
-    sigma = _table_deviation(_find_lookups(model)[0])
+    sigma = _table_deviation(find_lookups(model)[0])
     logger.info_once(
         f"Noise is scaled by {sigma:.4g}, the standard deviation of {type(model).__name__}'s embedding table; pass "
         "`sigma` or set `config.noise_sigma` for another scale."
@@ -365,37 +364,3 @@ def _table_deviation(lookup: nn.Module) -> float:
     if padding is not None:
         ids = ids[ids != padding]
     return deviation_from_moments(sum(map(moments_of, look_up(lookup, ids))))
-
-
-@torch.no_grad()
-def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
-    yield from map(lookup, ids.split(TABLE_CHUNK))
-
-
-def _find_lookups(model: nn.Module) -> list[nn.Module]:
-    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table.
-
-    T5 never calls the module it returns: its encoder and decoder have a lookup each, on the same weight.
-    """
-    try:
-        lookup = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        lookup = None
-    if lookup is None:
-        raise ValueError(
-            f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()` to return "
-            "the token-embedding module, or set `main_input_name` to the floating-point input to perturb."
-        )
-    weight = getattr(lookup, "weight", None)
-    twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
-    return [lookup, *twins]
-
-
-def _is_time_first(ids: torch.Tensor | None, input_ids: torch.Tensor | None) -> bool:
-    """Whether `ids` is the call's `input_ids` `[batch, seq]` transposed, as XLNet embeds it."""
-    if ids is None or input_ids is None or ids.ndim != 2 or ids.shape != input_ids.shape[::-1]:
-        return False
-    if ids.shape != input_ids.shape:
-        return True
-    return ids.data_ptr() != input_ids.data_ptr() and torch.equal(ids, input_ids.T)

@@ -30,7 +30,8 @@ from torch import nn
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
 from .layer_stack import inner_model
-from .noise import EmbeddingNoise, look_up
+from .lookups import look_up
+from .noise import EmbeddingNoise
 
 
 class PrivateEmbeddings(EmbeddingNoise):

@@ -1,0 +1,43 @@
+"""Where a text model looks its tokens up, and in which table."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+TABLE_CHUNK = 8192  # rows of an embedding table looked up at once
+
+
+def find_lookups(model: nn.Module) -> list[nn.Module]:
+    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table.
+
+    T5 never calls the module it returns: its encoder and decoder have a lookup each, on the same weight.
+    """
+    try:
+        lookup = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        lookup = None
+    if lookup is None:
+        raise ValueError(
+            f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()` to return "
+            "the token-embedding module, or set `main_input_name` to the floating-point input to perturb."
+        )
+    weight = getattr(lookup, "weight", None)
+    twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
+    return [lookup, *twins]
+
+
+@torch.no_grad()
+def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
+    yield from map(lookup, ids.split(TABLE_CHUNK))
+
+
+def is_time_first(ids: torch.Tensor | None, input_ids: torch.Tensor | None) -> bool:
+    """Whether `ids` is the call's `input_ids` `[batch, seq]` transposed, as XLNet embeds it."""
+    if ids is None or input_ids is None or ids.ndim != 2 or ids.shape != input_ids.shape[::-1]:
+        return False
+    if ids.shape != input_ids.shape:
+        return True
+    return ids.data_ptr() != input_ids.data_ptr() and torch.equal(ids, input_ids.T)

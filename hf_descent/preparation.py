@@ -255,8 +255,7 @@ class PreparationMixin:
         return scales[0]
 
     def _training_noise(self, model):
-        gamma = self.args.noise_gamma
-        is_noisy = gamma not in (0, [0, 0])
+        gamma, is_noisy = self.args.noise_gamma, self.args.gamma_train > 0
         if self._noise is None and (is_noisy or self.args.eval_gammas):
             # Also where the tests alone are noisy: sigma is that of the signal before training.
             model = self.accelerator.unwrap_model(model)

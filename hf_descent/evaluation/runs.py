@@ -94,8 +94,8 @@ class Run:
         if not arguments:
             return os.path.basename(os.path.normpath(self.folder))
         name = "neftune" if arguments.get("neftune_noise_alpha") else arguments["objective"]
-        gamma = arguments.get("noise_gamma") or 0
-        return name if gamma in (0, [0, 0]) else f"{name}+noise {gamma}"
+        gamma = arguments.get("noise_gamma")
+        return f"{name}+noise {gamma}" if upper_level(gamma) else name
 
 
 def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:

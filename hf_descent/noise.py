@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from .configs import levels_of
 from .layer_stack import inner_model
-from .lookups import find_lookups, is_time_first, look_up
+from .lookups import find_lookups, is_time_first, look_up, num_prompts
 from .tape import is_quiet
 
 
@@ -47,7 +47,8 @@ class EmbeddingNoise:
     model looks tokens up, the decoder and each step of `generate` included; `inputs_embeds` given in place of ids are
     perturbed likewise. Padding stays untouched bit for bit: a 2-D attention mask `[batch, past + seq]` names it (its
     last `seq` columns; a decoder's own mask for its own tokens). Without a mask, or with one of another shape (4-D,
-    for example), every position counts as a token. All other models: the floating-point main input is perturbed.
+    for example), every position counts as a token. Trained prompts, which PEFT puts before the tokens, stay untouched,
+    too. All other models: the floating-point main input is perturbed.
 
     The noise is drawn in float32 from a generator of its own on the tensor's device, so the global random state is
     left alone, and one (seed, key, shape) always gives the same noise on one kind of device. Nothing is drawn or
@@ -84,7 +85,7 @@ class EmbeddingNoise:
         seed: int | None = None,
         sigma: float | None = None,
     ):
-        self._model = inner_model(model)
+        self._whole, self._model = model, inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
         self._lookups = find_lookups(self._model) if self._main_input == "input_ids" else []
         self.gamma = gamma
@@ -202,7 +203,9 @@ class EmbeddingNoise:
             mask = given.get("decoder_attention_mask" if name.startswith("decoder") else "attention_mask")
             if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
                 mask = None  # it belongs to another input, such as CLIP's text
-            noisy[name] = self._perturb(signal, mask)
+            prompts = num_prompts(self._whole, name)
+            tokens = self._perturb(signal[:, prompts:], mask)
+            noisy[name] = torch.cat([signal[:, :prompts], tokens], dim=1) if prompts else tokens
         named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
         return (*named, *args[len(names) :]), {**kwargs, **noisy}
 

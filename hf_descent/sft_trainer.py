@@ -39,7 +39,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     Raises:
         ValueError: a data set has none of the columns that TRL knows, no token with a label, or a sequence longer than
-            a table of positions; `loss_type` is not "nll" where layers are read; noise on trained prompts.
+            a table of positions; `loss_type` is not "nll" where layers are read.
 
     Example:
 
@@ -70,14 +70,6 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
             if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
                 self._check_positions(dataset, name)
-        adapter = getattr(self.model, "active_peft_config", None)
-        # Trained prompts are embeddings in front of the tokens'; prefixes are keys and values.
-        has_prompt = getattr(adapter, "is_prompt_learning", False) and adapter.peft_type != "PREFIX_TUNING"
-        if has_prompt and self.args.noise_gamma not in (0, [0, 0]):
-            raise ValueError(
-                f"`noise_gamma` is {self.args.noise_gamma}, which would perturb the trained prompts of "
-                f"{adapter.peft_type.value}, too; set it to 0, or train another adapter (LoRA)."
-            )
 
     def preview(self) -> str:
         """The first training example as the model sees it, in stretches of tokens with a label and without one."""

@@ -309,7 +309,6 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
-        ({"noise_gamma": 1.0, **SETTINGS["prompt tuning"]}, "perturb the trained prompts of PROMPT_TUNING"),
         (
             {"data": lambda *_: Dataset.from_list([{"question": "a", "answer": "b"}])},
             "columns \\['answer', 'question'\\]",
@@ -335,9 +334,14 @@ def test_refusals_name_the_remedy(tmp_path, given, message):
         make(SFTDescentTrainer, tmp_path, **given)
 
 
-def test_noise_on_no_trained_embedding_is_taken(tmp_path):
-    for setting, gamma in (("prefix tuning", 1.0), ("prompt tuning", [0, 0])):
-        make(SFTDescentTrainer, tmp_path, noise_gamma=gamma, **SETTINGS[setting])
+def test_noise_leaves_trained_prompts_clean(tmp_path):
+    trainer = make(SFTDescentTrainer, tmp_path, noise_gamma=1.0, **SETTINGS["prompt tuning"], **CONSTRAINED)
+    seen = []
+    trainer.model.get_base_model().model.register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+    )
+    trainer.train()
+    assert all((embeds[:, :3] == embeds[:1, :3]).all() for embeds in seen)  # noise would differ from row to row
 
 
 def test_rotations_go_on_beyond_the_positions_of_pretraining(tmp_path):

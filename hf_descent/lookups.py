@@ -33,6 +33,25 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
     return [lookup, *twins]
 
 
+def other_tables(model: nn.Module, lookups: list[nn.Module]) -> set[nn.Module]:
+    """The embeddings of `model` that are no part of its `lookups`: of positions, of types, and maybe of tokens."""
+    own = {module for lookup in lookups for module in lookup.modules()}
+    return {module for module in model.modules() if isinstance(module, nn.Embedding) and module not in own}
+
+
+def are_tokens(ids: torch.Tensor, input_ids: torch.Tensor) -> bool | None:
+    """Whether `ids` are those of the tokens, some perhaps replaced; `None` where these tokens cannot tell.
+
+    Positions and types, too, are equal to tokens here and there, but not where the tokens jump: they go up by one.
+    """
+    ids, tokens = ids.flatten().to(input_ids.device), input_ids.flatten()
+    if ids.shape != tokens.shape:
+        return False
+    jumps = tokens.diff().abs() > 1
+    same = ids == tokens
+    return bool((jumps & same[1:] & same[:-1]).any()) if jumps.any() else None
+
+
 @torch.no_grad()
 def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
     """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""

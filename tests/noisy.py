@@ -4,6 +4,8 @@ import torch
 from tiny import VOCAB
 from torch import nn
 from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -30,6 +32,23 @@ def vit():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4)).eval()
+
+
+def gemma3n():
+    """A model with a second table of tokens, for its layers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "laurel_rank": 4}
+    layers = {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+    }
+    return Gemma3nForCausalLM(
+        Gemma3nTextConfig(
+            vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB - 2, hidden_size_per_layer_input=8,
+            intermediate_size=32, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 2, **sizes, **layers,
+        )
+    ).eval()  # fmt: skip
 
 
 class Spy:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .lookups import num_prompts
 from .readout import Readout
 
 
@@ -57,7 +58,7 @@ def aligned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
     `PeftModel`."""
-    prompt = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
+    prompt = num_prompts(model, "inputs_embeds")
     if prompt and logits.shape[1] == prompt + labels.shape[1]:
         return logits[:, prompt - 1 : -1], labels  # the last position of a trained prompt predicts the first token
     return (logits[:, :-1], labels[:, 1:]) if shifts_labels else (logits, labels)

@@ -71,8 +71,8 @@ class DescentProblem:
     def violations(self, layer_losses: torch.Tensor) -> torch.Tensor:
         """g_l = f_l - (1 - alpha_l) f_prev(l) of the losses f `[L]`; `[L]`, 0 at unconstrained layers."""
         layer_losses = self._over_layers("layer_losses", layer_losses)
-        contraction = self._contraction.to(layer_losses.dtype)
         bounded = torch.cat([layer_losses.new_full((1,), self.initial_loss_bound), layer_losses])  # [1 + layers]
+        contraction = self._contraction_in(layer_losses.dtype)
         violations = bounded[self._layers + 1] - contraction * bounded[self._previous]  # [constrained]
         return torch.zeros_like(layer_losses).index_copy(0, self._layers, violations)  # [layers]
 
@@ -86,12 +86,13 @@ class DescentProblem:
         weights = multipliers.new_zeros(1 + self.num_layers)  # [1 + layers], index 0 collects the constant f_0
         weights[-1:].fill_(1.0)  # an assignment would copy from the host
         weights.index_add_(0, self._layers + 1, active)
-        weights.index_add_(0, self._previous, -self._contraction.to(active.dtype) * active)
+        weights.index_add_(0, self._previous, -self._contraction_in(active.dtype) * active)
         return weights[1:]
 
     def lagrangian(self, layer_losses: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
         """f_L + sum_l lambda_l g_l (paper, equation 5); a scalar."""
-        return layer_losses[-1] + self._over_layers("multipliers", multipliers) @ self.violations(layer_losses)
+        violations = self.violations(layer_losses)
+        return layer_losses[-1] + self._over_layers("multipliers", multipliers).to(violations.dtype) @ violations
 
     def max_violation(self, layer_losses: torch.Tensor) -> torch.Tensor:
         """The largest violation over the constrained layers, in units of the loss; a scalar tensor."""
@@ -113,8 +114,14 @@ class DescentProblem:
     def _over_layers(self, name: str, values: torch.Tensor) -> torch.Tensor:
         if values.shape != (self.num_layers,):
             raise ValueError(f"`{name}` has shape {list(values.shape)}; give [{self.num_layers}].")
-        # In whole numbers 1 - alpha would be 0.
-        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
+        # In whole numbers 1 - alpha would be 0, in half precision a small alpha lost.
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+    def _contraction_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """1 - alpha `[constrained]`; kept in float32, that of training, alone, since MPS has no float64."""
+        if dtype == self._contraction.dtype:
+            return self._contraction
+        return 1.0 - torch.tensor(self.alpha, dtype=dtype, device=self._layers.device)[self._layers]
 
 
 def check_alpha(

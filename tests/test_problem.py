@@ -1,4 +1,5 @@
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -44,6 +45,17 @@ def test_whole_numbers_are_no_reason_to_round():
     assert problem.violations(losses).tolist() == pytest.approx([0.2, -0.1, -0.4])
     assert problem.weights(multipliers).tolist() == pytest.approx([1 - 0.7 * 2, 2 - 0.7 * 3, 1 + 3])
     assert problem.lagrangian(losses, multipliers).item() == pytest.approx(-0.2, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_small_alpha_is_kept_in_every_precision(dtype):
+    alpha, close = 0.003, partial(pytest.approx, rel=0, abs=1e-15 if dtype == torch.float64 else 2e-7)
+    problem = DescentProblem(alpha, 1.0, 2)
+    losses, multipliers = torch.tensor([0.5, 0.499], dtype=dtype), torch.tensor([0.125, 0.125])
+    expected = naive_violations(losses.tolist(), [alpha] * 2, 1.0, [1, 2])
+    assert problem.violations(losses).tolist() == close(expected)
+    assert problem.lagrangian(losses, multipliers).item() == close(losses[1].item() + 0.125 * sum(expected))
+    assert problem.weights(multipliers.to(dtype)).tolist() == close([0.125 - (1 - alpha) * 0.125, 1.125])
 
 
 def test_losses_and_multipliers_are_one_per_layer():

@@ -63,6 +63,7 @@ class DescentState(ReportMixin):
         warmup = args.dual_warmup_steps
         warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
         self.active_from = start_step + warmup
+        self.labels_until = 1.0  # the epoch until which labels are counted: each row once
         check_constrained_layers(args.constrained_layers, num_layers)
         if args.descent_alpha != "auto":
             check_alpha(args.descent_alpha, num_layers)
@@ -218,7 +219,7 @@ class DescentState(ReportMixin):
         self._set_problem(alpha, bound)
         logger.info(
             f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha if isinstance(alpha, list) else f'{alpha:.4g}'}, "
-            f"measured over {self.active_from} warm-up steps at f_L = {self.mean_losses[-1].item():.4g}."
+            f"measured in the warm-up up to step {self.active_from}, at f_L = {self.mean_losses[-1].item():.4g}."
         )
 
     def _set_problem(self, alpha, initial_loss_bound, constrained_layers=None) -> None:
@@ -278,6 +279,7 @@ class DescentState(ReportMixin):
             tensors["label_moments"] = self.reduce(self.constant_predictor.moments).cpu()
         meta = {
             "active_from": self.active_from,
+            "labels_until": self.labels_until,
             "problem": None if self.problem is None else self.problem.state_dict(),
             "schedule": self._schedule(),
         }
@@ -314,7 +316,7 @@ class DescentState(ReportMixin):
             raise ValueError(
                 f"{path} does not hold a complete dual state ({error}); resume from another one."
             ) from error
-        self.active_from = meta["active_from"]
+        self.active_from, self.labels_until = meta["active_from"], meta["labels_until"]
         if meta["problem"] is not None:
             problem = meta["problem"]
             self._set_problem(problem["alpha"], problem["initial_loss_bound"], problem["constrained_layers"])
@@ -343,8 +345,8 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            meta = json.loads(file.metadata()["state"])
-            return tensors, {name: meta[name] for name in ("active_from", "problem", "schedule")}
+            meta = {"labels_until": 1.0} | json.loads(file.metadata()["state"])  # which older files do not name
+            return tensors, {name: meta[name] for name in ("active_from", "labels_until", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 

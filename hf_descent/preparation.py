@@ -136,6 +136,7 @@ class PreparationMixin:
             state.load(self._resumed_from, is_main=self.args.process_index == 0)
         elif self._resumed_from is not None:
             logger.warning(f"{self._resumed_from} holds no dual state: the multipliers start afresh, with a warm-up.")
+            state.labels_until += self.state.epoch
         elif not self.is_in_train:
             state.take_saved_problem(self._loaded_from())
         self._layer_sums = torch.zeros(num_layers, device=device)

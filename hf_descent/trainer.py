@@ -200,7 +200,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
         weighted = state.weighted_layers(step) if training else []
 
-        if training and state.needs_labels and (self.state.epoch or 0) < 1:  # each row once
+        if training and state.needs_labels and (self.state.epoch or 0) < state.labels_until:
             state.constant_predictor.update(self._predicted_labels(inputs))
         if self._fused is not None:
             return self._fused_loss(model, inputs, share, weighted)

@@ -222,10 +222,11 @@ def training_arguments(args: DescentArguments) -> dict:
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:
-    """The checkpoint of `output_dir` that was completed last; ValueError where there is none.
+    """The last checkpoint of the last training in `output_dir`; ValueError where there is none.
 
-    The trainer state is the last file of a save, so its time is the time of completion. Incomplete folders, left by a
-    killed process, are passed over and named in the log.
+    Trainings are told apart by when they started, as their checkpoints say; a copy need not keep the times of files.
+    Those of plain `Trainer` do not say, and stand for themselves: the trainer state is the last file of a save.
+    Incomplete folders, left by a killed process, are passed over and named in the log.
     """
     complete = []
     for entry in os.scandir(output_dir) if os.path.isdir(output_dir) else ():
@@ -235,8 +236,9 @@ def newest_complete_checkpoint(output_dir: str) -> str:
         if fault := next(faults(entry.path), None):
             logger.warning(f"Passing over the incomplete checkpoint {entry.path}: {fault}.")
         else:
-            written = os.stat(os.path.join(entry.path, TRAINER_STATE_NAME)).st_mtime_ns
-            complete.append((written, int(step), entry.path))
+            written = os.path.getmtime(os.path.join(entry.path, TRAINER_STATE_NAME))
+            started = find_json(entry.path, SUMMARY_NAME).get("training_started", written)
+            complete.append((started, int(step), entry.path))
     if not complete:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
     return max(complete)[-1]
@@ -254,9 +256,9 @@ def faults(checkpoint: str) -> Iterator[str]:
     optimizers = (OPTIMIZER_NAME.split(".")[0], DEEPSPEED_FOLDER)
     if SCHEDULER_NAME in names and not any(name.startswith(optimizers) for name in names):
         yield f"{os.path.join(checkpoint, OPTIMIZER_NAME)} is missing"
-    if SCHEDULER_NAME in names and SUMMARY_NAME in names and STATE_NAME not in names:
+    if SUMMARY_NAME in names:
         try:
-            if "multipliers" in read_summary(checkpoint):
+            if "multipliers" in read_summary(checkpoint) and SCHEDULER_NAME in names and STATE_NAME not in names:
                 yield f"{os.path.join(checkpoint, STATE_NAME)} is missing"
         except ValueError as error:
             yield str(error)

@@ -185,12 +185,12 @@ def test_another_layer_count_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "victim", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", STATE_NAME]
+    "victim", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", STATE_NAME, SUMMARY_NAME]
 )
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
 def test_incomplete_checkpoints_are_passed_over(tmp_path, victim, damage):
-    if (victim, damage) == ("rng_state.pth", "missing"):
-        pytest.skip("also a multi-process checkpoint")
+    if victim in ("rng_state.pth", SUMMARY_NAME) and damage == "missing":
+        pytest.skip("also a multi-process checkpoint, or one of plain Trainer")
     make(arguments(tmp_path, max_steps=3)).train()
     path = tmp_path / "checkpoint-3" / victim
     whole = path.read_bytes()
@@ -213,9 +213,16 @@ def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
 
 
 def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_run(tmp_path):
-    make(arguments(tmp_path, max_steps=3)).train()
-    os.utime(tmp_path / "checkpoint-3" / "trainer_state.json", (0, 0))
+    for steps in (3, 2):
+        make(arguments(tmp_path, max_steps=steps)).train()
+    states = {step: tmp_path / f"checkpoint-{step}" / "trainer_state.json" for step in (2, 1, 3)}
+    for written, state in enumerate(states.values()):  # as a copy may have it
+        os.utime(state, (written, written))
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    (states[3].parent / SUMMARY_NAME).unlink()  # like plain Trainer's, whose order is that of time
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    os.utime(states[3])
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
     with pytest.raises(ValueError, match="No valid checkpoint"):
         newest_complete_checkpoint(str(tmp_path / "nowhere"))
 

@@ -68,7 +68,7 @@ class DescentArguments:
         that the layers must make.
     constrained_layers (`list[int]`, *optional*):
         The constrained layers, 1-based and increasing; each is compared with the one before it in the list. All
-        layers where not given.
+        layers where not given. "deep_supervision" gives weight to these and the last layer.
     feasibility_tolerance (`float`, *optional*, defaults to `0.01`):
         A layer counts as feasible when its violation is at most this fraction of f_0.
 

@@ -121,10 +121,8 @@ class DescentState(ReportMixin):
         """The layers (1-based) whose losses the objective depends on at some step."""
         if self.args.objective == "erm":
             return [self.num_layers]
-        layers = range(1, self.num_layers + 1)
-        if self.args.objective == "deep_supervision":
-            return list(layers)
-        constrained = self.problem.constrained_layers if self.problem else self.args.constrained_layers or layers
+        layers = self.args.constrained_layers or range(1, self.num_layers + 1)
+        constrained = self.problem.constrained_layers if self.problem else layers
         return sorted({*constrained, self.num_layers})
 
     def weighted_layers(self, step: int) -> list[int]:
@@ -142,11 +140,8 @@ class DescentState(ReportMixin):
         if self.args.objective in ("hinge", "quadratic"):
             own = layer_losses / torch.where(share > 0, share, 1.0)
             return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
-        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. The index
-        # is kept: a new one would be copied from the host at every step.
-        if self._index is None:
-            self._index = torch.tensor(self.trained_layers, device=layer_losses.device) - 1
-        return self.weights()[self._index] @ layer_losses[self._index]
+        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
+        return self.weights()[self._trained] @ layer_losses[self._trained]
 
     def weights(self) -> torch.Tensor:
         """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
@@ -156,7 +151,15 @@ class DescentState(ReportMixin):
             self.multipliers.values,
             self.args.penalty_coefficient,
             self.args.negative_weights,
+            self._trained,
         )
+
+    @property
+    def _trained(self) -> torch.Tensor:
+        """Indices of the trained layers; kept, since new ones would be copied from the host at every step."""
+        if self._index is None:
+            self._index = torch.tensor(self.trained_layers, device=self.device) - 1
+        return self._index
 
     # ---- dual side ----
 

@@ -2,7 +2,7 @@
 
 - `descent`: the Lagrangian of the constrained problem, at the current multipliers (paper, Algorithm 1);
 - `erm`: f_L, plain training;
-- `deep_supervision`: f_L + c sum_{l<L} f_l, fixed weights;
+- `deep_supervision`: f_L + c sum_{l<L} f_l over the constrained layers, fixed weights;
 - `fixed`: the Lagrangian at frozen multipliers, for telling the dynamics of the multipliers from their final weights;
 - `hinge`: f_L + c sum_l [g_l]_+, a penalty on the violations g;
 - `quadratic`: f_L + c/2 sum_l [g_l]_+^2.
@@ -23,10 +23,16 @@ MEASURING = ("descent", "hinge", "quadratic")  # whose warm-up finds what is "au
 
 
 def linear_weights(
-    objective: str, problem: DescentProblem, multipliers: torch.Tensor, coefficient: float, negative_weights: str
+    objective: str,
+    problem: DescentProblem,
+    multipliers: torch.Tensor,
+    coefficient: float,
+    negative_weights: str,
+    trained: torch.Tensor,
 ) -> torch.Tensor | None:
     """Weights w `[L]` of an objective that is sum_l w_l f_l (constants dropped); `None` for the penalties.
 
+    `trained` are the indices of the layers that the objective depends on: of "erm" the last alone.
     `negative_weights="clip"` replaces negative weights of the Lagrangian by 0 in the primal step, so that no layer's
     loss is pushed up; the dual step is not affected.
     """
@@ -35,7 +41,7 @@ def linear_weights(
     if objective in ("descent", "fixed"):
         weights = problem.weights(multipliers)
         return weights.clamp(min=0) if negative_weights == "clip" else weights
-    weights = torch.full_like(multipliers, coefficient if objective == "deep_supervision" else 0.0)
+    weights = torch.zeros_like(multipliers).index_fill_(0, trained, coefficient)
     weights[-1:].fill_(1.0)  # an assignment would copy from the host
     return weights
 

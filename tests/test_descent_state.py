@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tiny import InOrder, bert, classification_data, config, llama
+from tiny import InOrder, batches, bert, classification_data, config, llama, naive_layer_losses
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
@@ -204,6 +204,21 @@ def test_a_run_without_constraints_is_judged_by_numbers_that_were_given_and_meas
         assert ("eval_feasible" in trainer.evaluate()) == judged
         assert any("max_violation" in log for log in trainer.state.log_history) == judged
         assert ("train_feasible" in trainer.state.log_history[-2]) == judged
+
+
+def test_deep_supervision_weighs_the_constrained_layers(tmp_path):
+    args = config(
+        tmp_path, objective="deep_supervision", constrained_layers=[2], penalty_coefficient=0.4, max_steps=1,
+        optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer, model = InOrder(bert(), args, train_dataset=DATA), bert()
+    trainer.train()
+    losses = naive_layer_losses(model, next(batches(DATA)))
+    (0.4 * losses[1] + losses[2]).backward()
+    for trained, parameter in zip(trainer.model.parameters(), model.parameters()):
+        torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad)
+    logged = trainer.state.log_history[0]
+    assert [logged[f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx([0, 0.4, 1])
 
 
 @pytest.mark.parametrize(

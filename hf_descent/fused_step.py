@@ -125,6 +125,7 @@ class FusedStepMixin:
         step, draws = self._last_draw
         draws = draws + 1 if step == self.state.global_step else 0
         self._last_draw = (self.state.global_step, draws)
-        key = (self.args.process_index, self.state.global_step, draws)
+        # One number more than the key of the noise, which else would be drawn from the same stream.
+        key = (self.args.process_index, self.state.global_step, draws, 1)
         seed = np.random.SeedSequence(self.args.seed, spawn_key=key).generate_state(1, np.uint64)[0]
         return torch.Generator().manual_seed(int(seed))

@@ -184,6 +184,14 @@ def test_every_micro_batch_draws_its_own_tokens(tmp_path):
     assert len(draws) == len(set(draws)) == 4
 
 
+def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path):
+    made = trainer(tmp_path, max_steps=1, noise_gamma=0.3, noise_sigma=1.0)
+    made.train()
+    made._noise.reseed(0, 1, 0)  # of the next step
+    noise = torch.Generator().manual_seed(made._noise._stream)
+    assert made._token_generator().initial_seed() != noise.initial_seed()
+
+
 def test_a_second_run_draws_the_tokens_of_the_first(tmp_path):
     made = trainer(tmp_path, readout_token_fraction=0.5, max_steps=1)
     draws = []

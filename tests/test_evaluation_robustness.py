@@ -15,6 +15,7 @@ from transformers import (
 
 from hf_descent import DescentProblem, EmbeddingNoise
 from hf_descent.evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from hf_descent.evaluation.sums import weights_fingerprint
 
 
 def curve(gammas=(0.0, 0.5, 1.0, 2.0), values=((0.9, 0.9), (0.8, 0.9), (0.6, 0.8), (0.5, 0.5)), **options):
@@ -140,6 +141,14 @@ def test_a_given_noise_stays_as_it_is(failing):
         noise = EmbeddingNoise(model, 0.5, seed=0)
         noise.reseed(7)
         assert torch.equal(noisy_logits(), after)
+
+
+def test_weights_are_read_through_only_for_a_file(tmp_path):
+    weights = [
+        noise_curve(bert(), classification_data(8), [0.0], path=path).settings["weights"]
+        for path in (None, str(tmp_path / "curve.json"))
+    ]
+    assert weights == [None, weights_fingerprint(bert())]
 
 
 def test_two_models_see_the_same_noise():

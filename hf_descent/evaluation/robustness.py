@@ -56,8 +56,8 @@ class NoiseCurve(Result):
             32 blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data, the weights and
-            the functions. Curves with equal seed, batch size and data have common random numbers.
+        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data and, for a file,
+            the weights and the functions. Curves with equal seed, batch size and data have common random numbers.
     """
 
     metric: str
@@ -293,7 +293,7 @@ def noise_curve(
         "data": None,
         "sigma": None if noise is None else noise.sigma,
         "perturbation": next((kind.name for kind in (noise, perturbation) if kind is not None), "gaussian"),
-        "weights": weights_fingerprint(model),
+        "weights": None if path is None else weights_fingerprint(model),
     }
     settings = {name: as_python(value) for name, value in settings.items()}  # for JSON
     comparable = path is not None and alone and known_length and (noise is None or type(noise) is EmbeddingNoise)

@@ -102,7 +102,7 @@ class TuneArguments:
     n_trials: int = field(default=5, metadata={"help": "Runs to make in all; a resumed study makes the rest."})
     search: str = field(
         default="bayes",
-        metadata={"help": "`bayes` (Gaussian process), or `grid` (every combination, in random order)."},
+        metadata={"help": "`bayes` (Gaussian process), or `grid` (`n_trials` of all combinations, in random order)."},
     )
     search_space: str | None = field(
         default=None,

@@ -98,11 +98,10 @@ class LayerProfile(Result):
 
     def _statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
         """Maps sums `[L, 4]` to the attribute that a profile with these sums has."""
-        return {
-            "losses": mean_loss,
-            "values": partial(metric_value, self.metric, self.scale),
-            "violations": lambda sums: violations(self.problem, mean_loss(sums)),
-        }[name]
+        if name == "violations":
+            problem = DescentProblem(**self.problem)
+            return lambda sums: problem.violations(torch.from_numpy(mean_loss(sums))).numpy()
+        return {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[name]
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
@@ -131,11 +130,6 @@ class LayerProfile(Result):
                 f"{self.descending_share:.1%} of steps descend"
             )
         return "\n".join(rows)
-
-
-def violations(problem: Mapping[str, Any], losses: np.ndarray) -> np.ndarray:
-    """g_l of the losses `[L]` under the [`DescentProblem`] with these arguments, float64 `[L]`."""
-    return DescentProblem(**problem).violations(torch.as_tensor(losses, dtype=torch.float64)).numpy()
 
 
 def layer_profile(
@@ -250,14 +244,14 @@ def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance) -> LayerP
     )
     if problem is None:
         return profile
-    found = violations(problem.state_dict(), profile.losses)
-    largest = float(found[np.array(problem.constrained_layers) - 1].max())  # not a number where one of them is not
+    arguments, losses = problem.state_dict(), torch.from_numpy(profile.losses)
+    problem = DescentProblem(**arguments)  # the given one may be on a device
     return replace(
         profile,
-        violations=found,
-        max_violation=largest,
-        feasible=largest <= tolerance,
-        problem=problem.state_dict(),
+        violations=problem.violations(losses).numpy(),
+        max_violation=problem.max_violation(losses).item(),
+        feasible=problem.feasible(losses, tolerance),
+        problem=arguments,
         tolerance=tolerance,
     )
 

@@ -1,7 +1,6 @@
 """What the folder of one trained model holds of its results."""
 
 import glob
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,17 +44,12 @@ class Run:
             raise ValueError(f"{folder} holds {found}; run `hf-descent evaluate {folder} --config RECIPE`.")
         files = glob.glob(os.path.join(glob.escape(folder), "layer_profile*.json"))
         profiles = [LayerProfile.from_json(file) for file in files if not is_stale(file, summary)]
-        state = os.path.join(folder, "trainer_state.json")
-        history = []
-        if os.path.isfile(state):
-            with open(state, encoding="utf-8") as file:
-                history = json.load(file)["log_history"]
         return cls(
             folder,
             NoiseCurve.from_json(path),
             {profile.gamma: profile for profile in profiles},
             summary,
-            history,
+            find_json(folder, "trainer_state.json").get("log_history", []),
         )
 
     @property

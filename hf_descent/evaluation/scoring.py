@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -262,36 +263,25 @@ def numbered_batches(
     if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__len__"):
         loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size, collate_fn=collate)
         return islice(enumerate(loader), first, None, step)
-    sampler = _Ranges(range(first * batch_size, len(dataset), step * batch_size), batch_size, len(dataset))
-    return _Numbered(DataLoader(dataset, batch_sampler=sampler, collate_fn=collate), first, step)
+    return _Numbered(dataset, collate, batch_size, range(first, math.ceil(len(dataset) / batch_size), step))
 
 
 @dataclass
-class _Ranges:
-    """The rows of each batch, made when they are asked for."""
-
-    starts: range
-    batch_size: int
-    rows: int
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __iter__(self) -> Iterator[range]:
-        return (range(start, min(start + self.batch_size, self.rows)) for start in self.starts)
-
-
 class _Numbered:
-    """Batches with their indices, and with a length for the progress bar."""
+    """Batches with their indices, listed no more than loaded beforehand; with a length for the progress bar."""
 
-    def __init__(self, loader: DataLoader, first: int, step: int):
-        self.loader, self.first, self.step = loader, first, step
+    dataset: Dataset
+    collate: Callable
+    batch_size: int
+    indices: range
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.indices)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return ((self.first + position * self.step, batch) for position, batch in enumerate(self.loader))
+        rows = range(len(self.dataset))
+        batches = (rows[index * self.batch_size : (index + 1) * self.batch_size] for index in self.indices)
+        return zip(self.indices, DataLoader(self.dataset, batch_sampler=batches, collate_fn=self.collate))
 
 
 def read_layers(

@@ -102,7 +102,7 @@ def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, d
     def draw(self):
         count = 8 // batch
         step, part = divmod(len(drawn), count)
-        drawn.append(np.random.SeedSequence(self.args.seed, spawn_key=(part % 2, step, part // 2)))
+        drawn.append(np.random.SeedSequence(self.args.seed, spawn_key=(part % 2, step, part // 2, 1)))
         return torch.Generator().manual_seed(int(drawn[-1].generate_state(1, np.uint64)[0]))
 
     monkeypatch.setattr(FusedStepMixin, "_token_generator", draw)

@@ -237,7 +237,7 @@ def newest_complete_checkpoint(output_dir: str) -> str:
             logger.warning(f"Passing over the incomplete checkpoint {entry.path}: {fault}.")
         else:
             written = os.path.getmtime(os.path.join(entry.path, TRAINER_STATE_NAME))
-            started = find_json(entry.path, SUMMARY_NAME).get("training_started", written)
+            started = find_json(entry.path, SUMMARY_NAME).get("training_started") or written
             complete.append((started, int(step), entry.path))
     if not complete:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")

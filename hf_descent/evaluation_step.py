@@ -152,7 +152,8 @@ class EvaluationMixin:
         config = getattr(inner_model(model), "config", None)
         # As transformers' own losses tell regression.
         problem = getattr(config, "problem_type", None)
-        is_regression = problem == "regression" or (problem is None and getattr(config, "num_labels", None) == 1)
+        classifies = "ForSequenceClassification" in type(model).__name__
+        is_regression = problem == "regression" or (problem is None and classifies and config.num_labels == 1)
         return {
             "metric": "rmse" if is_regression else "accuracy",
             "data_collator": self.data_collator,
@@ -185,7 +186,8 @@ class _TaskLoss:
         self.trainer, self.model = trainer, model
 
     def __call__(self, outputs, labels, num_items_in_batch=None) -> torch.Tensor:
-        return self.trainer._task_loss(self.model, outputs, labels, num_items_in_batch)
+        items = None if self.trainer.compute_loss_func is None else num_items_in_batch  # as in `evaluate`
+        return self.trainer._task_loss(self.model, outputs, labels, items)
 
     def __reduce__(self):
         own = fingerprint_of_functions(self.trainer.compute_loss_func)

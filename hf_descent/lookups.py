@@ -15,7 +15,8 @@ PROMPTED = {  # PEFT's kinds of prompts that are embeddings; prefixes and cartri
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
-    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table.
+    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table; ValueError
+    where there is none, or another table.
 
     T5 never calls the module it returns: its encoder and decoder have a lookup each, on the same weight.
     """
@@ -28,28 +29,15 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()` to return "
             "the token-embedding module, or set `main_input_name` to the floating-point input to perturb."
         )
+    config = getattr(model, "config", None)
+    if getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None):
+        raise ValueError(
+            f"{type(model).__name__} looks its tokens up a second time for its layers "
+            "(`config.hidden_size_per_layer_input`), past the noise. Use a model with one table, or no noise."
+        )
     weight = getattr(lookup, "weight", None)
     twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
     return [lookup, *twins]
-
-
-def other_tables(model: nn.Module, lookups: list[nn.Module]) -> set[nn.Module]:
-    """The embeddings of `model` that are no part of its `lookups`: of positions, of types, and maybe of tokens."""
-    own = {module for lookup in lookups for module in lookup.modules()}
-    return {module for module in model.modules() if isinstance(module, nn.Embedding) and module not in own}
-
-
-def are_tokens(ids: torch.Tensor, input_ids: torch.Tensor) -> bool | None:
-    """Whether `ids` are those of the tokens, some perhaps replaced; `None` where these tokens cannot tell.
-
-    Positions and types, too, are equal to tokens here and there, but not where the tokens jump: they go up by one.
-    """
-    ids, tokens = ids.flatten().to(input_ids.device), input_ids.flatten()
-    if ids.shape != tokens.shape:
-        return False
-    jumps = tokens.diff().abs() > 1
-    same = ids == tokens
-    return bool((jumps & same[1:] & same[:-1]).any()) if jumps.any() else None
 
 
 @torch.no_grad()

@@ -58,22 +58,25 @@ def aligned(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
     `PeftModel`."""
-    prompt = num_prompts(model, "inputs_embeds")
+    shifted = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    prompt = num_prompts(model, "inputs_embeds" if shifted else "decoder_inputs_embeds")
     if prompt and logits.shape[1] == prompt + labels.shape[1]:
-        return logits[:, prompt - 1 : -1], labels  # the last position of a trained prompt predicts the first token
+        # The last position of a trained prompt predicts the first token, but in a decoder that has the tokens shifted.
+        return (logits[:, prompt - 1 : -1] if shifted else logits[:, prompt:]), labels
     return (logits[:, :-1], labels[:, 1:]) if shifts_labels else (logits, labels)
 
 
 def shifts_labels(
     model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
 ) -> bool:
-    """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1: a
-    label of the first token alone is then of no use to it.
+    """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
+    of labels that stand alone the first token's is then of no use to it, the second's is.
 
     Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
     Nor need the losses, since those of an untrained model hardly differ.
     """
-    return not _has_loss(model, inputs, 0, name, loss_of)
+    several = inputs[name].shape[1] > 1
+    return several and not _has_loss(model, inputs, 0, name, loss_of) and _has_loss(model, inputs, 1, name, loss_of)
 
 
 def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -88,18 +91,20 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 @torch.no_grad()
 def _has_loss(model, inputs, position, name="labels", loss_of=None) -> bool:
-    """Whether labels at one position alone make a loss."""
+    """Whether labels at one position alone make a loss that no label makes."""
     kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
     if loss_of is None:
 
         def loss_of(labels):
             return model(**with_named_outputs(model, {**kept, name: labels}))["loss"]
 
-    alone = torch.full_like(inputs[name], IGNORE_INDEX)  # [batch, seq]
-    for label in (0, 1):  # a trained model may be so sure of one of them that nothing is lost on it
+    labels, none = inputs[name], torch.full_like(inputs[name], IGNORE_INDEX)  # [batch, seq]
+    # Two, since a trained model may be so sure of one that nothing is lost on it; of this batch, whose classes exist.
+    for label in labels[labels != IGNORE_INDEX].unique()[:2].tolist() or [0]:
+        alone = none.clone()
         alone[:, position] = label
         loss = float(loss_of(alone))
-        if math.isfinite(loss) and loss != 0:
+        if math.isfinite(loss) and loss != 0 and loss != float(loss_of(none)):  # which may be no number
             return True
     return False
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from .configs import levels_of
 from .layer_stack import inner_model
-from .lookups import are_tokens, find_lookups, is_time_first, look_up, num_prompts, other_tables
+from .lookups import find_lookups, is_time_first, look_up, num_prompts
 from .tape import is_quiet
 
 
@@ -68,8 +68,8 @@ class EmbeddingNoise:
 
     Raises:
         ValueError: gamma negative, not finite or an empty range; sigma not positive; negative seed; a model without
-            input embeddings or sigma; in the forward call, an input that the noise cannot reach, or tokens that are
-            looked up in a second table, past it (Gemma 3n; tables of n-grams or hashes of tokens are not recognised).
+            input embeddings or sigma, or whose layers look tokens up in a table of their own (Gemma 3n, 4); in the
+            forward call, an input that the noise cannot reach.
 
     Example:
 
@@ -89,7 +89,6 @@ class EmbeddingNoise:
         self._whole, self._model = model, inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
         self._lookups = find_lookups(self._model) if self._main_input == "input_ids" else []
-        self._doubtful = other_tables(self._model, self._lookups) if self._lookups else set()
         self.gamma = gamma
         self.sigma = _resolve_sigma(self._model, self._main_input, sigma)
         if seed is not None and seed < 0:
@@ -147,9 +146,13 @@ class EmbeddingNoise:
             part.reseed(*key)
         return whole
 
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._handles)
+
     def attach(self) -> "EmbeddingNoise":
         """Register the hooks (once) and return self."""
-        if self._handles:
+        if self.is_attached:
             return self
         # Every (sub)model of transformers is watched, not the outermost alone: an encoder and a decoder see their own
         # ids and masks, and `generate` calls an encoder directly.
@@ -159,7 +162,6 @@ class EmbeddingNoise:
                 module.register_forward_hook(self._exit, always_call=True),
             ]
         self._handles += [module.register_forward_hook(self._perturb_lookup) for module in self._lookups]
-        self._handles += [module.register_forward_pre_hook(self._refuse_tokens) for module in self._doubtful]
         return self
 
     def remove(self):
@@ -234,22 +236,6 @@ class EmbeddingNoise:
         if is_time_first(args[0] if args else None, call.input_ids):
             return self._perturb(output.transpose(0, 1), call.mask).transpose(0, 1)
         return self._perturb(output, call.mask)
-
-    def _refuse_tokens(self, module, args):
-        # Each table is told once: comparing ids waits for the device.
-        tokens = self._calls[0].input_ids if self._calls and self._is_active() else None
-        if tokens is None or not args or module not in self._doubtful:
-            return
-        told = are_tokens(args[0], tokens)
-        if told:
-            name = next(name for name, other in self._model.named_modules() if other is module)
-            raise ValueError(
-                f"{type(self._model).__name__} looks its tokens up in `{name}`, past the noise on the module that "
-                "`get_input_embeddings()` returns. Use a model with one table of tokens, to be returned by that "
-                "method, or noise level 0."
-            )
-        if told is not None:
-            self._doubtful.discard(module)
 
     def _perturb(self, clean: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set; same dtype."""

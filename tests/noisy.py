@@ -36,7 +36,6 @@ def vit():
 
 def gemma3n():
     """A model with a second table of tokens, for its layers."""
-    torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "laurel_rank": 4}
     layers = {
         "num_hidden_layers": 2,
@@ -48,7 +47,7 @@ def gemma3n():
             vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB - 2, hidden_size_per_layer_input=8,
             intermediate_size=32, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 2, **sizes, **layers,
         )
-    ).eval()  # fmt: skip
+    )  # fmt: skip
 
 
 class Spy:

@@ -143,6 +143,12 @@ def test_a_given_noise_stays_as_it_is(failing):
         assert torch.equal(noisy_logits(), after)
 
 
+def test_an_attached_noise_is_refused():
+    model, data = bert(), classification_data(4)
+    with EmbeddingNoise(model, 1.0) as noise, pytest.raises(ValueError, match="`noise` is attached"):
+        noise_curve(model, data, [1.0], noise=noise)
+
+
 def test_weights_are_read_through_only_for_a_file(tmp_path):
     weights = [
         noise_curve(bert(), classification_data(8), [0.0], path=path).settings["weights"]

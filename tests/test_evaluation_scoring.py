@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import T5, build
+from peft import MultitaskPromptTuningConfig, get_peft_model
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -15,6 +17,7 @@ from transformers import (
     BertConfig,
     BertForQuestionAnswering,
     BertForTokenClassification,
+    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
     XLNetConfig,
@@ -85,6 +88,54 @@ def test_the_scale_of_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicte
     assert found.values[-1] == pytest.approx(expected.item())
     np.testing.assert_array_equal(found.values, own.values)
     np.testing.assert_allclose(found.losses, scale * own.losses, rtol=1e-5)
+
+
+class Silent(LlamaForCausalLM):
+    """Takes labels, and makes no loss of them."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("given", ["readout", "no loss"])
+def test_a_loss_in_the_place_of_the_models_tells_which_tokens_are_predicted(given):
+    def unshifted(outputs, labels, num_items_in_batch):
+        assert labels.ne(-100).any()  # as of one that cannot do without
+        losses = F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+        return losses / num_items_in_batch
+
+    model, data = spread(llama()), language_data(8)
+    batch = default_data_collator(data)
+    with torch.no_grad():
+        logits = model(batch["input_ids"]).logits
+    hits = (logits.argmax(-1) == batch["labels"]).sum() / (batch["labels"] != -100).sum()
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
+    if given == "no loss":
+        silent = Silent(model.config)
+        silent.load_state_dict(model.state_dict())
+        found = layer_profile(silent, data, layer_loss_fn=unshifted)
+    else:
+        found = layer_profile(
+            model, data, layer_loss_fn=unshifted, readout=lambda _, x, inputs: model.lm_head(model.model.norm(x))
+        )
+    assert found.values[-1] == pytest.approx(hits.item())
+    assert found.losses[-1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_loss_of_two_arguments_is_named():
+    with pytest.raises(ValueError, match="loss function fails .*num_items_in_batch"):
+        layer_profile(bert(), classification_data(4), layer_loss_fn=lambda outputs, labels: outputs["loss"])
+
+
+def test_prompts_in_a_decoder_are_left_out():
+    model = build("T5ForConditionalGeneration", T5)
+    prompts = MultitaskPromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_tasks=2)
+    rows = [
+        {"input_ids": row["input_ids"], "labels": row["input_ids"], "task_ids": 0}
+        for row in language_data(8, ragged=False)
+    ]
+    found = layer_profile(get_peft_model(model, prompts).eval(), rows, remove_unused_columns=False)
+    np.testing.assert_allclose(found.sample_losses.mean(0), found.losses, rtol=1e-5)
 
 
 def test_clean_level_equals_a_naive_loop_and_stock_evaluation(tmp_path):

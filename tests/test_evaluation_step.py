@@ -88,6 +88,11 @@ def test_the_metric_suits_the_task(tmp_path, task):
     assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(expected, rel=1e-5)
 
 
+def test_tokens_are_no_regression_whatever_the_number_of_labels_says(tmp_path):
+    trainer = DescentTrainer(llama(num_labels=1), config(tmp_path), eval_dataset=language_data(8))
+    assert trainer.evaluate_layers().metric == "accuracy"
+
+
 def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
     model = bert()
     model.config.output_hidden_states = True

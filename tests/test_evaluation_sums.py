@@ -86,6 +86,10 @@ def test_a_finished_curve_is_not_that_of_other_settings(tmp_path):
         assert path.read_text() == fresh.read_text(), name
 
 
+def squares(outputs, labels, num_items_in_batch, k):
+    return k * outputs["logits"].square().mean()
+
+
 def swap_to(token):
     def swap(row, level, generator):
         ids = torch.where(torch.as_tensor(generator.random(10)) < level, token, row["input_ids"])
@@ -99,7 +103,7 @@ def swap_to(token):
     ("name", "make"),
     [
         ("metric", lambda k: lambda logits, labels: (k * labels.sum(), labels.numel())),
-        ("layer_loss_fn", lambda k: partial(lambda outputs, labels, k: k * outputs["logits"].square().mean(), k=k)),
+        ("layer_loss_fn", lambda k: partial(squares, k=k)),
         ("readout", lambda k: lambda model, hidden, inputs: k * model.classifier(hidden[:, 0])),
         ("perturbation", swap_to),
     ],

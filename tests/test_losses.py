@@ -62,6 +62,21 @@ def test_items(inputs, shifts, expected):
     assert count is None if expected is None else count.item() == expected
 
 
+@pytest.mark.parametrize("constant", [0.0, 0.3])
+@pytest.mark.parametrize(("start", "sure", "shifts"), [(1, False, True), (0, False, False), (0, True, False)])
+def test_what_a_label_alone_adds_to_a_loss_tells_its_shift(start, sure, shifts, constant):
+    labels = torch.tensor([[2, 1, 0, 2], [2, 2, 1, -100]])
+    logits = torch.zeros(2, 4, 3)
+    logits[:, :, 1] = 200.0 * sure  # nothing is lost on a label that is 1
+
+    def loss_of(labels):
+        losses = F.cross_entropy(logits[:, : 4 - start].flatten(0, 1), labels[:, start:].flatten(), reduction="sum")
+        return constant + losses / labels[:, start:].ne(-100).sum().clamp(min=1)
+
+    assert shifts_labels(None, {"labels": labels}, loss_of=loss_of) == shifts
+    assert not shifts_labels(None, {"labels": labels}, loss_of=lambda labels: constant)  # a distillation's
+
+
 def test_a_loss_of_ones_own_that_asks_for_what_a_layer_does_not_have_is_named(tmp_path):
     def by_states(outputs, labels, num_items_in_batch=None):
         return outputs["hidden_states"][-1].mean()

@@ -322,6 +322,4 @@ def test_noise_that_cannot_reach_the_input_is_refused():
     with EmbeddingNoise(model, 1.0, seed=0):
         model(inputs_embeds=torch.zeros(3, 7, 16))
         with pytest.raises(ValueError, match="did not reach"):
-            model(input_ids=torch.zeros(3, 7, dtype=torch.long))
-        with pytest.raises(ValueError, match="in `bert.embeddings.word_embeddings`, past the noise"):
             model(**batch())

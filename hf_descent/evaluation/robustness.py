@@ -254,6 +254,8 @@ def noise_curve(
         )
     if perturbation is not None and noise is not None:
         raise ValueError("`perturbation` and `noise` are given, and would both change the inputs; give one of them.")
+    if noise is not None and noise.is_attached:
+        raise ValueError("`noise` is attached to the model, and would perturb every level; remove it first.")
     alone = accelerator is None or accelerator.num_processes == 1
     is_main = accelerator is None or accelerator.is_main_process
     if path is not None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..losses import (
     averages_over_rows,
     count_items,
     loss_from_logits,
+    loss_of_ones_own,
     shifts_labels,
     with_named_outputs,
 )
@@ -92,18 +94,18 @@ class Scorer:
         items = int(self._count(inputs))
         loss_sum = self._loss(outputs, inputs) * items if items else 0.0  # the mean over no items is not a number
         if self._metric is _accuracy and self._is_multi_label:
-            logits, labels = torch.stack([-logits, logits], dim=-1), labels.long()  # two classes for each label
+            logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()  # two classes for each
         total, count = self._metric(logits, labels)
         return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
 
     def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
         """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
         name = self._label_name(inputs)
-        if self._shifts_labels is None and name is not None and inputs[name].dim() == 2:
-            scores = name in find_labels(type(self._model)) or (self._layer_loss_fn is None and readout is None)
-            if scores and not inputs[name].is_floating_point():
-                with probing(self._given):  # now, before its layers are read
-                    self._shifts_labels = shifts_labels(self._given, inputs, name)
+        if self._shifts_labels is None and readout is None and name is not None and _of_tokens(inputs[name]):
+            with probing(self._given):  # now, before its layers are read
+                self._shifts_labels = self._shifts(inputs, name)
+            if self._layer_loss_fn is None:
+                self._shifts_labels = bool(self._shifts_labels)
         kept = inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
         return with_named_outputs(self._model, kept)
 
@@ -163,9 +165,11 @@ class Scorer:
         return count_items(inputs, self._label_names, bool(self._shifts_labels), of_rows)
 
     def _loss(self, outputs, inputs) -> float:
-        labels = inputs.get("labels")
+        return self._loss_on(outputs, inputs, inputs.get("labels"))
+
+    def _loss_on(self, outputs, inputs, labels) -> float:
         if self._layer_loss_fn is not None:
-            loss = self._layer_loss_fn(outputs, labels, num_items_in_batch=self._count(inputs))
+            loss = loss_of_ones_own(self._layer_loss_fn, self._model, outputs, labels, self._count(inputs))
         elif outputs.get("loss") is not None:
             loss = outputs["loss"]
         else:  # a readout of the user's own
@@ -186,13 +190,17 @@ class Scorer:
         if name is None:
             raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self._label_names}.")
         labels = inputs[name]
-        if labels.is_floating_point() or labels.dim() != 2 or logits.dim() != 3:
+        if not _of_tokens(labels) or logits.dim() != 3:
             return logits, labels
-        if self._shifts_labels is None:  # the model has no loss of its own
-            self._shifts_labels = shifts_labels(
-                self._given, inputs, name, lambda labels: self._loss(outputs, {**inputs, name: labels})
-            )
+        if self._shifts_labels is None:  # the model's own loss, which tells it on any scale, is not in use
+            self._shifts_labels = bool(self._shifts(inputs, name, partial(self._loss_on, outputs, inputs)))
         return aligned(self._given, logits, labels, self._shifts_labels)
+
+    def _shifts(self, inputs, name, loss_of=None) -> bool | None:
+        try:
+            return shifts_labels(self._given, inputs, name, loss_of)
+        except Exception:  # there is no loss, or none where labels are missing
+            return None
 
     def _label_name(self, inputs) -> str | None:
         return next((name for name in self._label_names if inputs.get(name) is not None), None)
@@ -310,6 +318,10 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _of_tokens(labels: torch.Tensor) -> bool:
+    return labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

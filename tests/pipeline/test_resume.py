@@ -98,7 +98,8 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
 
-def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path, caplog):
+def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
     caplog.set_level(logging.INFO)
     args = TrainingArguments(str(tmp_path), max_steps=5, save_steps=1, report_to="none", use_cpu=True)
     Trainer(bert(), args, train_dataset=classification_data(40)).train()  # an epoch

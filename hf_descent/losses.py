@@ -84,9 +84,11 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     mask = inputs.get("attention_mask")
     if getattr(mask, "shape", None) != inputs["labels"].shape:
         return False
-    mask = mask.clone()  # [batch, seq]
-    mask[:, -1] = 0
-    return not _has_loss(model, {**inputs, "attention_mask": mask}, -1)
+    whole = torch.ones_like(mask)  # [batch, seq]
+    hidden = whole.clone()
+    hidden[:, -1] = 0
+    seen, unseen = ({**inputs, "attention_mask": each} for each in (whole, hidden))
+    return not _has_loss(model, unseen, -1) and _has_loss(model, seen, -1)
 
 
 @torch.no_grad()
@@ -104,7 +106,7 @@ def _has_loss(model, inputs, position, name="labels", loss_of=None) -> bool:
         alone = none.clone()
         alone[:, position] = label
         loss = float(loss_of(alone))
-        if math.isfinite(loss) and loss != 0 and loss != float(loss_of(none)):  # which may be no number
+        if math.isfinite(loss) and loss != 0 and not math.isclose(loss, loss_of(none), rel_tol=1e-6):
             return True
     return False
 

@@ -320,8 +320,8 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
             module.training = training
 
 
-def _of_tokens(labels: torch.Tensor) -> bool:
-    return labels.dim() == 2 and not labels.is_floating_point()
+def _of_tokens(labels: Any) -> bool:
+    return torch.is_tensor(labels) and labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

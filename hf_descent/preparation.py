@@ -281,7 +281,8 @@ class PreparationMixin:
             if data is None or (not has_length(data) and iter(data) is iter(data)):
                 raise ValueError(
                     "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be "
-                    "read a second time. Set `noise_sigma` (`estimate_sigma` measures it on batches of yours)."
+                    "read a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter "
+                    "has it, and `estimate_sigma` measures it on batches of yours."
                 )
             # In dataset order and with its own seed, so that a resumed run finds the same value.
             with probing(model):

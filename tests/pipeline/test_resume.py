@@ -98,9 +98,7 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
 
-def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
-    caplog.set_level(logging.INFO)
+def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path):
     args = TrainingArguments(str(tmp_path), max_steps=5, save_steps=1, report_to="none", use_cpu=True)
     Trainer(bert(), args, train_dataset=classification_data(40)).train()  # an epoch
     changes = SETTINGS["auto"] | {"dual_warmup_steps": 7, "max_steps": 14}
@@ -110,7 +108,7 @@ def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path,
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{start}"))
         moments = load_file(tmp_path / "checkpoint-11" / STATE_NAME)["label_moments"]
         assert torch.equal(moments, labels.bincount().double())
-        assert resumed.problem is not None and "in the warm-up up to step 12" in caplog.text
+        assert resumed.problem is not None
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ class EmbeddingNoise:
 
     @property
     def is_attached(self) -> bool:
+        """Whether its hooks are on the model."""
         return bool(self._handles)
 
     def attach(self) -> "EmbeddingNoise":

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,8 @@ def shifts_labels(
     Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
     Nor need the losses, since those of an untrained model hardly differ.
     """
-    several = inputs[name].shape[1] > 1
-    return several and not _has_loss(model, inputs, 0, name, loss_of) and _has_loss(model, inputs, 1, name, loss_of)
+    labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
+    return labels.shape[1] > 1 and not _has_loss(loss_of, labels, 0) and _has_loss(loss_of, labels, 1)
 
 
 def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
@@ -84,23 +85,27 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     mask = inputs.get("attention_mask")
     if getattr(mask, "shape", None) != inputs["labels"].shape:
         return False
-    whole = torch.ones_like(mask)  # [batch, seq]
-    hidden = whole.clone()
+    seen = torch.ones_like(mask)  # [batch, seq]
+    hidden = seen.clone()
     hidden[:, -1] = 0
-    seen, unseen = ({**inputs, "attention_mask": each} for each in (whole, hidden))
-    return not _has_loss(model, unseen, -1) and _has_loss(model, seen, -1)
+
+    def counts_last(mask):
+        loss_of = partial(_own_loss, model, {**inputs, "attention_mask": mask}, "labels")
+        return _has_loss(loss_of, inputs["labels"], -1)
+
+    return not counts_last(hidden) and counts_last(seen)
+
+
+def _own_loss(model, inputs, name, labels) -> torch.Tensor:
+    """The model's own loss on `labels` in the place of a batch's."""
+    kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
+    return model(**with_named_outputs(model, {**kept, name: labels}))["loss"]
 
 
 @torch.no_grad()
-def _has_loss(model, inputs, position, name="labels", loss_of=None) -> bool:
-    """Whether labels at one position alone make a loss that no label makes."""
-    kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
-    if loss_of is None:
-
-        def loss_of(labels):
-            return model(**with_named_outputs(model, {**kept, name: labels}))["loss"]
-
-    labels, none = inputs[name], torch.full_like(inputs[name], IGNORE_INDEX)  # [batch, seq]
+def _has_loss(loss_of, labels, position) -> bool:
+    """Whether labels `[batch, seq]` at one position alone make a loss that no label makes."""
+    none = torch.full_like(labels, IGNORE_INDEX)
     # Two, since a trained model may be so sure of one that nothing is lost on it; of this batch, whose classes exist.
     for label in labels[labels != IGNORE_INDEX].unique()[:2].tolist() or [0]:
         alone = none.clone()

@@ -58,9 +58,10 @@ CONSTRAINED = {
 }
 
 
+@pytest.mark.parametrize("completions", [True, False])
 @pytest.mark.parametrize("setting", ["packed", "lora checkpointing", "experts", "prompt tuning"])
-def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setting):
-    given = {**SETTINGS[setting], "completion_only_loss": False}  # a trained prompt predicts the first token, too
+def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setting, completions):
+    given = {**SETTINGS[setting], "completion_only_loss": completions}  # a trained prompt predicts the first, too
     ours = make(SFTDescentTrainer, tmp_path, **given, **CONSTRAINED)
     ours.train()
     assert ours.multipliers.values.gt(0).all()
@@ -333,11 +334,10 @@ def test_refusals_name_the_remedy(tmp_path, given, message):
 
 def test_noise_leaves_trained_prompts_clean(tmp_path):
     trainer = make(SFTDescentTrainer, tmp_path, noise_gamma=1.0, **SETTINGS["prompt tuning"], **CONSTRAINED)
-    seen = []
-    layers = trainer.model.get_base_model().model
+    seen, layers = [], trainer.model.get_base_model().model
     layers.register_forward_pre_hook(lambda _, __, given: seen.append(given["inputs_embeds"]), with_kwargs=True)
     trainer.train()
-    assert all((embeds[:, :3] == embeds[:1, :3]).all() for embeds in seen)  # noise would differ from row to row
+    assert seen and all((embeds[:, :3] == embeds[:1, :3]).all() for embeds in seen)  # noise would differ by row
 
 
 def test_rotations_go_on_beyond_the_positions_of_pretraining(tmp_path):

@@ -99,10 +99,13 @@ class Scorer:
         return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
 
     def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
-        """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training."""
+        """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training.
+
+        The first labels of tokens are put to the model's own loss here, before its layers are read, to find its shift.
+        """
         name = self._label_name(inputs)
         if self._shifts_labels is None and readout is None and name is not None and _of_tokens(inputs[name]):
-            with probing(self._given):  # now, before its layers are read
+            with probing(self._given):
                 self._shifts_labels = self._shifts(inputs, name)
             if self._layer_loss_fn is None:
                 self._shifts_labels = bool(self._shifts_labels)

@@ -1,6 +1,7 @@
 """Evaluation in `DescentTrainer`: the losses of every layer over the items of a data set, and robustness to noise."""
 
 from functools import partial
+from itertools import islice
 
 import torch
 from accelerate.utils import find_batch_size, slice_tensors
@@ -8,8 +9,10 @@ from transformers.utils import logging
 
 from .configs import levels_of
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from .evaluation.scoring import Scorer, numbered_batches, prepare_collator
 from .evaluation.sums import fingerprint_of_functions
 from .layer_stack import inner_model
+from .preparation import is_readable_once
 
 
 logger = logging.get_logger(__name__)
@@ -108,11 +111,12 @@ class EvaluationMixin:
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self._evaluated_model()
-        settings = self._evaluation_settings(model) | {
+        dataset = self._held_out(eval_dataset)
+        settings = self._evaluation_settings(model, dataset) | {
             "sigma": self.noise_sigma(model),
             "gamma_train": self.args.gamma_train,
         }
-        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
+        curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         self._noise_curve = curve
         return curve
@@ -131,13 +135,14 @@ class EvaluationMixin:
             ValueError: no data, or as [`layer_profile`].
         """
         model = self._evaluated_model()
-        settings = self._evaluation_settings(model)
+        dataset = self._held_out(eval_dataset)
+        settings = self._evaluation_settings(model, dataset)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         if self.problem is not None:
             tolerance = self.args.feasibility_tolerance * self.problem.initial_loss_bound
             settings |= {"problem": self.problem, "tolerance": tolerance}
-        self._layer_profile = layer_profile(model, self._held_out(eval_dataset), **{**settings, **kwargs})
+        self._layer_profile = layer_profile(model, dataset, **{**settings, **kwargs})
         return self._layer_profile
 
     def _evaluated_model(self):
@@ -147,8 +152,10 @@ class EvaluationMixin:
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return self.accelerator.unwrap_model(self.model)
 
-    def _evaluation_settings(self, model) -> dict:
-        own_loss = self.compute_loss_func is not None or self.label_smoother is not None
+    def _evaluation_settings(self, model, dataset) -> dict:
+        own_loss = None
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            own_loss = _TaskLoss(self, model, self._predicts_next_labels(model, dataset))
         config = getattr(inner_model(model), "config", None)
         # As transformers' own losses tell regression.
         problem = getattr(config, "problem_type", None)
@@ -159,13 +166,24 @@ class EvaluationMixin:
             "data_collator": self.data_collator,
             "batch_size": self.args.eval_batch_size,
             "label_names": self.label_names,
-            "layer_loss_fn": _TaskLoss(self, model) if own_loss else None,
+            "layer_loss_fn": own_loss,
             "readout": self._readout_fn,
             "remove_unused_columns": self.args.remove_unused_columns,
             # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
             "accelerator": None if self._shards_parameters else self.accelerator,
             "progress": self.is_world_process_zero() and not self.args.disable_tqdm,
         }
+
+    def _predicts_next_labels(self, model, dataset) -> bool:
+        """Whether labels are those of the next tokens, which a label smoother has to be told; plain training does not
+        ask the model."""
+        if self.label_smoother is None or self._readout is not None or is_readable_once(dataset):
+            return self._loss_shifts_labels
+        collate = prepare_collator(model, self.data_collator, None, self.label_names, self.args.remove_unused_columns)
+        scorer = Scorer(model, label_names=self.label_names)
+        for _, batch in islice(numbered_batches(dataset, collate, self.args.eval_batch_size), 1):
+            scorer.model_inputs(self._prepare_inputs(batch), None)
+        return bool(scorer.shifts_labels)
 
     def _held_out(self, dataset):
         known = self.eval_dataset
@@ -182,15 +200,16 @@ class EvaluationMixin:
 class _TaskLoss:
     """`_task_loss` of a trainer for the evaluation functions; known, in a kept noise curve, by what decides it."""
 
-    def __init__(self, trainer, model):
-        self.trainer, self.model = trainer, model
+    def __init__(self, trainer, model, shifts_labels):
+        self.trainer, self.model, self.shifts_labels = trainer, model, shifts_labels
 
     def __call__(self, outputs, labels, num_items_in_batch=None) -> torch.Tensor:
-        items = None if self.trainer.compute_loss_func is None else num_items_in_batch  # as in `evaluate`
-        return self.trainer._task_loss(self.model, outputs, labels, items)
+        if self.trainer.compute_loss_func is None and labels is not None:
+            return self.trainer.label_smoother(outputs, labels, shift_labels=self.shifts_labels)
+        return self.trainer._task_loss(self.model, outputs, labels, num_items_in_batch)
 
     def __reduce__(self):
         own = fingerprint_of_functions(self.trainer.compute_loss_func)
         if own is None:
             raise TypeError("a loss function that cannot be compared")
-        return _TaskLoss, (own, (self.trainer.label_smoother, self.trainer._loss_shifts_labels))
+        return _TaskLoss, (own, self.trainer.label_smoother, self.shifts_labels)

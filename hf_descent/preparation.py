@@ -37,6 +37,11 @@ def _unmeasurable(what: str) -> ValueError:
     )
 
 
+def is_readable_once(dataset) -> bool:
+    """Whether what is read of a data set is gone, as from a generator."""
+    return not has_length(dataset) and iter(dataset) is iter(dataset)
+
+
 class PreparationMixin:
     """The part of [`DescentMixin`] that looks at model, loss and data once."""
 
@@ -278,7 +283,7 @@ class PreparationMixin:
         sigma = self.args.noise_sigma or self._saved_sigma() or getattr(config, "noise_sigma", None)
         if sigma is None:
             data = self.train_dataset
-            if data is None or (not has_length(data) and iter(data) is iter(data)):
+            if data is None or is_readable_once(data):
                 raise ValueError(
                     "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be "
                     "read a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter "

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import T5, build
-from tiny import batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
+from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
+from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
 
 from hf_descent import DescentConfig, DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
@@ -190,6 +190,22 @@ def test_a_kept_curve_is_not_that_of_another_loss_of_the_trainer(tmp_path):
         trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=loss)
         kept, anew = (trainer.evaluate_robustness(gammas=0, path=path) for path in (tmp_path / "curve.json", None))
         assert kept.to_dict() == anew.to_dict()
+
+
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_path, objective):
+    """GPT2LMHeadModel, whose class does not tell it; plain training never asks the model."""
+    torch.manual_seed(0)
+    model = spread(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=2, n_head=2)))
+    data = language_data(8, ragged=False)
+    args = config(tmp_path, objective=objective, label_smoothing_factor=0.1, noise_sigma=1.0)
+    trainer = DescentTrainer(model, args, eval_dataset=data)
+    measured = [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
+    batch = default_data_collator(data)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]  # [batch, seq - 1, vocab]
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+    assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
 def multiplied(outputs, labels, num_items_in_batch=None):

@@ -86,7 +86,7 @@ class Scorer:
         self.scale, self._layer_loss_fn = scale, layer_loss_fn
         self._given, self._model = model, inner_model(model)
         self._label_names = find_labels(type(self._model)) if label_names is None else label_names
-        self._shifts_labels: bool | None = None  # unknown before the first batch with labels
+        self.shifts_labels: bool | None = None  # by one token; unknown before the first batch with labels
 
     def __call__(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
         """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU."""
@@ -104,11 +104,11 @@ class Scorer:
         The first labels of tokens are put to the model's own loss here, before its layers are read, to find its shift.
         """
         name = self._label_name(inputs)
-        if self._shifts_labels is None and readout is None and name is not None and _of_tokens(inputs[name]):
+        if self.shifts_labels is None and readout is None and name is not None and _of_tokens(inputs[name]):
             with probing(self._given):
-                self._shifts_labels = self._shifts(inputs, name)
+                self.shifts_labels = self._shifts(inputs, name)
             if self._layer_loss_fn is None:
-                self._shifts_labels = bool(self._shifts_labels)
+                self.shifts_labels = bool(self.shifts_labels)
         kept = inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
         return with_named_outputs(self._model, kept)
 
@@ -165,7 +165,7 @@ class Scorer:
 
     def _count(self, inputs) -> torch.Tensor:
         of_rows = self._layer_loss_fn is None and averages_over_rows(self._model)
-        return count_items(inputs, self._label_names, bool(self._shifts_labels), of_rows)
+        return count_items(inputs, self._label_names, bool(self.shifts_labels), of_rows)
 
     def _loss(self, outputs, inputs) -> float:
         return self._loss_on(outputs, inputs, inputs.get("labels"))
@@ -195,9 +195,9 @@ class Scorer:
         labels = inputs[name]
         if not _of_tokens(labels) or logits.dim() != 3:
             return logits, labels
-        if self._shifts_labels is None:  # the model's own loss, which tells it on any scale, is not in use
-            self._shifts_labels = bool(self._shifts(inputs, name, partial(self._loss_on, outputs, inputs)))
-        return aligned(self._given, logits, labels, self._shifts_labels)
+        if self.shifts_labels is None:  # the model's own loss, which tells it on any scale, is not in use
+            self.shifts_labels = bool(self._shifts(inputs, name, partial(self._loss_on, outputs, inputs)))
+        return aligned(self._given, logits, labels, self.shifts_labels)
 
     def _shifts(self, inputs, name, loss_of=None) -> bool | None:
         try:

@@ -78,8 +78,17 @@ def best_device() -> torch.device:
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which pads with the end of text where it has no padding token of its own."""
+    """The tokenizer of a model, which pads with the end of text where it has no padding token of its own.
+
+    Raises:
+        ValueError: there is none beside the model, for which transformers makes up one that knows no word.
+    """
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, "▁"}:  # SentencePiece's space
+        raise ValueError(
+            f"{name!r} has no tokenizer beside the model; save the one that it was trained with there: "
+            "`tokenizer.save_pretrained`."
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from .classify import report, resume_choice, train_and_report
 from .data.alpaca import AlpacaArguments, load_alpaca
+from .loading import load_tokenizer
 from .sft_config import SFTDescentConfig
 from .sft_trainer import SFTDescentTrainer
 
@@ -36,7 +36,7 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
     if model_args.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is not given; name a model on the Hub or in a local folder.")
     resume = resume_choice(args, model_args.overwrite_output_dir)
-    tokenizer = AutoTokenizer.from_pretrained(
+    tokenizer = load_tokenizer(
         model_args.model_name_or_path,
         revision=model_args.model_revision,
         trust_remote_code=args.trust_remote_code,

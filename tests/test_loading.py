@@ -8,7 +8,7 @@ import transformers
 from tiny import bert, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_descent.loading import architecture_of, load_model, position_limit
+from hf_descent.loading import architecture_of, load_model, load_tokenizer, position_limit
 
 
 @pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
@@ -48,6 +48,15 @@ def test_models_of_other_kinds_are_refused(tmp_path):
     ).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a ViTForImageClassification; the command takes"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "mbart", "nllb-moe"])
+def test_a_tokenizer_that_knows_no_word_is_not_the_models(kind, tmp_path):
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path.name}' has no tokenizer beside the model; save the one"):
+        load_tokenizer(str(tmp_path))
+    transformers.AutoConfig.for_model("perceiver").save_pretrained(tmp_path)  # reads bytes, and needs no file
+    assert load_tokenizer(str(tmp_path))("ab")["input_ids"][1:-1] == [6 + ord("a"), 6 + ord("b")]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from .cli import check_least
 from .data.alpaca import PROMPT_FORMATS, format_prompt, is_chat
 from .data.splits import FILE_TYPES
+from .evaluation.sums import weights_fingerprint
 from .loading import best_device, load_model, load_tokenizer, position_limit
 from .noise import EmbeddingNoise
 
@@ -41,6 +42,7 @@ SETTINGS = (
     "dtype",
     "max_samples",
     "generator",
+    "weights",
 )
 
 
@@ -73,8 +75,8 @@ def run(args: Namespace) -> None:
     """Answers every instruction.
 
     Raises:
-        ValueError: a number is too small; the output exists, or was begun with other settings; the instructions lack
-            their column; the model writes no text; a prompt fills its positions.
+        ValueError: a number is too small; the output exists, or was begun with other settings, weights or
+            instructions; the instructions lack their column; the model writes no text; a prompt fills its positions.
     """
     check_least(args, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1))
     check_least(args, dict.fromkeys(("gamma", "seed", "temperature"), 0))
@@ -85,9 +87,15 @@ def run(args: Namespace) -> None:
     tokenizer = load_tokenizer(args.model, padding_side="left")
     rows = load_instructions(args.instructions)[: args.max_samples]
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
-    answers = begin(args)
 
     model = load_model(args.model, args.dtype)
+    args.weights = weights_fingerprint(model)  # a folder may be trained anew
+    answers = begin(args)
+    if [row["instruction"] for row in answers] != [row["instruction"] for row in rows[: len(answers)]]:
+        raise ValueError(
+            f"{partial_file(args)} answers other instructions than those in {args.instructions}; go on with the "
+            "former, or remove it."
+        )
     if not model.can_generate():
         raise ValueError(f"`model` is {args.model!r}, a {type(model).__name__}; give a causal language model.")
     model = model.to(args.device or best_device())

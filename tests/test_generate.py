@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -145,6 +146,27 @@ def test_a_partial_file_of_other_settings_is_refused(answers, tmp_path, monkeypa
     for name, value in others.items():
         with pytest.raises(ValueError, match=f"was begun with {name}="):
             answers(gamma=1.0, **{name: value})
+
+
+def test_a_partial_file_of_other_weights_or_instructions_is_refused(
+    answers, model, instructions, tmp_path, monkeypatch
+):
+    trained = shutil.copytree(model, tmp_path / "tiny-model")
+    complete, first = generate.answer, iter([["a", "b", "c"]])
+    monkeypatch.setattr(generate, "answer", lambda *args: next(first))
+    with pytest.raises(StopIteration):
+        answers(model=str(trained))
+    monkeypatch.setattr(generate, "answer", complete)
+    kept = Path(instructions).read_text()
+    Path(instructions).write_text(json.dumps([*ROWS[1:], ROWS[0]]))
+    with pytest.raises(ValueError, match=r"outputs\.json\.partial answers other instructions than those in"):
+        answers(model=str(trained))
+    Path(instructions).write_text(kept)
+    anew = AutoModelForCausalLM.from_pretrained(trained)
+    anew.lm_head.weight.data.neg_()
+    anew.save_pretrained(trained)
+    with pytest.raises(ValueError, match="was begun with weights="):
+        answers(model=str(trained))
 
 
 @pytest.mark.parametrize("name", ["max_samples", "batch_size", "max_new_tokens", "num_beams"])

@@ -75,11 +75,13 @@ def run(args: Namespace) -> None:
     """Answers every instruction.
 
     Raises:
-        ValueError: a number is too small; the output exists, or was begun with other settings, weights or
+        ValueError: a number is out of its range; the output exists, or was begun with other settings, weights or
             instructions; the instructions lack their column; the model writes no text; a prompt fills its positions.
     """
     check_least(args, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1))
     check_least(args, dict.fromkeys(("gamma", "seed", "temperature"), 0))
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"`top_p` is {args.top_p}; give a share above 0, at most 1.")
     if os.path.exists(args.output):
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
     if args.generator is None:

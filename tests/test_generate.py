@@ -181,6 +181,9 @@ def test_what_is_negative_or_misspelt_is_refused_by_name(answers, capsys):
     for name in ("gamma", "seed", "temperature"):
         with pytest.raises(ValueError, match=f"`{name}` is -1.*; give at least 0"):
             answers(**{name: -1})
+    for share in (0, 3):  # of the latter transformers would make 1
+        with pytest.raises(ValueError, match=f"`top_p` is {share}.*; give a share above 0, at most 1"):
+            answers(top_p=share)
     with pytest.raises(SystemExit):
         answers(dtype="flot16")
     assert "--dtype: invalid choice" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -211,8 +212,10 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     if args.perturbation_rates is not None and task.perturbation is None:
         raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
     summary = find_json(name, SUMMARY_NAME)
-    if summary and os.path.abspath(folder) != os.path.abspath(name):
-        write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
+    if os.path.abspath(folder) != os.path.abspath(name):
+        Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
+        if summary:
+            write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
     gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
         **task.settings,

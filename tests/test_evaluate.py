@@ -146,6 +146,15 @@ def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, mo
     assert (found.seed, found.arm, found.settings) == (4, "descent", local.settings)
 
 
+def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, tmp_path):
+    plain = shutil.copytree(workplace / "run-0", tmp_path / "run-1")
+    flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
+    cli.main(["evaluate", str(workplace / "run-1"), *flags])
+    assert Run.load(str(tmp_path / "results" / "run-1")).arm == "descent"
+    cli.main(["evaluate", str(plain), *flags])
+    assert Run.load(str(tmp_path / "results" / "run-1")).arm == "run-1"
+
+
 def test_completions_of_a_language_model(tmp_path):
     tokenizer = Tokenizer(
         models.WordLevel({"[UNK]": 0, "</s>": 1, **{w: i + 2 for i, w in enumerate(WORDS)}}, "[UNK]")

@@ -236,6 +236,17 @@ def test_rmse_and_own_metrics():
     np.testing.assert_allclose(result.values, 0.5 * 0.2 * math.sqrt(2 / math.pi), rtol=0.05)
 
 
+@pytest.mark.parametrize("evaluate", [layer_profile, partial(noise_curve, gammas=0)])
+def test_whole_labels_of_a_single_logit_are_numbers(evaluate):
+    model, data = spread(bert(num_labels=1)), classification_data(count=20, num_labels=5)
+    result = evaluate(model, data, metric="rmse", batch_size=8)
+    expected = evaluate(model, [{**row, "labels": float(row["labels"])} for row in data], metric="rmse", batch_size=8)
+    np.testing.assert_array_equal(result.values, expected.values)
+    np.testing.assert_allclose(result.values.flat[-1] ** 2, result.losses.flat[-1], rtol=1e-5)
+    with pytest.raises(ValueError, match="the labels are numbers, not classes; use 'rmse'"):
+        evaluate(model, data)
+
+
 def test_metrics_are_named_after_their_function_or_class():
     @dataclass
     class Hits:

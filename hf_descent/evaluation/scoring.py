@@ -194,7 +194,8 @@ class Scorer:
             raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self._label_names}.")
         labels = inputs[name]
         if not _of_tokens(labels) or logits.dim() != 3:
-            return logits, labels
+            # A single logit is a number to models, though labels are whole: as a class it would always be the first.
+            return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
         if self.shifts_labels is None:  # the model's own loss, which tells it on any scale, is not in use
             self.shifts_labels = bool(self._shifts(inputs, name, partial(self._loss_on, outputs, inputs)))
         return aligned(self._given, logits, labels, self.shifts_labels)
@@ -330,7 +331,7 @@ def _of_tokens(labels: Any) -> bool:
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if labels.is_floating_point():
         raise ValueError(
-            "`metric` is 'accuracy' but the labels are floating-point numbers; use 'rmse' or a function "
+            "`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or a function "
             "(logits, labels) -> (sum, count)."
         )
     if logits.shape[:-1] != labels.shape:

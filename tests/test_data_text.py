@@ -192,6 +192,10 @@ def test_a_local_file_takes_the_place_of_the_hub_name(train_file, monkeypatch):
             {"train_file": "TRAIN", "text_column": "label", "label_column": "text"},
             "40 rows whose text is not a string",
         ),
+        (
+            {"train_file": "TRAIN", "text_pair_column": "text"},
+            r"`text_column`, .* are \['text', 'text', 'label'\]; give a column of its own for each",
+        ),
     ],
 )
 def test_bad_arguments_are_named(train_file, arguments, message):
@@ -203,7 +207,8 @@ def test_bad_arguments_are_named(train_file, arguments, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0.5, 1.5, 0.1], "must be classes"),
+        ([0.5, 1.5, 0.1], r"must be classes, .* such as 0\.5: name another `label_column`, or cast it"),
+        ([[0], [1, 2]], r"must be classes, .* such as \[0\]: name another `label_column`"),
         ([None, None, None], "no labelled row"),
         ([1, 1, 1], "all of one class"),
         ([-1, 0, 1], r"column `label` of the train split \(.*train.parquet\) is -1 in 1 rows"),

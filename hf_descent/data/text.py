@@ -34,6 +34,12 @@ class DataArguments(SplitArguments):
         super().__post_init__()
         if self.max_seq_length is not None and self.max_seq_length < 1:
             raise ValueError(f"`max_seq_length` is {self.max_seq_length}; give a positive number or leave it out.")
+        columns = [self.text_column, self.text_pair_column, self.label_column]
+        if len(set(columns)) < len(columns):
+            raise ValueError(
+                f"`text_column`, `text_pair_column` and `label_column` are {columns}; give a column of its own for "
+                "each."
+            )
 
 
 def load_text_classification(args: DataArguments) -> DatasetDict:
@@ -146,9 +152,13 @@ def _class_names(train: Dataset) -> list[str]:
     feature = train.features["labels"]
     if isinstance(feature, ClassLabel):
         return feature.names
-    values = set(train["labels"])
-    if not all(isinstance(value, str | int) for value in values):
-        raise ValueError("The labels must be classes: integers or strings, all of one type.")
+    values = train["labels"][:]
+    if odd := [value for value in values if not isinstance(value, str | int)]:
+        raise ValueError(
+            f"The labels must be classes, integers or strings, and are such as {odd[0]!r}: name another "
+            "`label_column`, or cast it (whole numbers with gaps become fractions in pandas)."
+        )
+    values = set(values)
     if len(values) < 2:
         raise ValueError(f"The labelled training rows are all of one class, {values}.")
     return [str(value) for value in sorted(values)]

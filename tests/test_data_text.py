@@ -246,6 +246,12 @@ def test_tokenize_cuts_but_does_not_pad(tokenizer):
     assert "text" not in short.column_names
 
 
+def test_a_text_without_a_token_is_refused(tokenizer):
+    splits = DatasetDict(train=Dataset.from_dict({"text": ["a b", " "], "labels": [0, 1]}))
+    with pytest.raises(ValueError, match="a text without a token: drop the rows whose text is empty"):
+        tokenize(splits, tokenizer, 6)
+
+
 def test_lengths_beyond_the_tokenizer_s_limit_are_refused(tokenizer):
     assert (most_tokens(tokenizer), most_tokens(tokenizer, 3), most_tokens(tokenizer, None, 4)) == (6, 3, 4)
     assert most_tokens(tokenizer, 6, 4) == 6  # DeBERTa's positions are relative, and its config states a number

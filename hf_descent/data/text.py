@@ -108,11 +108,18 @@ def most_tokens(
 
 
 def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
-    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them."""
+    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them.
+
+    Raises:
+        ValueError: a text has no token, as an empty one where the tokenizer adds none.
+    """
     texts = [name for name in ("text", "text_pair") if name in dataset["train"].column_names]
 
     def encode(batch):
-        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
+        encoded = tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
+        if [] in encoded["input_ids"]:  # a batch of such rows alone would end the run
+            raise ValueError("A row has a text without a token: drop the rows whose text is empty.")
+        return encoded
 
     return dataset.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
 

@@ -60,7 +60,15 @@ def demo(
         (mean squared error / noise power at the training noise level, layers 1..L), `max_violation` (in units of
         f_0), `rmse` (0-255 scale, one per gamma), and for the constrained arm `multipliers` (a list of L for each of
         `steps`).
+
+    Raises:
+        ValueError: no steps; no seeds, a negative one, or one twice.
     """
+    if max_steps < 1 or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(
+            f"`seeds` is {list(seeds)} and `max_steps` {max_steps}; give seeds that differ, none of them negative, "
+            "and at least one step."
+        )
     output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]

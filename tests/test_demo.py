@@ -19,6 +19,13 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figure_and_numbers(tmp_p
     assert "layer 1" in printed and "without noise" in printed
 
 
+@pytest.mark.parametrize("given", [{"max_steps": 0}, {"seeds": ()}, {"seeds": (-1, 0)}, {"seeds": (1, 0, 1)}])
+def test_runs_that_would_say_nothing_are_refused(given, tmp_path):
+    with pytest.raises(ValueError, match="`seeds` is .* and `max_steps` .*; give seeds that differ"):
+        demo(str(tmp_path / "demo"), **{"max_steps": 8} | given)
+    assert not (tmp_path / "demo").exists()
+
+
 @pytest.mark.slow
 def test_the_demo_shows_what_the_readme_says(tmp_path):
     arms = demo(str(tmp_path))["arms"]

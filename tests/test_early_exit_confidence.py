@@ -93,6 +93,20 @@ def test_padding_that_a_later_batch_has_for_the_first_time_is_shrunk_with_it():
         torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_positions_that_a_later_batch_gives_for_each_sample_are_shrunk_with_it():
+    config = llama(num_layers=4, num_labels=3, pad_token_id=0).config
+    model, batch = spread(transformers.LlamaForSequenceClassification(config)), default_data_collator(toy_rows(16))
+    del batch["labels"]
+    with torch.no_grad():
+        layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
+    fast = ConfidenceExit(model, threshold=0.5)
+    positions = torch.arange(batch["input_ids"].shape[1]).repeat(16, 1)
+    for inputs in (batch, batch | {"position_ids": positions}, batch):
+        output = fast(**inputs)
+        assert len(output.exit_layers.unique()) > 1
+        torch.testing.assert_close(output.logits, layers[output.exit_layers - 1, torch.arange(16)])
+
+
 @pytest.mark.parametrize("max_loss", [0.0, 0.1, 0.2, 1.0])
 def test_calibration_goes_up_to_the_first_threshold_that_may_cost_more_than_allowed(max_loss):
     model, rows = spread(bert(num_layers=4)), toy_rows(60)

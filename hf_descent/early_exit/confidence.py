@@ -100,7 +100,8 @@ class ConfidenceExit:
         if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
             raise ValueError(f"{type(model).__name__} gives several labels a sample: use `truncate`.")
         self.model, self.threshold, self.measure, self.layers = model, threshold, measure, layers
-        self._batch_dims: dict[str, int | None] = {}  # of the tensors met so far, by their place in a layer's call
+        # Of the tensors met so far, by their place in a layer's call, under the inputs that the model was given.
+        self._batch_dims: dict[frozenset[str], dict[str, int | None]] = {}
 
     def __call__(self, **inputs) -> ModelOutput:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
@@ -113,16 +114,16 @@ class ConfidenceExit:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
+        dims = self._batch_dims.setdefault(frozenset(inputs), {})
         with evaluating(self.model), switched_off(off_in_replay(self.model, reader._stack)):
             try:
-                return self._run(reader, inputs)
+                return self._run(reader, inputs, dims)
             except _Unseen:
-                self._batch_dims |= _find_batch_dims(reader, inputs)
-                return self._run(reader, inputs)
+                dims |= _find_batch_dims(reader, inputs)
+                return self._run(reader, inputs, dims)
 
-    def _run(self, reader, inputs):
-        exits = self._exits(reader.num_layers)
-        tape = _ShrinkingTape(reader, inputs, self._batch_dims, exits, self._is_sure)
+    def _run(self, reader, inputs, dims):
+        tape = _ShrinkingTape(reader, inputs, dims, self._exits(reader.num_layers), self._is_sure)
         with taped(tape, lambda args, kwargs, outputs: None):
             logits = _class_logits(self.model(**inputs))
         if tape.logits is not None:
@@ -314,9 +315,7 @@ class _ShrinkingTape(Tape):
 def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
     """Where samples lie in the tensors that layers take and give: the dimension that doubles when the batch does."""
     batch_size = rows_of(reader.model, inputs)
-    rows = {
-        name: value for name, value in inputs.items() if torch.is_tensor(value) and value.shape[:1] == (batch_size,)
-    }
+    rows = {name: x for name, x in inputs.items() if torch.is_tensor(x) and x.shape[:1] == (batch_size,)}
     doubled = {**inputs, **{name: torch.cat([value, value]) for name, value in rows.items()}}
     seen: list[dict[str, torch.Size]] = []
 

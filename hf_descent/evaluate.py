@@ -213,9 +213,10 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
     summary = find_json(name, SUMMARY_NAME)
     if os.path.abspath(folder) != os.path.abspath(name):
-        Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
         if summary:
             write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
+        else:
+            Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
     gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
         **task.settings,

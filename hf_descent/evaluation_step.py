@@ -204,9 +204,8 @@ class _TaskLoss:
         self.trainer, self.model, self.shifts_labels = trainer, model, shifts_labels
 
     def __call__(self, outputs, labels, num_items_in_batch=None) -> torch.Tensor:
-        if self.trainer.compute_loss_func is None and labels is not None:
-            return self.trainer.label_smoother(outputs, labels, shift_labels=self.shifts_labels)
-        return self.trainer._task_loss(self.model, outputs, labels, num_items_in_batch)
+        items = None if self.trainer.compute_loss_func is None else num_items_in_batch  # as in `evaluate`
+        return self.trainer._task_loss(self.model, outputs, labels, items, self.shifts_labels)
 
     def __reduce__(self):
         own = fingerprint_of_functions(self.trainer.compute_loss_func)

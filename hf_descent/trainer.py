@@ -252,8 +252,9 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self.loss_is_scaled_for_ga = True
         return objective, outputs
 
-    def _task_loss(self, model, outputs, labels, items=None) -> torch.Tensor:
-        """The loss that Trainer would take from these outputs."""
+    def _task_loss(self, model, outputs, labels, items=None, shifts_labels=None) -> torch.Tensor:
+        """The loss that Trainer would take from these outputs; a smoother's labels are shifted as found in training,
+        where not told."""
         if self.compute_loss_func is not None:
             loss = loss_of_ones_own(self.compute_loss_func, model, outputs, labels, items)
             if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
@@ -264,9 +265,8 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
                 )
             return loss
         if self.label_smoother is not None and labels is not None:
-            return self.label_smoother(
-                outputs, labels, shift_labels=self._loss_shifts_labels, num_items_in_batch=items
-            )
+            shifts_labels = self._loss_shifts_labels if shifts_labels is None else shifts_labels
+            return self.label_smoother(outputs, labels, shift_labels=shifts_labels, num_items_in_batch=items)
         if self._readout_fn is not None:
             return loss_from_logits(model, output_logits(outputs), labels, items)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]

@@ -28,13 +28,7 @@ from recipes.reproduce.tables import TABLES, Way, searched
 
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "recipes" / "reproduce" / "README.md").read_text()
-DOCUMENTED = [
-    line
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.startswith("python -m recipes.reproduce ")
-]
+DOCUMENTED = re.findall(r"^python -m recipes\.reproduce .*", (ROOT / "recipes/reproduce/README.md").read_text(), re.M)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +41,11 @@ def repository_root(monkeypatch):
 
 def panels_of(scale, table):
     return list(TABLES[table].panels(SCALES[scale], list(ARMS)))
+
+
+def chosen(table, *words, scale="cpu"):
+    found, left_out = reproduce.possible(panels_of(scale, table), Options(SCALES[scale], Path("out"), panels=words))
+    return {*left_out, *(panel.name for panel in found)}
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -65,9 +64,8 @@ def test_every_table_and_figure_of_the_paper_has_panels(scale):
 
 
 def test_the_grids_of_tables_3_and_4_are_the_papers():
-    ways = {
-        way for table in ("table3", "table4") for panel in panels_of("gpu", table) for (way,) in panel.groups.values()
-    }
+    panels = panels_of("gpu", "table3") + panels_of("gpu", "table4")
+    ways = {way for panel in panels for (way,) in panel.groups.values()}
     figures = {(way, published(way)) for way in ways if published(way) is not None}
     rows = (ROOT / "recipes/reproduce/published.csv").read_text().splitlines()[1:]
     assert len(figures) == 2 * len(rows) == 2 * (15 * 7 + 36 * 2)
@@ -127,7 +125,7 @@ def test_every_arm_has_the_same_number_of_trials_and_none_reads_test_rows():
 def test_without_noise_the_noisy_baseline_is_plain_training(table, arms):
     for panel in TABLES[table].panels(SCALES["gpu"], arms):
         assert len(panel.groups) >= (len(arms) if "by-" not in panel.name else 1)
-        if panel.name.endswith("-gamma0"):
+        if panel.has("gamma0"):
             assert list(panel.groups) == ["erm", *arms[1:]]
             assert {way.gamma for (way,) in panel.groups.values()} == {0.0}
 
@@ -190,12 +188,19 @@ def test_training_commands_parse(scale, model):
 
 @pytest.mark.parametrize("line", DOCUMENTED)
 def test_documented_commands_parse(line):
-    reproduce.parser().parse_args(shlex.split(line, comments=True)[3:])
+    args = reproduce.parser().parse_args(shlex.split(line, comments=True)[3:])
+    assert chosen(args.table, *args.panels, scale=args.scale)
+
+
+def test_a_part_of_a_name_is_whole():
+    assert chosen("table3", "clips-ut-3-gamma0", "vit-gamma0.09") == {"clips-ut-3-gamma0", "clips-vit-gamma0.09"}
 
 
 def test_what_is_not_given_is_left_out():
     with pytest.raises(ValueError, match=r"Nothing is left of figure1 \(imdb-distilbert-gamma1: needs --data imdb\)"):
-        reproduce.main(["figure1", "--scale", "cpu", "--collect_only"])
+        reproduce.main(["figure1", "--collect_only"])
+    with pytest.raises(ValueError, match="Nothing is left of figure9 .it has none of these arms"):
+        reproduce.main(["figure9", "--arms", "erm"])
 
 
 @pytest.mark.parametrize(
@@ -204,6 +209,8 @@ def test_what_is_not_given_is_left_out():
         (["--set", "max_steps"], "'max_steps' is not NAME=VALUE"),
         (["--model", "distilbrt", "path"], "`--model distilbrt`: the names are distilbert,"),
         (["--data", "imbd", "path"], "`--data imbd`: the names are imdb,"),
+        (["--seeds", "0", "1", "0"], "`--seeds 0 1 0`: each is a run"),
+        (["--panels", "imdb", "roberta-gamma"], "`--panels roberta-gamma`: table4 has imdb-ut-text-3-gamma0, "),
     ],
 )
 def test_mistaken_words_are_named(words, match, capsys):
@@ -219,8 +226,8 @@ def test_the_best_of_several_depths_is_chosen_on_validation_rows(tmp_path):
         for seed, error in enumerate(errors):
             folder = options.run_folder(way, seed)
             folder.mkdir(parents=True)
-            results = {"validation_mean_rmse": error, "test_mean_rmse": 20 - error}
-            (folder / "all_results.json").write_text(json.dumps(results))
+            results = json.dumps({"validation_mean_rmse": error, "test_mean_rmse": 20 - error})
+            (folder / "all_results.json").write_text(results)
     assert best(ways, options) == ways[2]
 
 
@@ -281,7 +288,7 @@ def test_a_row_has_mean_and_deviation_over_seeds_feasible_runs_and_cost():
 # ---- a tiny table from end to end ----
 
 SETTINGS = "max_steps=8 save_steps=4 per_device_train_batch_size=8 per_device_eval_batch_size=8 max_seq_length=16 "
-SETTINGS += "use_cpu=true report_to=none disable_tqdm=true logging_steps=2"
+SETTINGS += "report_to=none disable_tqdm=true logging_steps=2"
 
 
 class Interrupted(Exception):
@@ -315,8 +322,7 @@ def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, mo
     rows = str(workplace / "train.csv")
     argv = ["figure1", "--scale", "cpu", "--output_dir", str(workplace / "out"), "--data", "imdb", rows, rows]
     argv += ["--model", "distilbert", str(workplace / "model"), "--arms", "erm+noise", "descent", "--seeds", "0", "1"]
-    first, *others = SETTINGS.split()
-    argv += ["--n_trials", "2", "--set", first, "--set", *others]
+    argv += ["--n_trials", "2", "--set", "use_cpu=true", "--set", *SETTINGS.split()]
     options = Options(SCALES["cpu"], workplace / "out" / "cpu", seeds=(0, 1))
     descent = Way("distilbert", "imdb", "descent", 1.0)
 

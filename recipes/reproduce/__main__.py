@@ -27,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (0 1 2)")
     found.add_argument("--n_trials", type=int, default=5, help="runs of each arm's search; 0: recipes' settings (5)")
     found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="ways of training (all)")
-    found.add_argument("--panels", default="", help="only the panels whose name has this in it")
+    found.add_argument(
+        "--panels", nargs="+", default=[], metavar="WORD", help="only the panels with one of these parts in their name"
+    )
     found.add_argument(
         "--model",
         nargs=2,
@@ -79,6 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, *_ in given:
             if name not in known:
                 command.error(f"`--{flag} {name}`: the names are {', '.join(known)}.")
+    if len(set(args.seeds)) < len(args.seeds):
+        command.error(
+            f"`--seeds {' '.join(map(str, args.seeds))}`: each is a run of every arm, and one stands there twice."
+        )
     table = TABLES[args.table]
     options = Options(
         SCALES[args.scale],
@@ -88,10 +94,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         tuple(args.seeds),
         args.n_trials,
         dict(args.set),
-        args.panels,
+        tuple(args.panels),
     )
     arms = [arm for arm in ARMS if arm in args.arms]
-    panels, left_out = possible(table.panels(options.scale, arms), options)
+    panels = list(table.panels(options.scale, arms))
+    for word in args.panels:
+        if not any(panel.has(word) for panel in panels):
+            names = ", ".join(panel.name for panel in panels)
+            command.error(f"`--panels {word}`: {args.table} has {names}; a word is one or more whole parts of a name.")
+    panels, left_out = possible(panels, options)
 
     def of(chosen: Sequence[Panel]):
         return jobs(chosen, options, table.shows == "answers", table.shows == "settings")
@@ -107,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         panels, left_out = [panel for panel in panels if panel.name not in unfinished], left_out | unfinished
     if not panels:
         why = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        raise ValueError(f"Nothing is left of {args.table} ({why or f'no panel has {args.panels!r} in its name'}).")
+        raise ValueError(f"Nothing is left of {args.table} ({why or 'it has none of these arms'}).")
     if not args.collect_only:
         run(of(panels))
     print(f"Written to {collect(args.table, table, panels, options, left_out)}")
@@ -117,7 +128,7 @@ def possible(panels, options: Options) -> tuple[list[Panel], dict[str, str]]:
     """The panels that can be run with what is given, and of the others what they lack."""
     found, left_out = [], {}
     for panel in panels:
-        if options.panels in panel.name:
+        if not options.panels or any(map(panel.has, options.panels)):
             lacking = {options.missing(way) for ways in panel.groups.values() for way in ways} - {None}
             if lacking:
                 left_out[panel.name] = f"needs {' and '.join(sorted(lacking))}"

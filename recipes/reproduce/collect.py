@@ -185,7 +185,8 @@ def render(result: Mapping[str, Any]) -> str:
     if result["settings"]:
         lines += ["", f"Set in every run: {_settings(result['settings'])}."]
     if result["only_panels"]:
-        lines += ["", f"Of this table, the parts with `{result['only_panels']}` in their name alone."]
+        words = " or ".join(f"`{word}`" for word in result["only_panels"])
+        lines += ["", f"Of this table, the parts with {words} in their name alone."]
     for panel in result["panels"]:
         lines += ["", f"## {panel['name']}", "", *(_comparison(panel) if "verdicts" in panel else _searches(panel))]
     for panel, entries in result.get("answers", {}).items():

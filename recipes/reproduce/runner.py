@@ -33,7 +33,7 @@ class Options:
         seeds (`tuple[int, ...]`): of the training; the search has its recipe's.
         n_trials (`int`): runs of each search; 0 takes the recipes' settings.
         settings (mapping): set in every run, over everything else but what an ablation fixes; not searched.
-        panels (`str`): only those with this in their name.
+        panels (`tuple[str, ...]`): only those with one of these as a part, or parts, of their name; empty for all.
     """
 
     scale: Scale
@@ -43,7 +43,7 @@ class Options:
     seeds: tuple[int, ...] = (0, 1, 2)
     n_trials: int = 5
     settings: Mapping[str, Any] = field(default_factory=dict)
-    panels: str = ""
+    panels: tuple[str, ...] = ()
 
     def run_folder(self, found: Way, seed: int) -> Path:
         return self.folder / found.name / f"seed-{seed}"

@@ -45,6 +45,10 @@ class Panel:
     name: str
     groups: dict[str, tuple[Way, ...]]
 
+    def has(self, word: str) -> bool:
+        """Whether its name has this in it as one or more whole parts: gamma0 is no part of ...-gamma0.15."""
+        return f"-{word}-" in f"-{self.name}-"
+
 
 @dataclass(frozen=True)
 class Table:

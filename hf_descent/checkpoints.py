@@ -4,17 +4,19 @@ A process can be killed at any moment of a save; a run resumes from the newest c
 """
 
 import dataclasses
+import glob
 import json
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
@@ -155,9 +157,40 @@ class CheckpointMixin:
                 f"{first.tolist()} on the first one. Resume from the last complete checkpoint."
             )
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with self._own_names(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @contextmanager
+    def _own_names(self, folder: str) -> Iterator[None]:
+        """Within it, weights are loaded under the model's own names where the files have the Hub's.
+
+        `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows
+        them; Trainer would leave such weights as they are (huggingface/transformers#48805).
+        """
+        is_whole = isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if not is_whole or _saved_names(folder) <= self.model.state_dict().keys():
+            yield
+            return
+        # In the widest precision that the model has a part of, whatever its config says.
+        dtype = max((parameter.dtype for parameter in self.model.parameters()), key=lambda each: each.itemsize)
+        loaded, info = type(self.model).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+        weights = {name: x for name, x in loaded.state_dict().items() if name not in info["missing_keys"]}
+
+        def rename(module, state_dict, *_):
+            state_dict.clear()
+            state_dict.update(weights)
+
+        handle = self.model.register_load_state_dict_pre_hook(rename)
+        try:
+            yield
+        finally:
+            handle.remove()
+
     def _load_best_model(self):
-        super()._load_best_model()
         best = self.state.best_model_checkpoint
+        with self._own_names(best):
+            super()._load_best_model()
         if self._state is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
             self._state.load(best, is_main=self.args.process_index == 0)
 
@@ -269,6 +302,15 @@ def faults(checkpoint: str) -> Iterator[str]:
         path = os.path.join(checkpoint, name)
         if os.path.isfile(path) and _is_damaged(path):
             yield f"{path} is damaged"
+
+
+def _saved_names(folder: str) -> set[str]:
+    """The names of the model's weights in a checkpoint's safetensors files."""
+    names = set()
+    for path in glob.glob(os.path.join(glob.escape(folder), "model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
 
 
 def _missing_weights(checkpoint: str, names: set[str]) -> Iterator[str]:

@@ -132,8 +132,8 @@ class DescentArguments:
         Noise on the input embeddings (or pixels) in training, in units of the clean signal's standard deviation: one
         level, or [low, high] for a level drawn uniformly per sample.
     noise_sigma (`float`, *optional*):
-        The standard deviation of the clean signal. Estimated once from the training data where not given, and saved
-        in the model's config as `noise_sigma`.
+        The standard deviation of the clean signal. Where not given it is estimated once, from 2,048 rows spread over
+        the training data (the first ones of a stream), and saved in the model's config as `noise_sigma`.
     eval_gammas (`list[float]`, *optional*):
         Noise levels of `evaluate_robustness`.
     """

@@ -220,9 +220,12 @@ def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments)
     if isinstance(rows, Dataset):
         rows = rows.shuffle(seed=args.split_seed)
         return rows if limit is None else rows.select(range(min(limit, len(rows))))
-    if split == "train" or limit is not None:
-        rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
-    return rows if limit is None else rows.take(limit)
+    rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
+    if limit is None:
+        return rows
+    # Held, since a stream is shuffled anew for every epoch: its first rows would be others.
+    held = list(rows.take(limit).with_format("numpy"))
+    return Dataset.from_list(held, features=rows.features).with_format("torch")
 
 
 def measure_sigma(rows: Dataset | IterableDataset, task: PatchTask | ImageTask) -> float:

@@ -239,7 +239,8 @@ class DescentState(ReportMixin):
             self._set_problem(summary["alpha"], summary["initial_loss_bound"], summary["constrained_layers"])
 
     def _load_fixed_multipliers(self) -> None:
-        values, alpha, bound, layers = self.args.fixed_multipliers, self.args.descent_alpha, 1.0, None
+        args = self.args
+        values, alpha, bound, layers = args.fixed_multipliers, args.descent_alpha, args.initial_loss_bound, None
         if isinstance(values, str):
             summary = read_summary(values)
             if "alpha" not in summary:
@@ -248,12 +249,10 @@ class DescentState(ReportMixin):
                 )
             values, alpha, bound = summary["multipliers"], summary["alpha"], summary["initial_loss_bound"]
             layers = summary["constrained_layers"]
-        elif self.args.is_auto:
+        elif args.is_auto:
             raise ValueError(
                 "`fixed_multipliers` as a list needs `descent_alpha` and `initial_loss_bound` as numbers, not 'auto'."
             )
-        else:
-            bound = self.args.initial_loss_bound
         if len(values) != self.num_layers:
             raise ValueError(
                 f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
@@ -261,6 +260,8 @@ class DescentState(ReportMixin):
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
         self._set_problem(alpha, bound, layers)
+        if free := [n for n, value in enumerate(values, 1) if value and n not in self.problem.constrained_layers]:
+            raise ValueError(f"`fixed_multipliers` is {values}, but layers {free} have no constraint; set 0 there.")
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
 
     # ---- checkpoints ----

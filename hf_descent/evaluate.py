@@ -9,12 +9,13 @@ elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from transformers import (
     AutoModelForImageToImage,
@@ -140,7 +141,15 @@ def denoising_task(name: str, args: VideoArguments) -> Task:
     split = "test" if "test" in clips else "validation"
     rows = draw_rows(task.rows(clips[split]), split, args)
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
-    return Task(model, rows, settings, rows, salt_and_pepper)
+    return Task(model, rows, settings, rows, dead_pixels)
+
+
+def dead_pixels(row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
+    """[`salt_and_pepper`] in what a denoiser is given; what it is to restore stays clean."""
+    return {**salt_and_pepper(row, level, generator), "labels": row["pixel_values"]}
+
+
+dead_pixels.name = salt_and_pepper.name
 
 
 # Ending of the architecture's name -> (arguments of its data, how to build the task).

@@ -292,7 +292,10 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
     norm = _Norm(*chain)
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
     for module, _, _ in tail:
-        if any(id(parameter) not in known for parameter in module.parameters(recurse=False)):
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        # An adapter may keep its parameters in a container, which is never called.
+        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        if not own | trained <= known:
             raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head.")
 
     # Before the call below, out of turn, which has ZeRO-3 forget an order of calls that it recorded without these.

@@ -99,7 +99,8 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 def _own_loss(model, inputs, name, labels) -> torch.Tensor:
     """The model's own loss on `labels` in the place of a batch's."""
     kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
-    return model(**with_named_outputs(model, {**kept, name: labels}))["loss"]
+    outputs = model(**with_named_outputs(model, {**kept, name: labels}))
+    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
 
 
 @torch.no_grad()

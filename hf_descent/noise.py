@@ -181,6 +181,7 @@ class EmbeddingNoise:
     def _is_active(self) -> bool:
         return self._gamma != 0.0 and not is_quiet()
 
+    @torch.compiler.disable  # what it looks up in the model cannot be traced
     def _enter(self, module, args, kwargs):
         # The class's forward: wrappers put on instances (autocast, replay) can hide the names.
         names = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -215,6 +216,7 @@ class EmbeddingNoise:
         named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
         return (*named, *args[len(names) :]), {**kwargs, **noisy}
 
+    @torch.compiler.disable
     def _exit(self, module, args, output):
         if not self._calls:
             return  # a pre-hook of somebody else's failed before `_enter`

@@ -9,11 +9,14 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, broadcast_object_list, send_to_device
+from datasets import Dataset
+from torch.utils.data import IterableDataset, Subset
 from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
@@ -27,7 +30,7 @@ from .schedule import SYNTHETIC_LABELS, ConstantPredictor
 
 logger = get_logger(__name__)
 
-SIGMA_BATCHES = 64  # batches from which the deviation of the clean signal is estimated
+SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estimated
 MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
 
 
@@ -123,8 +126,9 @@ class PreparationMixin:
         with probing(model):
             outputs = model(**inputs)
         logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
-        loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        if self._fused is None and loss is not None and labels is not None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
+        has_loss = isinstance(loss, torch.Tensor) and loss.dim() == 0
+        if self._fused is None and has_loss and labels is not None:
             tokens = labels is inputs.get("labels") and labels.dim() == 2 and logits.shape[:2] == labels.shape
             with probing(model):
                 self._loss_shifts_labels = tokens and not labels.is_floating_point() and shifts_labels(model, inputs)
@@ -289,11 +293,17 @@ class PreparationMixin:
                     "read a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter "
                     "has it, and `estimate_sigma` measures it on batches of yours."
                 )
-            # In dataset order and with its own seed, so that a resumed run finds the same value.
+            count = math.ceil(SIGMA_ROWS / (self.args.eval_batch_size * self.args.world_size))
+            if has_length(data) and len(data) > SIGMA_ROWS and not isinstance(data, IterableDataset):
+                # Over all of it, since data may be sorted. Of a stream, the first rows.
+                rows = np.linspace(0, len(data) - 1, SIGMA_ROWS).astype(int).tolist()
+                data = data.select(rows) if isinstance(data, Dataset) else Subset(data, rows)
+            # The same rows whatever the batches and processes are, in dataset order and with their own seed, so that a
+            # resumed run finds the same value.
             with probing(model):
                 transformers.set_seed(self.args.seed)
                 batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(data))
-                moments = self._reduce(signal_moments(model, batches, SIGMA_BATCHES))
+                moments = self._reduce(signal_moments(model, batches, count))
             sigma = deviation_from_moments(moments)
             logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
         if config is not None:

@@ -25,7 +25,6 @@ from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .configs import DescentConfig
-from .data.video import layout_patterns
 from .problem import as_python
 
 
@@ -248,8 +247,8 @@ def check_same_search(study, setup: Mapping[str, Any]) -> None:
 def without_test_rows(data_args: Any) -> Any:
     """The same data without its test rows, so that every report of a command is on validation rows."""
     changes = {name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
-    if getattr(data_args, "data_layout", None) is not None:  # a published layout has its own test videos
-        changes |= {"data_layout": None, "data_dir": None, "train_files": layout_patterns(data_args)["train"]}
+    if hasattr(data_args, "without_tests"):  # a published layout's, and the end of the videos trained on
+        changes["without_tests"] = True
     return replace(data_args, **changes)
 
 

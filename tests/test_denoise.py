@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -21,6 +21,8 @@ from hf_descent.data.patches import patch_rows
 from hf_descent.data.video import VideoArguments, load_clips, split_videos
 from hf_descent.denoise import ImageTask, ModelArguments, PatchTask, draw_rows, measure_sigma, some_clips
 from hf_descent.denoise_report import classical_rmse, plot_strip, save_gif, table
+from hf_descent.evaluation.perturbations import salt_and_pepper
+from hf_descent.evaluation.scoring import noise_key
 from hf_descent.models import (
     DustConfig,
     DustForVideoDenoising,
@@ -187,17 +189,50 @@ def test_streaming(smoke):
     assert results["epoch"] > 0 and results["test_rmse@0.15"] > 0
 
 
-def test_rows_of_a_stream_are_drawn_at_random(workplace):
+@pytest.mark.parametrize("limit", [None, 10])
+def test_rows_of_a_stream_are_those_that_are_drawn_of_cached_ones(workplace, limit):
     args = VideoArguments(
         train_files=[str(workplace / "train.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
-        split_gap=0, streaming=True, max_train_samples=10, max_eval_samples=10,
+        split_gap=0, max_train_samples=limit, max_eval_samples=limit,
     )  # fmt: skip
-    for split, clips in load_clips(args).items():
-        rows = patch_rows(clips, 8)
-        drawn = draw_rows(rows, split, args)
-        given = [torch.stack([row["pixel_values"] for row in islice(r, 20)]) for r in (drawn, drawn, rows)]
-        assert len(given[0]) == 10 and torch.equal(given[0], given[1])
-        assert not torch.equal(given[0], given[2][:10])
+    cached = load_clips(args)
+    for split, clips in load_clips(replace(args, streaming=True)).items():
+        wanted, in_order = (draw_rows(patch_rows(cached[split], 8), split, args), patch_rows(cached[split], 8))
+        wanted, in_order = (rows[:]["pixel_values"] for rows in (wanted, in_order))
+        drawn = draw_rows(patch_rows(clips, 8), split, args)
+        for epoch in range(3 if limit else 1):  # as accelerate announces them
+            if hasattr(drawn, "set_epoch"):
+                drawn.set_epoch(epoch)
+            rows = torch.stack([row["pixel_values"] for row in drawn])
+            assert torch.equal(rows, wanted) and not torch.equal(rows, in_order[: len(rows)])
+
+
+@pytest.mark.parametrize("recipe", ["video-ut", "video-vit"])
+def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, recipe):
+    folder = smoke(f"recipes/smoke/{recipe}/descent.yaml", "--classical_clips", "0", "--max_steps", "2")
+    videos = {f"{name}_files": [str(workplace / f"{name}.avi")] for name in ("train", "test")}
+    sizes = {"split_by": "time", "split_gap": 0, "num_frames": 4, "frame_size": 32, "patch_size": 8}
+    flags = [
+        word for name, value in {**videos, **sizes}.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))
+    ]
+    cli.main(["evaluate", str(folder), *flags, "--perturbation_rates", "0", "0.5", "--draws", "1"])
+    found = results_of(folder, "salt_and_pepper_curve")["values"]
+
+    args = VideoArguments(**videos, **sizes)
+    task = ImageTask(str(folder)) if recipe == "video-vit" else PatchTask(args)
+    rows = draw_rows(task.rows(load_clips(args)["test"]), "test", args)
+    model = AutoModelForImageToImage.from_pretrained(folder).eval()
+    for rate, value in zip((0.0, 0.5), found):
+        errors = []
+        for number, row in enumerate(rows):
+            generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=noise_key(0, rate, number)))
+            dead = torch.from_numpy(salt_and_pepper(row, rate, generator)["pixel_values"])
+            given, clean = (
+                task.collate([{"pixel_values": each}])["pixel_values"] for each in (dead, row["pixel_values"])
+            )
+            with torch.no_grad():
+                errors.append((model(given).logits - clean).square().mean().item())
+        assert value == pytest.approx([255 / task.pixel_range * np.mean(errors) ** 0.5], rel=1e-4)
 
 
 def test_an_interrupted_run_ends_like_a_straight_one(smoke, tmp_path):
@@ -221,10 +256,12 @@ def test_tuning_reads_no_test_videos(workplace, tmp_path):
         (tmp_path / folder / f"{number}.avi").write_bytes((workplace / f"{name}.avi").read_bytes())
     sizes = {"num_frames": 4, "frame_size": 32, "patch_size": 8}
     layout = VideoArguments(data_layout="avenue", data_dir=str(tmp_path), **sizes)
-    files = VideoArguments(train_files=["train"], test_files=["test"], **sizes)
-    assert without_test_rows(files) == VideoArguments(train_files=["train"], **sizes)
-    whole, rest = split_videos(layout), split_videos(without_test_rows(layout))
-    assert rest == {name: whole[name] for name in ("train", "validation")} != whole
+    train, test = (str(tmp_path / folder / "0.avi") for folder in ("training_videos", "testing_videos"))
+    by_time = {"split_by": "time", "split_gap": 0, "later_percentage": 30}
+    files = VideoArguments(train_files=[train], test_files=[test], **by_time, **sizes)
+    for args, tests in ((layout, {"test"}), (files, {"later", "test"})):
+        whole, rest = split_videos(args), split_videos(without_test_rows(args))
+        assert rest == {name: whole[name] for name in ("train", "validation")} and whole.keys() - rest == tests
 
 
 def test_inputs_and_frames_are_inverse(workplace, tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -275,8 +275,8 @@ def test_a_model_without_a_config():
     torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
 
 
-def lora_on_head():
-    return get_peft_model(build(), LoraConfig(target_modules=["lm_head"]))
+def on_head(adapter, **settings):
+    return get_peft_model(build(), adapter(target_modules=["lm_head"], **settings))
 
 
 class Dropping(nn.Module):
@@ -324,7 +324,8 @@ def hooked_head():
             "decoder's input",
         ),
         (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
-        (lora_on_head, "acts beside"),
+        (lambda: on_head(LoraConfig), "acts beside"),
+        (lambda: on_head(IA3Config, feedforward_modules=[]), "acts beside"),
         (dropout_before_head, "single positions"),
         (other_loss, "replay"),
         (hooked_norm, "replay"),

@@ -10,6 +10,7 @@ from transformers import (
     BartModel,
 )
 
+from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.noise import EmbeddingNoise, deviation_from_moments, estimate_sigma, signal_moments
 from hf_descent.readout import layer_logits
 
@@ -214,6 +215,15 @@ def test_gradient_checkpointing_gives_the_same_gradients():
             model(**batch(), labels=batch()["input_ids"]).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_models_without_a_lookup_may_be_compiled_too():
+    model, clips = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=2)).eval(), torch.rand(2, 4, 16)
+    found = []
+    for each in (model, torch.compile(model, backend="aot_eager")):
+        with torch.no_grad(), EmbeddingNoise(each, 0.5, seed=0, sigma=0.2):
+            found.append(each(clips).logits)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from hf_descent import DescentTrainer
 from hf_descent.early_exit import truncate
+from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.noise import estimate_sigma
 
 
@@ -204,6 +205,31 @@ def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_
     assert trainer.problem.initial_loss_bound == pytest.approx(expected, rel=1e-6)
 
 
+class Shifted(torch.nn.Module):
+    """A causal language model of one's own."""
+
+    def __init__(self, as_tuple):
+        super().__init__()
+        self.model, self.as_tuple = llama(), as_tuple
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        outputs = {"logits": self.model(input_ids, attention_mask).logits}
+        if labels is not None:
+            loss = F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            outputs = {"loss": loss, **outputs}
+        return tuple(outputs.values()) if self.as_tuple else outputs
+
+
+def test_outputs_may_be_a_tuple(tmp_path):
+    cut = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "initial_loss_bound": "auto"}
+    runs = [make(tmp_path, Shifted(as_tuple), language_data(), **cut, dual_warmup_steps=2) for as_tuple in (0, 1)]
+    for trainer in runs:
+        trainer.train()
+    named, by_place = (torch.cat([trainer._state.mean_losses, trainer.multipliers.values]) for trainer in runs)
+    torch.testing.assert_close(by_place, named, rtol=1e-5, atol=1e-6)
+    assert runs[0].problem.initial_loss_bound == runs[1].problem.initial_loss_bound
+
+
 class Renamed(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -315,6 +341,15 @@ def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
         DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         found.append(model.config.noise_sigma)
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("batch_size", [2, 48])
+def test_the_deviation_depends_neither_on_the_batches_nor_on_the_order(tmp_path, batch_size):
+    values = torch.linspace(0, 1, 4000)
+    model = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=2))
+    rows = [{"pixel_values": value.expand(2, 16), "labels": value.expand(2, 16)} for value in values]
+    found = make(tmp_path, model, rows, noise_gamma=0.5, per_device_eval_batch_size=batch_size).noise_sigma()
+    assert found == pytest.approx(values.std().item(), rel=1e-3)
 
 
 def test_the_deviation_s_moments_go_to_no_device_in_one_process(tmp_path, monkeypatch):

@@ -240,6 +240,7 @@ def test_a_progress_bar_of_ones_own_stays(tmp_path):
         ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values but the model has 3 layers"),
         ({"objective": "fixed", "fixed_multipliers": [0.1, -0.1, 0.0]}, "finite and not negative"),
         ({"objective": "fixed", "fixed_multipliers": "nowhere"}, "nowhere"),
+        ({"objective": "fixed", "fixed_multipliers": [1, 1, 0], "constrained_layers": [2]}, r"layers \[1\] have no"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_the_first_step(tmp_path, arguments, match):

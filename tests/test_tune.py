@@ -15,7 +15,6 @@ from test_recipes import save_tiny_model, write_rows
 from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer, cli, hp_space, noise_curve, tune
-from hf_descent.data.video import VideoArguments
 
 
 @pytest.fixture(scope="module")
@@ -218,11 +217,6 @@ def test_a_grid_makes_every_combination_once(command, tmp_path):
     pairs = {(trial["settings"]["descent_alpha"], trial["settings"]["resilience"]) for trial in trials}
     assert len(trials) == 4
     assert pairs == {(0.1, 0.05), (0.1, 0.5), (0.2, 0.05), (0.2, 0.5)}
-
-
-def test_no_trial_sees_the_test_videos_of_a_published_layout():
-    found = tune.without_test_rows(VideoArguments(data_layout="avenue", data_dir="folder"))
-    assert found == VideoArguments(train_files=["folder/training_videos/*.avi"])
 
 
 def test_feasible_trials_rank_first():

@@ -48,17 +48,26 @@ def frame_rows(clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
 def collate(rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """A batch of patch rows: `pixel_values` and `labels`, both the clean patches in [0, 1] `[batch, frames, values]`.
 
-    The trainer's noise perturbs `pixel_values` and leaves the labels clean.
+    The trainer's noise perturbs `pixel_values` and leaves the labels clean. Rows that are perturbed themselves have
+    the clean patches as `labels`.
     """
-    clean = torch.stack([row["pixel_values"] for row in rows]).float() / 255
-    return {"pixel_values": clean, "labels": clean}
+    return _given_and_clean(rows, lambda patches: torch.stack(patches).float() / 255)
 
 
 def collate_images(rows: Sequence[dict[str, torch.Tensor]], image_processor) -> dict[str, torch.Tensor]:
     """A batch of frame rows, made into color images by a model's own image processor `[batch, 3, height, width]`."""
-    images = [row["pixel_values"][None].expand(3, -1, -1) for row in rows]
-    clean = image_processor(images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
-    return {"pixel_values": clean, "labels": clean}
+
+    def processed(frames):
+        images = [frame[None].expand(3, -1, -1) for frame in frames]
+        return image_processor(images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
+
+    return _given_and_clean(rows, processed)
+
+
+def _given_and_clean(rows, batch_of) -> dict[str, torch.Tensor]:
+    given = batch_of([torch.as_tensor(row["pixel_values"]) for row in rows])
+    clean = batch_of([row["labels"] for row in rows]) if "labels" in rows[0] else given
+    return {"pixel_values": given, "labels": clean}
 
 
 def check_patch_size(frame_size: int, patch_size: int) -> None:

@@ -78,6 +78,9 @@ class VideoArguments:
     max_eval_samples: int | None = field(
         default=None, metadata={"help": "Evaluate on this many rows of every other split, drawn at random."}
     )
+    without_tests: bool = field(
+        default=False, metadata={"help": "Leave out the splits `later` and `test`, as `hf-descent tune` does."}
+    )
     streaming: bool = field(default=False, metadata={"help": "Decode the videos at every pass; nothing is cached."})
     cache_dir: str | None = field(default=None, metadata={"help": "Folder for the decoded clips."})
 
@@ -166,13 +169,14 @@ def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos that make each split; ValueError where there is nothing, or nothing long enough."""
     if args.data_layout is not None:
-        patterns = layout_patterns(args)
+        folder = Path(glob.escape(args.data_dir))
+        patterns = {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
     else:
         patterns = {"train": args.train_files, "test": args.test_files or []}
     whole = {
         split: [VideoPart(path, 0, count_frames(path), _stamp(path)) for path in find_videos(given)]
         for split, given in patterns.items()
-        if given
+        if given and not (split == "test" and args.without_tests)
     }
     trained_on = {os.path.realpath(video.path) for video in whole["train"]}
     for video in whole.get("test", ()):
@@ -198,13 +202,9 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
             "validation": [video for i, video in enumerate(videos) if i in held_out],
         }
     parts |= {split: videos for split, videos in whole.items() if split == "test"}
+    if args.without_tests:
+        parts.pop("later", None)
     return {name: _long_enough(name, of_split, args.num_frames) for name, of_split in parts.items()}
-
-
-def layout_patterns(args: VideoArguments) -> dict[str, list[str]]:
-    """The patterns of a published layout's training and test videos."""
-    folder = Path(glob.escape(args.data_dir))
-    return {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
 
 
 def find_videos(patterns: Sequence[str]) -> list[str]:

@@ -74,7 +74,7 @@ def misspell(text: str, rate: float, generator: np.random.Generator) -> str:
 def salt_and_pepper(row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
     """Dead pixels: a share `level` of the values in `pixel_values` becomes the image's least or greatest one."""
     _check_rate(level)
-    pixels = np.array(row["pixel_values"])
+    pixels = np.asarray(row["pixel_values"]).copy()
     dead = generator.random(pixels.shape) < level
     low, high = pixels.min(), pixels.max()
     pixels[dead] = np.where(generator.random(pixels.shape) < 0.5, low, high)[dead]

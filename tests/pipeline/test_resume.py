@@ -11,6 +11,7 @@ import textwrap
 
 import pytest
 import torch
+from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import VOCAB, bert, classification_data, config
@@ -159,6 +160,48 @@ def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise(tmp_path, objecti
     resumed.train(resume_from_checkpoint=True)
     resumed.save_model()
     assert read_summary(tmp_path)["noise_sigma"] == finished.model.config.noise_sigma
+
+
+# Whose layers, experts or head have other names on the Hub, to which `save_pretrained` changes them.
+RENAMED = ("ViTForImageClassification", "MixtralForCausalLM", "GPTNeoXForCausalLM")
+
+
+def make_renamed(tmp_path, name, **changes):
+    model = build(name, {**MODELS[name][0], "initializer_range": 0.02})
+    one = batch_for(model, with_labels=True)
+    one.setdefault("labels", torch.tensor([0, 1]))
+    rows = [{key: value[i % 2] for key, value in one.items()} for i in range(16)]
+    return DescentTrainer(model, arguments(tmp_path, max_steps=4, **changes), train_dataset=rows, eval_dataset=rows)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
+@pytest.mark.parametrize("name", RENAMED)
+def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_size, caplog):
+    straight = make_renamed(tmp_path, name)
+    straight.train()
+    folder = tmp_path / "checkpoint-2"
+    saved = type(straight.model).from_pretrained(folder)
+    assert not set(load_file(folder / "model.safetensors")) <= set(saved.state_dict())
+    (folder / "model.safetensors").unlink()
+    saved.save_pretrained(folder, max_shard_size=max_shard_size)
+    assert (folder / "model.safetensors").is_file() == (max_shard_size == "5GB")
+    resumed = make_renamed(tmp_path, name)
+    resumed.train(resume_from_checkpoint=str(folder))
+    for (weight, a), b in zip(straight.model.state_dict().items(), resumed.model.state_dict().values()):
+        assert torch.equal(a, b), weight
+    assert "missing keys" not in caplog.text or max_shard_size == "40KB"  # Trainer looks at the files of the shards
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_the_best_model_is_whole_where_its_weights_have_other_names_on_disk(tmp_path, name):
+    chosen = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make_renamed(tmp_path, name, **chosen, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert not best.endswith("-4")  # the last, of which nothing would have to be loaded
+    loaded = type(trainer.model).from_pretrained(best)
+    for (weight, a), b in zip(loaded.state_dict().items(), trainer.model.state_dict().values()):
+        assert torch.equal(a, b), weight
 
 
 def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(tmp_path, monkeypatch):

@@ -293,17 +293,18 @@ class PreparationMixin:
                     "read a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter "
                     "has it, and `estimate_sigma` measures it on batches of yours."
                 )
-            count = math.ceil(SIGMA_ROWS / (self.args.eval_batch_size * self.args.world_size))
-            if has_length(data) and len(data) > SIGMA_ROWS and not isinstance(data, IterableDataset):
-                # Over all of it, since data may be sorted. Of a stream, the first rows.
+            max_batches = None
+            if isinstance(data, IterableDataset) or not has_length(data):
+                max_batches = math.ceil(SIGMA_ROWS / (self.args.eval_batch_size * self.args.world_size))
+            elif len(data) > SIGMA_ROWS:  # over all of it, since data may be sorted
                 rows = np.linspace(0, len(data) - 1, SIGMA_ROWS).astype(int).tolist()
                 data = data.select(rows) if isinstance(data, Dataset) else Subset(data, rows)
-            # The same rows whatever the batches and processes are, in dataset order and with their own seed, so that a
-            # resumed run finds the same value.
+            # The same rows whatever the batches and processes are, in dataset order and with a seed of their own, so
+            # that a resumed run finds the same value.
             with probing(model):
                 transformers.set_seed(self.args.seed)
                 batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(data))
-                moments = self._reduce(signal_moments(model, batches, count))
+                moments = self._reduce(signal_moments(model, batches, max_batches))
             sigma = deviation_from_moments(moments)
             logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
         if config is not None:

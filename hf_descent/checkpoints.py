@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
@@ -168,20 +172,18 @@ class CheckpointMixin:
         `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows
         them; Trainer would leave such weights as they are (huggingface/transformers#48805).
         """
-        is_whole = isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
+        is_whole = isinstance(model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
         if not is_whole or _saved_names(folder) <= self.model.state_dict().keys():
             yield
             return
-        # In the widest precision that the model has a part of, whatever its config says.
-        dtype = max((parameter.dtype for parameter in self.model.parameters()), key=lambda each: each.itemsize)
-        loaded, info = type(self.model).from_pretrained(folder, dtype=dtype, output_loading_info=True)
-        weights = {name: x for name, x in loaded.state_dict().items() if name not in info["missing_keys"]}
+        weights = _weights_by_own_names(model, folder)
 
-        def rename(module, state_dict, *_):
+        def rename(module, state_dict, prefix, *_):
             state_dict.clear()
-            state_dict.update(weights)
+            state_dict.update({prefix + name: weight for name, weight in weights.items()})
 
-        handle = self.model.register_load_state_dict_pre_hook(rename)
+        handle = model.register_load_state_dict_pre_hook(rename)
         try:
             yield
         finally:
@@ -307,10 +309,38 @@ def faults(checkpoint: str) -> Iterator[str]:
 def _saved_names(folder: str) -> set[str]:
     """The names of the model's weights in a checkpoint's safetensors files."""
     names = set()
-    for path in glob.glob(os.path.join(glob.escape(folder), "model*.safetensors")):
+    for path in _weight_files(folder):
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
     return names
+
+
+def _weight_files(folder: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), "model*.safetensors"))
+
+
+def _weights_by_own_names(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, converted as `from_pretrained` does, but for this model with what was changed in it
+    by hand; ValueError where they are another model's."""
+    saved = {}
+    for path in _weight_files(folder):
+        saved |= {name.removeprefix("_orig_mod."): weight for name, weight in load_file(path).items()}
+    slots = [slots for module in model.modules() for slots in (module._parameters, module._buffers)]
+    before, conversions = [dict(each) for each in slots], getattr(model, "_weight_conversions", None)
+    try:
+        config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
+        info, _ = convert_and_load_state_dict_in_model(model, saved, config)
+        if info.mismatched_keys or info.conversion_errors:
+            raise ValueError(
+                f"The weights in {folder} are not those of this {type(model).__name__}: "
+                f"{info.conversion_errors or sorted(info.mismatched_keys)}."
+            )
+        return {name: weight for name, weight in model.state_dict().items() if name not in info.missing_keys}
+    finally:
+        # The conversion leaves new tensors in the model; its optimizer knows those before.
+        for each, tensors in zip(slots, before):
+            each.update(tensors)
+        model._weight_conversions = conversions
 
 
 def _missing_weights(checkpoint: str, names: set[str]) -> Iterator[str]:

@@ -214,18 +214,15 @@ def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_arg
         print(f"Written to {folder}")
 
 
-def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset:
+def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset | list:
     """The rows of a split in random order, as many as the arguments allow."""
     limit = args.max_train_samples if split == "train" else args.max_eval_samples
     if isinstance(rows, Dataset):
         rows = rows.shuffle(seed=args.split_seed)
         return rows if limit is None else rows.select(range(min(limit, len(rows))))
     rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
-    if limit is None:
-        return rows
-    # Held, since a stream is shuffled anew for every epoch: its first rows would be others.
-    held = list(rows.take(limit).with_format("numpy"))
-    return Dataset.from_list(held, features=rows.features).with_format("torch")
+    # A part is held, since a stream is shuffled anew for every epoch: its first rows would be others.
+    return rows if limit is None else list(rows.take(limit))
 
 
 def measure_sigma(rows: Dataset | IterableDataset, task: PatchTask | ImageTask) -> float:

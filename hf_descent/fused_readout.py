@@ -179,6 +179,8 @@ class FusedReadout:
             own = self.model(**inputs)
         own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
         del own  # with its logits
+        if inputs["labels"].dim() < 2:
+            raise ValueError(f"{name}: its labels are of no tokens.")
         self.shifts_labels = shifts_labels(self.model, inputs)
         if ignores_masked_labels(self.model, inputs):
             raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")

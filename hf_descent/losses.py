@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .lookups import num_prompts
-from .readout import Readout
+from .readout import Readout, output_loss
 
 
 IGNORE_INDEX = -100
@@ -99,8 +99,7 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 def _own_loss(model, inputs, name, labels) -> torch.Tensor:
     """The model's own loss on `labels` in the place of a batch's."""
     kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
-    outputs = model(**with_named_outputs(model, {**kept, name: labels}))
-    return outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return output_loss(model(**with_named_outputs(model, {**kept, name: labels})))
 
 
 @torch.no_grad()

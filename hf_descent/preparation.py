@@ -24,7 +24,7 @@ from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, find_json
 from .losses import IGNORE_INDEX, aligned, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .objectives import MEASURING
-from .readout import Readout, has_router_loss, output_logits, probing
+from .readout import Readout, has_router_loss, output_logits, output_loss, probing
 from .schedule import SYNTHETIC_LABELS, ConstantPredictor
 
 
@@ -126,8 +126,8 @@ class PreparationMixin:
         with probing(model):
             outputs = model(**inputs)
         logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs[0]
-        has_loss = isinstance(loss, torch.Tensor) and loss.dim() == 0
+        loss = output_loss(outputs)
+        has_loss = isinstance(loss, torch.Tensor) and loss.dim() < 2 and loss.numel() == 1
         if self._fused is None and has_loss and labels is not None:
             tokens = labels is inputs.get("labels") and labels.dim() == 2 and logits.shape[:2] == labels.shape
             with probing(model):
@@ -258,7 +258,7 @@ class PreparationMixin:
             else:
                 name = next(name for name in (*self.label_names, "labels") if inputs.get(name) is labels)
                 with probing(model):
-                    loss = model(**{**inputs, name: shifted})["loss"]
+                    loss = output_loss(model(**{**inputs, name: shifted}))
             scales.append((loss / (factor * residual).square().mean()).item())
         if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
             raise _unmeasurable("a loss of numbers that is not proportional to the squared error")
@@ -293,14 +293,14 @@ class PreparationMixin:
                     "read a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter "
                     "has it, and `estimate_sigma` measures it on batches of yours."
                 )
-            max_batches = None
+            max_batches, together = None, self.args.eval_batch_size * self.args.world_size
             if isinstance(data, IterableDataset) or not has_length(data):
-                max_batches = math.ceil(SIGMA_ROWS / (self.args.eval_batch_size * self.args.world_size))
-            elif len(data) > SIGMA_ROWS:  # over all of it, since data may be sorted
-                rows = np.linspace(0, len(data) - 1, SIGMA_ROWS).astype(int).tolist()
-                data = data.select(rows) if isinstance(data, Dataset) else Subset(data, rows)
-            # The same rows whatever the batches and processes are, in dataset order and with a seed of their own, so
-            # that a resumed run finds the same value.
+                max_batches = math.ceil(SIGMA_ROWS / together)
+            elif len(data) > (rows := math.ceil(SIGMA_ROWS / together) * together):
+                # Over all of it, since data may be sorted, and in whole batches, or rows would be dropped or repeated.
+                chosen = np.linspace(0, len(data) - 1, rows).astype(int).tolist()
+                data = data.select(chosen) if isinstance(data, Dataset) else Subset(data, chosen)
+            # In dataset order and with a seed of its own, so that a resumed run finds the same value.
             with probing(model):
                 transformers.set_seed(self.args.seed)
                 batches = (self._prepare_inputs(batch) for batch in self.get_test_dataloader(data))

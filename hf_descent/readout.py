@@ -6,6 +6,7 @@ runs again: every call that had finished before the last layer is answered from 
 layer l's whole output, and only what follows is computed.
 """
 
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
@@ -44,6 +45,11 @@ def output_logits(outputs) -> torch.Tensor:
         f"`outputs` ({type(outputs).__name__}) hold no logits, nor another floating tensor with a dimension; have the "
         "model return its prediction as `logits`."
     )
+
+
+def output_loss(outputs):
+    """What a model's `outputs` have as the loss: by name, else in the first place."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
 
 
 def layer_logits(model, inputs) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arms = [arm for arm in ARMS if arm in args.arms]
     panels = list(table.panels(options.scale, arms))
     for word in args.panels:
-        if not any(panel.has(word) for panel in panels):
+        if panels and not any(panel.has(word) for panel in panels):
             names = ", ".join(panel.name for panel in panels)
             command.error(f"`--panels {word}`: {args.table} has {names}; a word is one or more whole parts of a name.")
     panels, left_out = possible(panels, options)

@@ -15,7 +15,7 @@ from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import VOCAB, bert, classification_data, config
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_descent import DescentTrainer, checkpoints
 from hf_descent.checkpoints import faults, newest_complete_checkpoint
@@ -166,8 +166,13 @@ def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise(tmp_path, objecti
 RENAMED = ("ViTForImageClassification", "MixtralForCausalLM", "GPTNeoXForCausalLM")
 
 
-def make_renamed(tmp_path, name, **changes):
+def nothing(model):
+    pass
+
+
+def make_renamed(tmp_path, name, change=nothing, **changes):
     model = build(name, {**MODELS[name][0], "initializer_range": 0.02})
+    change(model)
     one = batch_for(model, with_labels=True)
     one.setdefault("labels", torch.tensor([0, 1]))
     rows = [{key: value[i % 2] for key, value in one.items()} for i in range(16)]
@@ -192,16 +197,61 @@ def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_si
     assert "missing keys" not in caplog.text or max_shard_size == "40KB"  # Trainer looks at the files of the shards
 
 
-@pytest.mark.parametrize("name", RENAMED)
-def test_the_best_model_is_whole_where_its_weights_have_other_names_on_disk(tmp_path, name):
-    chosen = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = make_renamed(tmp_path, name, **chosen, eval_strategy="steps", eval_steps=1)
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert not best.endswith("-4")  # the last, of which nothing would have to be loaded
-    loaded = type(trainer.model).from_pretrained(best)
-    for (weight, a), b in zip(loaded.state_dict().items(), trainer.model.state_dict().values()):
-        assert torch.equal(a, b), weight
+def change_head(model):
+    model.classifier = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.GELU(), torch.nn.Linear(8, 2))
+
+
+def change_class(model):
+    class Own(type(model)):
+        def __init__(self, config, width):
+            raise NotImplementedError("another model cannot be made by its config alone")
+
+    model.__class__ = Own
+
+
+def compile_layers(model):
+    layers = model.vit.layers
+    for number, layer in enumerate(layers):
+        layers[number] = torch.compile(layer, backend="eager")
+
+
+def mix_precisions(model):
+    model.half().vit.float()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [(name, nothing) for name in RENAMED]
+    + [(RENAMED[0], change) for change in (change_head, change_class, compile_layers, mix_precisions)],
+)
+def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by_hand(tmp_path, name, change):
+    torch.manual_seed(0)
+    given = {"change": change, "load_best_model_at_end": True, "greater_is_better": True, "eval_strategy": "steps"}
+    given |= {"eval_steps": 1, "metric_for_best_model": "eval_loss", "bf16": change is mix_precisions}
+    finished = make_renamed(tmp_path, name, **given)
+    finished.add_callback(Keeper(finished, kept := []))
+    finished.train()
+    best = finished.state.best_global_step
+    assert best < 4
+    assert all(map(torch.equal, finished.model.state_dict().values(), kept[best - 1]))
+    torch.manual_seed(0)
+    resumed = make_renamed(tmp_path, name, **given)
+    optimizer_knows = {id(parameter) for parameter in resumed.model.parameters()}
+    resumed.add_callback(Keeper(resumed, again := []))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert optimizer_knows == {id(parameter) for parameter in resumed.model.parameters()}
+    for step, wanted in zip(again, kept[2:], strict=True):
+        assert all(map(torch.equal, step, wanted))
+
+
+class Keeper(TrainerCallback):
+    """Keeps the weights after each step."""
+
+    def __init__(self, trainer, kept):
+        self.model, self.kept = trainer.model, kept
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.kept.append([weight.clone() for weight in self.model.state_dict().values()])
 
 
 def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(tmp_path, monkeypatch):

@@ -1,9 +1,11 @@
 """Every task that Trainer trains: the layer losses are those of truncated models, and the constraints act."""
 
 import copy
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from architectures import AUDIO, build
 from tiny import VOCAB, config
@@ -163,6 +165,45 @@ def test_layer_losses_and_constraints(tmp_path, task):
             expected = short(**batch).loss.item()
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-4), layer
     assert metrics["eval_loss"] == pytest.approx(metrics["eval_layer_loss_3"], rel=1e-5)
+
+
+class OfVectors(torch.nn.Module):
+    """A module of one's own, without a config."""
+
+    def __init__(self, score, as_tuple):
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        layers = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3))
+        self.layers, self.score, self.as_tuple = torch.nn.ModuleList(layers), score, as_tuple
+
+    def forward(self, inputs, labels=None, depth=3):
+        hidden = self.embed(inputs)
+        for layer in self.layers[:depth]:
+            hidden = layer(hidden)
+        outputs = {"logits": self.head(hidden)}
+        if labels is not None:
+            outputs = {"loss": self.score(outputs["logits"], labels), **outputs}
+        return tuple(outputs.values()) if self.as_tuple else outputs
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("score", [F.cross_entropy, F.mse_loss])
+def test_vectors(tmp_path, score, as_tuple):
+    torch.manual_seed(0)
+    inputs = torch.randn(32, 4)
+    labels = torch.randint(3, (32,)) if score is F.cross_entropy else torch.randn(32, 3)
+    data = [{"inputs": x, "labels": y} for x, y in zip(inputs, labels)]
+    args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=2, label_names=["labels"])
+    trainer = DescentTrainer(OfVectors(score, as_tuple), args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    constant = math.log(3) if score is F.cross_entropy else labels.var().item()
+    assert trainer.problem.initial_loss_bound == pytest.approx(constant, rel=0.2)
+    metrics = trainer.evaluate()
+    for layer in (1, 2, 3):
+        with torch.no_grad():
+            outputs = trainer.model(inputs, labels, depth=layer)
+        expected = (outputs[0] if as_tuple else outputs["loss"]).item()
+        assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_router_s_loss_enters_the_objective_once(tmp_path):

@@ -75,6 +75,21 @@ def repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+SCRIPTS = re.compile(r"python ((?:recipes/benchmarks|tests/pipeline)/\w+\.py)([^`]*?)(?:`|\n```)")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), sorted({use for path in READMES for use in SCRIPTS.findall(path.read_text())})
+)
+def test_documented_scripts_have_their_options(script, words):
+    source = (ROOT / script).read_text()
+    own, _, passed = words.partition(" -- ")
+    for option in re.findall(r"--(\w+)", own):
+        assert re.search(rf"\b{option}\b", source), option
+    if passed:
+        cli.parse_arguments(["denoise", "--config", str(RECIPES / "video-ut" / "noise.yaml"), *shlex.split(passed)])
+
+
 @pytest.mark.parametrize("line", sorted(set(COMMANDS)))
 def test_documented_commands_parse(line, tmp_path):
     argv = without_launcher(line)

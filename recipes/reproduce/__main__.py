@@ -26,7 +26,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--output_dir", default="runs/reproduce", help="folder for runs and results (runs/reproduce)")
     found.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="training seeds (0 1 2)")
     found.add_argument("--n_trials", type=int, default=5, help="runs of each arm's search; 0: recipes' settings (5)")
-    found.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="ways of training (all)")
+    found.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="ways of training (all); ablations have theirs"
+    )
     found.add_argument(
         "--panels", nargs="+", default=[], metavar="WORD", help="only the panels with one of these parts in their name"
     )

@@ -150,7 +150,11 @@ def _without_folders(value: Any) -> Any:
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
-    """The classifier that `args` names, with one output for each of `classes`."""
+    """The classifier that `args` names, with one output for each of `classes`.
+
+    Raises:
+        ImportError: `use_peft` without PEFT.
+    """
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     if args.unrolled_layers is not None:
         model = UTForSequenceClassification.from_embeddings(

@@ -233,7 +233,8 @@ def _follow_one_another(states, hidden_states):
     )
 
 
-def share_storage(a, b):
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

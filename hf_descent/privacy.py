@@ -62,7 +62,8 @@ class PrivateEmbeddings(EmbeddingNoise):
         self.clip_norm = clip_norm
 
     @property
-    def name(self):
+    def name(self) -> str:
+        """What curves call the noise: its kind and the norm."""
         return f"gaussian, clipped to {self.clip_norm}"
 
     def _perturb(self, clean, mask):

@@ -20,7 +20,11 @@ SYNTHETIC_LABELS = 512
 
 
 def geometric_alpha(initial_loss_bound: float, final_loss: float, num_constraints: int, strength: float) -> float:
-    """Step size alpha with (1 - alpha)^n = (f_L / f_0)^strength, for n constraints; in (0, 1)."""
+    """Step size alpha with (1 - alpha)^n = (f_L / f_0)^strength, for n constraints; in (0, 1).
+
+    Raises:
+        ValueError: `final_loss`, f_L, is not finite, or not of the sign of `initial_loss_bound`, f_0.
+    """
     ratio = final_loss / initial_loss_bound
     if not math.isfinite(ratio) or ratio <= 0:
         raise ValueError(

@@ -253,7 +253,11 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
 
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
-    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples."""
+    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples.
+
+    Raises:
+        ValueError: a file cannot be read, or a part has fewer than `num_frames` frames that can.
+    """
     for path, first, last, _ in parts:
         frames = islice(read_frames(path, size), first, last)
         start = first

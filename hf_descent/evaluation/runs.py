@@ -54,6 +54,7 @@ class Run:
 
     @property
     def seed(self) -> int | None:
+        """The seed of the training, where its summary has it."""
         return self.summary.get("arguments", {}).get("seed")
 
     @property

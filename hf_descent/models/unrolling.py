@@ -129,7 +129,16 @@ def check_patches(pixel_values: torch.Tensor, size: int) -> None:
 def denoising_loss(
     reconstruction: torch.Tensor, labels: torch.Tensor | None, loss_scale: float
 ) -> torch.Tensor | None:
-    """`loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the batch (paper, section 4); `None` without labels."""
+    """`loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the batch (paper, section 4); `None` without labels.
+
+    Args:
+        reconstruction (`torch.Tensor`): the model's output, `[batch, frames, values]` or an image's shape.
+        labels (`torch.Tensor`, *optional*): the clean input, of the same shape and in the same units.
+        loss_scale (`float`): see [`UTConfig`].
+
+    Raises:
+        ValueError: the shapes differ.
+    """
     if labels is None:
         return None
     if labels.shape != reconstruction.shape:

@@ -32,7 +32,7 @@ from .losses import averages_over_rows, count_items, loss_from_logits, loss_of_o
 from .multipliers import Multipliers
 from .noise import EmbeddingNoise
 from .preparation import PreparationMixin
-from .readout import Readout, has_router_loss, output_logits
+from .readout import Readout, has_router_loss, output_logits, output_loss
 from .search import SearchMixin
 
 
@@ -269,7 +269,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             return self.label_smoother(outputs, labels, shift_labels=shifts_labels, num_items_in_batch=items)
         if self._readout_fn is not None:
             return loss_from_logits(model, output_logits(outputs), labels, items)
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        loss = output_loss(outputs)
         if loss is None:
             raise ValueError(
                 f"{type(model).__name__} returns no loss for a batch with labels; give one as `layer_loss_fn(outputs, "

@@ -104,6 +104,8 @@ DUAL = {"dual_learning_rate": (1e-3, 1e-1), "resilience": (1e-4, 1e-1)}
 # Losses of the denoisers are in units of the noisy input's own, so that they are of the order of 1 at either scale.
 VIDEO_SEARCH = _search((0.1, 10.0), descent_alpha=(0.02, 0.3), initial_loss_bound=(0.5, 2.0), **DUAL)
 VIDEO_GAMMAS = (0.0, 0.05, 0.1, 0.15, 0.25, 0.4, 0.6, 0.8, 1.0)
+# The training levels of the paper's tables 3 and 4.
+TRAINED = {"classify": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "denoise": (0.0, 0.09, 0.11, 0.13, 0.15)}
 # Setting -> its values in the ablations (figures 5, 14 and 15).
 ABLATIONS = {"descent_alpha": (0.01, 0.02, 0.05, 0.1, 0.2), "dual_learning_rate": (0.002, 0.02, 0.2)}
 RESUMABLE = {"save_strategy": "steps", "save_steps": 0.25, "save_total_limit": 1}
@@ -114,7 +116,7 @@ SCALES = {
         video=("ucsd", "avenue", "shanghaitech"),
         text_models=("ut-text", "distilbert", "roberta"),
         depths={"ut-text": (3, 5, 7, 9), "ut": (3, 5, 7), "dust": (3, 5, 7)},
-        gammas={"classify": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "denoise": (0.0, 0.09, 0.11, 0.13, 0.15), "sft": (1.5,)},
+        gammas=TRAINED | {"sft": (1.5,)},
         eval_gammas={
             "classify": (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0),  # AUCs up to 1.87 need 2 at least
             "denoise": VIDEO_GAMMAS,
@@ -136,7 +138,7 @@ SCALES = {
         text_models=("ut-text", "distilbert"),
         stand_ins={"roberta": "distilbert", "llama": "stories260k"},
         depths={"ut-text": (3,), "ut": (3, 5, 7), "dust": (3, 5, 7, 10)},
-        gammas={"classify": (0.0, 0.4, 1.0), "denoise": (0.0, 0.09, 0.15), "sft": (0.5,)},
+        gammas=TRAINED | {"sft": (0.5,)},
         eval_gammas={
             "classify": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0),
             "denoise": VIDEO_GAMMAS,

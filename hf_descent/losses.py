@@ -173,9 +173,10 @@ def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     losses, inputs = [], with_named_outputs(model, inputs)
 
     def keep(layer, outputs, hidden):
-        if outputs.get("loss") is None:
+        loss = output_loss(outputs)
+        if loss is None or loss.dim():  # a tuple without a loss begins with the logits
             raise ValueError("`inputs` give no loss; add `labels`.")
-        losses.append(outputs["loss"])
+        losses.append(loss)
 
     with Readout.probe(model, inputs).attach(keep):
         model(**inputs)

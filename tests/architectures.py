@@ -170,6 +170,20 @@ def truncated(model, field, layer):
     return short
 
 
+class ByPlace(nn.Module):
+    """A model of one's own: no config, and (loss, logits) without names."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        return self.model(input_ids, attention_mask=attention_mask, labels=labels).to_tuple()
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+
 class TwoStage(nn.Module):
     """Plain module: embeddings, a stack, dropout and a head. Its naive readouts are written out below."""
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import T5, build
+from architectures import T5, ByPlace, build
 from peft import MultitaskPromptTuningConfig, get_peft_model
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
@@ -208,6 +208,15 @@ def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(bui
         np.testing.assert_array_equal(found.losses, expected.losses)
         np.testing.assert_array_equal(found.values, expected.values)
     assert tuples.config.return_dict is False
+
+
+@pytest.mark.parametrize(("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))])
+def test_a_model_of_ones_own_may_return_a_tuple(build, data):
+    named, by_place = build(), ByPlace(build())
+    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0], cells_per_forward=3)):
+        found, expected = (evaluate(model, data) for model in (by_place, named))
+        np.testing.assert_array_equal(found.losses, expected.losses)
+        np.testing.assert_array_equal(found.values, expected.values)
 
 
 def test_rmse_and_own_metrics():

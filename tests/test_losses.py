@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import AUDIO, build
+from architectures import AUDIO, ByPlace, build
 from tiny import bert, classification_data, config, language_data, llama
 from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
 
@@ -32,14 +32,17 @@ def test_layer_losses_are_those_of_truncated_models(task):
 
 def test_layer_losses_are_those_of_a_model_that_returns_tuples():
     batch = collate(classification_data(4))
-    assert torch.equal(layer_losses(bert(return_dict=False).eval(), batch), layer_losses(bert().eval(), batch))
+    losses = layer_losses(bert().eval(), batch)
+    for model in (bert(return_dict=False), ByPlace(bert())):
+        assert torch.equal(layer_losses(model.eval(), batch), losses)
 
 
-def test_layer_losses_need_labels():
+@pytest.mark.parametrize("model", [bert(), ByPlace(bert())])
+def test_layer_losses_need_labels(model):
     batch = collate(classification_data(4))
     del batch["labels"]
     with pytest.raises(ValueError, match="labels"):
-        layer_losses(bert(), batch)
+        layer_losses(model, batch)
 
 
 @pytest.mark.parametrize(

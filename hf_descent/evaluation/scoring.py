@@ -32,7 +32,7 @@ from ..losses import (
     shifts_labels,
     with_named_outputs,
 )
-from ..readout import Readout, output_logits, probing
+from ..readout import Readout, output_logits, output_loss, probing
 from .sums import fingerprint_of_tensors
 
 
@@ -173,9 +173,7 @@ class Scorer:
     def _loss_on(self, outputs, inputs, labels) -> float:
         if self._layer_loss_fn is not None:
             loss = loss_of_ones_own(self._layer_loss_fn, self._model, outputs, labels, self._count(inputs))
-        elif outputs.get("loss") is not None:
-            loss = outputs["loss"]
-        else:  # a readout of the user's own
+        elif (loss := output_loss(outputs)) is None:  # a readout of the user's own
             loss = loss_from_logits(self._model, outputs["logits"], labels)
         return float(loss)
 

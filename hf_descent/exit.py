@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from datasets import load_dataset
 from matplotlib.figure import Figure
 
 from .cli import check_least
-from .data.splits import FILE_TYPES
+from .data.splits import check_texts, load_file
 from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from .early_exit import (
     ConfidenceExit,
@@ -102,12 +101,13 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
 
 
 def _language_model(model, tokenizer, args) -> dict[str, Result]:
-    if args.text_file is None or Path(args.text_file).suffix not in FILE_TYPES:
-        raise ValueError(f"`text_file` is {args.text_file!r}; give one that ends in {', '.join(FILE_TYPES)}.")
-    rows = load_dataset(FILE_TYPES[Path(args.text_file).suffix], data_files=args.text_file, split="train")
+    if args.text_file is None:
+        raise ValueError("`text_file` is None; a language model is measured on the texts of a file.")
+    rows = load_file("text_file", args.text_file)
     if args.text_column not in rows.column_names:
         raise ValueError(f"`text_column` is {args.text_column!r}; {args.text_file} has {rows.column_names}.")
     rows = rows.select(range(min(len(rows), args.max_eval_samples or len(rows))))
+    check_texts(rows, args.text_column, args.text_file)
     positions = position_limit(model) or math.inf
     limit = min(args.max_seq_length or 512, positions)
     ids = tokenizer(rows[args.text_column][:], truncation=True, max_length=limit)["input_ids"]

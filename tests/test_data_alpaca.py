@@ -83,6 +83,22 @@ def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
     assert format_prompt("Double 3.") == format_prompt("Double 3.", "")
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": None, "output": "a"}, "1 rows whose instruction is not a string"),
+        ({"instruction": "a", "output": 0}, "1 rows whose output is not a string"),
+        ({"instruction": "a", "input": 0, "output": "b"}, "1 rows whose input is not a string"),
+        ({"instruction": "a", "output": ""}, "the train split has no row with an output"),
+    ],
+)
+def test_rows_that_are_no_texts_are_refused(tmp_path, row, message):
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps([row]))
+    with pytest.raises(ValueError, match=f"(?i){message}"):
+        load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer())
+
+
 def test_refusals_name_the_remedy(tmp_path):
     path = tmp_path / "train.json"
     path.write_text(json.dumps([{"question": "a", "answer": "b"}]))

@@ -115,6 +115,11 @@ def test_numeric_classes_are_ordered_as_numbers(tmp_path):
         ([2, 0, 2], ["LABEL_0", "LABEL_1", "LABEL_2"], [2, 0, 2]),
         ([0, 1, 0], ["negative", "positive"], [0, 1, 0]),
         (["pos", "neg", "pos"], ["LABEL_0", "LABEL_1"], [1, 0, 1]),  # nothing else is known of the model's
+        (["positive", "negative", "positive"], ["POSITIVE", "NEGATIVE"], [0, 1, 0]),
+        (["a", "A", "a"], ["A", "a"], [1, 0, 1]),
+        (["a", "A", "a"], ["A", "b"], None),
+        ([1, 2, 3], ["LABEL_0", "LABEL_1", "LABEL_2"], [0, 1, 2]),  # counted from 1
+        (["pos", "neg", "pos"], ["good", "bad"], None),  # the order of neither is known
         (["pos", "neg", "pos"], ["neg", "neutral"], None),
         ([1, 2, 3], ["a", "b"], None),
         (["x", "y", "x"], ["a", "b", "c"], None),
@@ -130,6 +135,13 @@ def test_labels_are_numbered_as_the_model_does(tmp_path, labels, classes, expect
         return
     rows = align_classes(splits, id2label)["test"]
     assert [label for _, label in sorted(zip(rows["text"], rows["labels"]))] == expected
+
+
+def test_a_few_rows_are_numbered_as_all_of_them():
+    features = Features({"text": Value("string"), "labels": ClassLabel(names=["1", "2", "3"])})
+    rows = Dataset.from_dict({"text": ["a", "b"], "labels": [0, 1]}, features=features)
+    aligned = align_classes(DatasetDict(train=rows), {0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"})
+    assert aligned["train"]["labels"][:] == [0, 1]
 
 
 def test_classes_that_do_not_occur_need_no_number():
@@ -152,6 +164,38 @@ def test_empty_csv_labels_count_as_missing_and_null_is_a_text(tmp_path):
     path.write_text("text,label\nnull,0\nNA,1\nlost,\nnone,1\n")
     splits = load_text_classification(DataArguments(train_file=str(path), validation_file=str(path)))
     assert rows_of(splits["train"]) == [("NA", "1"), ("none", "1"), ("null", "0")]
+
+
+def test_blanks_around_a_label_make_no_class(tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text("text,label\na, pos\nb,pos\nc,neg \nlost, \n")
+    splits = load_text_classification(DataArguments(train_file=str(path), validation_file=str(path)))
+    assert rows_of(splits["train"]) == [("a", "pos"), ("b", "pos"), ("c", "neg")]
+
+
+@pytest.mark.parametrize("name", ["train[1].csv", "trai?.csv", "*.csv"])
+def test_a_file_name_is_no_pattern(tmp_path, name):
+    for file, word in (("train1.csv", "other"), ("train.csv", "other"), (name, "own")):
+        write(tmp_path / file, [{"text": f"{word} {i}", "label": i} for i in range(2)])
+    path = str(tmp_path / name)
+    splits = load_text_classification(DataArguments(train_file=path, validation_file=path))
+    assert rows_of(splits["train"]) == [("own 0", "0"), ("own 1", "1")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.csv", b"text,label\n\xff\xfe,1\n"),
+        ("train.csv", b""),
+        ("train.csv", b"text,label\n"),
+        ("train.json", b'{"text": '),
+        ("train.parquet", b"no parquet"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"`train_file` is .*{name}', which cannot be read as"):
+        load_text_classification(DataArguments(train_file=str(tmp_path / name)))
 
 
 def test_hub_splits_keep_their_class_names(monkeypatch):
@@ -213,6 +257,8 @@ def test_bad_arguments_are_named(train_file, arguments, message):
         ([1, 1, 1], "all of one class"),
         ([-1, 0, 1], r"column `label` of the train split \(.*train.parquet\) is -1 in 1 rows"),
         (["-1", "0", "1"], "-1 in 1 rows"),
+        ([-100, 0, 1], "is -100 in 1 rows"),
+        (["0.5", "", "1.5"], "must be classes, .* such as '0.5'"),  # a csv file's scores, one of which is missing
     ],
 )
 def test_bad_labels_are_named(tmp_path, labels, message):

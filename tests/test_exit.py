@@ -139,6 +139,9 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--prompt_length", "40"])
     with pytest.raises(ValueError, match="`text_file` is None"):
         cli.main(["exit", str(tmp_path / "model")])
+    (tmp_path / "texts.json").write_text('{"text": null}')
+    with pytest.raises(ValueError, match=r"texts\.json has 1 rows whose text is not a string"):
+        cli.main(["exit", str(tmp_path / "model"), "--text_file", str(tmp_path / "texts.json")])
 
 
 @pytest.mark.parametrize(

@@ -158,9 +158,10 @@ def test_a_partial_file_of_other_weights_or_instructions_is_refused(
         answers(model=str(trained))
     monkeypatch.setattr(generate, "answer", complete)
     kept = Path(instructions).read_text()
-    Path(instructions).write_text(json.dumps([*ROWS[1:], ROWS[0]]))
-    with pytest.raises(ValueError, match=r"outputs\.json\.partial answers other instructions than those in"):
-        answers(model=str(trained))
+    for rows in ([*ROWS[1:], ROWS[0]], [{**row, "input": "another"} for row in ROWS]):
+        Path(instructions).write_text(json.dumps(rows))
+        with pytest.raises(ValueError, match=r"outputs\.json\.partial was begun with rows="):
+            answers(model=str(trained))
     Path(instructions).write_text(kept)
     anew = AutoModelForCausalLM.from_pretrained(trained)
     anew.lm_head.weight.data.neg_()
@@ -249,6 +250,11 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
         answers("x.json")
     with pytest.raises(ValueError, match="ends in one of"):
         generate.load_instructions("rows.txt")
+    (tmp_path / "rows.csv").write_text("instruction,input\nnull,NA\n")
+    assert generate.load_instructions(str(tmp_path / "rows.csv")) == [{"instruction": "null", "input": "NA"}]
+    Path(instructions).write_text(json.dumps([{"instruction": None}]))
+    with pytest.raises(ValueError, match="1 rows whose instruction is not a string"):
+        answers("v.json")
 
 
 # ---- the real alpaca_eval package ----

@@ -6,7 +6,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .splits import SplitArguments, hold_out, load_splits
+from .splits import SplitArguments, check_texts, hold_out, load_splits
 
 
 logger = logging.get_logger(__name__)
@@ -55,7 +55,8 @@ def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_
         as TRL takes them: strings, or lists of messages under a chat template.
 
     Raises:
-        ValueError: no data is named; a file or column is missing; `prompt_format` is "chat" without a template.
+        ValueError: no data is named; a file or column is missing; a text is none; no row has an output;
+            `prompt_format` is "chat" without a template.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
     as_chat = is_chat(args.prompt_format, gets_template or tokenizer.chat_template is not None)
@@ -102,9 +103,19 @@ def _instructions(rows: Dataset, split: str) -> Dataset:
             f"The {split} split has no column {sorted(missing)}; it has {rows.column_names}. Rename its columns to "
             "`instruction`, `input` (optional) and `output`."
         )
-    rows = rows.select_columns([name for name in ("instruction", "input", "output") if name in rows.column_names])
-    keep = [index for index, output in enumerate(rows["output"]) if output]
+    keep = [index for index, output in enumerate(rows["output"]) if output not in (None, "")]
     if dropped := len(rows) - len(keep):
         logger.info(f"Dropped {dropped} of the {len(rows)} {split} rows: they have no output.")
         rows = rows.select(keep)
-    return rows
+    if not keep:
+        raise ValueError(f"The {split} split has no row with an output.")
+    check_texts(rows, "output", f"The {split} split")
+    check_prompts(rows, f"The {split} split")
+    return rows.select_columns([name for name in ("instruction", "input", "output") if name in rows.column_names])
+
+
+def check_prompts(rows: Dataset, source: str) -> None:
+    """ValueError where the `instruction` of a row is no string, or its `input`, where it has one."""
+    check_texts(rows, "instruction", source)
+    if "input" in rows.column_names:
+        check_texts(rows.filter(lambda row: row["input"] is not None), "input", source)

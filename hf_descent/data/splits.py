@@ -1,9 +1,11 @@
 """Splits of a data set: from a Hub name or local files to training, validation and test rows."""
 
+import glob
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetGenerationError
 
 
 FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -48,9 +50,8 @@ class SplitArguments:
         if self.train_file is None and (self.validation_file or self.test_file):
             raise ValueError("`validation_file` and `test_file` need `train_file`: files and Hub splits do not mix.")
         for name in ("train_file", "validation_file", "test_file"):
-            path = getattr(self, name)
-            if path is not None and Path(path).suffix not in FILE_TYPES:
-                raise ValueError(f"`{name}` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}.")
+            if getattr(self, name) is not None:
+                _file_type(name, getattr(self, name))
         if not 0 < self.validation_split_percentage < 100:
             raise ValueError(
                 f"`validation_split_percentage` is {self.validation_split_percentage}; it must lie between 0 and 100."
@@ -65,11 +66,11 @@ def load_splits(args: SplitArguments) -> dict[str, Dataset]:
     """The splits that are given: "train" and, where there are any, "validation" and "test".
 
     Raises:
-        ValueError: no data is named, or a file is missing.
+        ValueError: no data is named, or a file is missing or cannot be read.
     """
     if args.train_file is not None:
         files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
-        return {name: _load_file(name, path) for name, path in files.items() if path is not None}
+        return {name: load_file(f"{name}_file", path) for name, path in files.items() if path is not None}
     if args.dataset_name is None:
         raise ValueError("No data: give `dataset_name` (on the Hub) or `train_file` (a local file).")
     names = {"train": args.train_split, "validation": args.validation_split, "test": args.test_split}
@@ -96,10 +97,34 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     return DatasetDict(splits)
 
 
-def _load_file(name: str, path: str) -> Dataset:
-    if not Path(path).is_file():
-        raise ValueError(f"`{name}_file` is {path!r}, and there is no such file.")
-    file_type = FILE_TYPES[Path(path).suffix]
+def load_file(argument: str, path: str) -> Dataset:
+    """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`).
+
+    Raises:
+        ValueError: `path`, which `argument` gives, has another ending, is missing, cannot be read or has no row.
+    """
+    file_type = _file_type(argument, path)
+    if "://" not in path and not Path(path).is_file():
+        raise ValueError(f"`{argument}` is {path!r}, and there is no such file.")
     # By default a csv text that reads "null" or "NA" would be taken for a missing value.
     options = {"keep_default_na": False} if file_type == "csv" else {}
-    return load_dataset(file_type, data_files=path, split="train", **options)
+    try:
+        # Else brackets and the like in a name would make it a pattern, which other files match.
+        return load_dataset(file_type, data_files=glob.escape(path), split="train", **options)
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(
+            f"`{argument}` is {path!r}, which cannot be read as {file_type} ({error.__cause__ or error}); give rows "
+            "in UTF-8 under columns of different names."
+        ) from error
+
+
+def check_texts(rows: Dataset, name: str, source: str) -> None:
+    """ValueError where a row of the column `name` holds no string."""
+    if broken := sum(not isinstance(text, str) for text in rows[name]):
+        raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")
+
+
+def _file_type(argument: str, path: str) -> str:
+    if Path(path).suffix not in FILE_TYPES:
+        raise ValueError(f"`{argument}` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}.")
+    return FILE_TYPES[Path(path).suffix]

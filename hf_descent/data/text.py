@@ -1,6 +1,7 @@
 """Text classification data (IMDb, MNLI, or your own): from a Hub name or local files to tokenised splits."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,7 @@ from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .splits import SplitArguments, hold_out, load_splits
+from .splits import SplitArguments, check_texts, hold_out, load_splits
 
 
 logger = logging.get_logger(__name__)
@@ -67,10 +68,10 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
-    """The labels of `dataset` as the numbers that a trained model's config gives to their names.
+    """The labels of `dataset` as the numbers that a trained model's config gives to their names, in capitals or not.
 
-    Where the model's names are none of the data's (`LABEL_0`, ...), numbers are those of the model, and names are
-    taken to be in its order.
+    Where the data has numbers, these are the model's. Where the model's names are made up (`LABEL_0`, ...), the names
+    of the data are taken to be in its order.
 
     Raises:
         ValueError: the data has a class that the model has not.
@@ -78,10 +79,13 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     names = dataset["train"].features["labels"].names
     occurring = {names[label] for rows in dataset.values() for label in set(rows["labels"])}
     classes = [str(id2label[number]) for number in range(len(id2label))]
-    for known in (classes, [str(number) for number in range(len(classes))]):
-        if occurring <= set(known):
-            return DatasetDict({split: _encode_labels(rows, known, split) for split, rows in dataset.items()})
-    if len(names) == len(classes) and not occurring & set(classes):
+    numbers = [str(number) for number in range(len(classes))]
+    # Numbers by all the names, since a few rows may lack the one that shows that counting begins at 1.
+    for known, given, key in ((classes, occurring, str), (classes, occurring, str.casefold), (numbers, names, str)):
+        same = set(map(key, given)) <= set(map(key, known))
+        if same and all(len(set(map(key, each))) == len(set(each)) for each in (given, known)):
+            return DatasetDict({split: _encode_labels(rows, known, split, key) for split, rows in dataset.items()})
+    if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         return dataset
     raise ValueError(
         f"The data has the classes {names}, and the model {classes}: give the data that the model was trained on, or "
@@ -137,14 +141,17 @@ def _select_columns(rows: Dataset, columns: dict[str, str], split: str) -> Datas
 
 def _labelled_rows(rows: Dataset, split: str, args: DataArguments) -> Dataset:
     for name in (name for name in rows.column_names if name != "labels"):
-        if broken := sum(not isinstance(text, str) for text in rows[name]):
-            raise ValueError(f"The {split} split has {broken} rows whose {name} is not a string; repair or drop them.")
+        check_texts(rows, name, f"The {split} split")
+    if any(isinstance(label, str) and label != label.strip() for label in rows["labels"]):
+        # As of `a, b` in a csv file; the same class is not to be two.
+        rows = rows.map(lambda row: {"labels": row["labels"] and row["labels"].strip()}, desc="Stripping labels")
     named = isinstance(rows.features["labels"], ClassLabel)  # -1 is not one of its classes
-    if not named and (count := sum(label in (-1, "-1") for label in rows["labels"])):
+    marked = [label for label in rows["labels"] if str(label) in ("-1", "-100")]
+    if marked and not named:
         source = getattr(args, f"{split}_file") or args.dataset_name
         raise ValueError(
-            f"The column `{args.label_column}` of the {split} split ({source}) is -1 in {count} rows, which may mean "
-            "'no label', as on the Hub, or be a class: drop those rows, or give the class another name."
+            f"The column `{args.label_column}` of the {split} split ({source}) is {marked[0]} in {len(marked)} rows, "
+            "which may mean 'no label', as on the Hub, or be a class: drop those rows, or give the class another name."
         )
     keep = [index for index, label in enumerate(rows["labels"]) if label not in UNLABELLED]
     if dropped := len(rows) - len(keep):
@@ -160,7 +167,8 @@ def _class_names(train: Dataset) -> list[str]:
     if isinstance(feature, ClassLabel):
         return feature.names
     values = train["labels"][:]
-    if odd := [value for value in values if not isinstance(value, str | int)]:
+    # Scores are texts in a csv file of which one cell is empty.
+    if odd := [value for value in values if not isinstance(value, str | int) or _is_fraction(value)]:
         raise ValueError(
             f"The labels must be classes, integers or strings, and are such as {odd[0]!r}: name another "
             "`label_column`, or cast it (whole numbers with gaps become fractions in pandas)."
@@ -171,11 +179,18 @@ def _class_names(train: Dataset) -> list[str]:
     return [str(value) for value in sorted(values)]
 
 
-def _encode_labels(rows: Dataset, classes: Sequence[str], split: str) -> Dataset:
+def _is_fraction(value: str | int) -> bool:
+    try:
+        return math.isfinite(float(value)) and not float(value).is_integer()
+    except ValueError:  # a name
+        return False
+
+
+def _encode_labels(rows: Dataset, classes: Sequence[str], split: str, key: Callable[[str], str] = str) -> Dataset:
     feature, values = rows.features["labels"], rows["labels"]
     names: list[Any] = feature.int2str(values[:]) if isinstance(feature, ClassLabel) else [str(v) for v in values]
-    if unknown := sorted(set(names) - set(classes)):
+    indices = {key(name): index for index, name in enumerate(classes)}
+    if unknown := sorted(name for name in set(names) if key(name) not in indices):
         raise ValueError(f"The {split} split has the classes {unknown}, which the training split does not: {classes}.")
-    indices = {name: index for index, name in enumerate(classes)}
-    labels = [indices[name] for name in names]
+    labels = [indices[key(name)] for name in names]
     return rows.remove_columns("labels").add_column("labels", labels, feature=ClassLabel(names=list(classes)))

@@ -70,12 +70,8 @@ class EvaluationMixin:
                     self._eval_sums.copy_(before)
             return prediction
         self._prepare(model, self._prepare_inputs(inputs))
-        final = []
-        with self._readout.attach(
-            lambda layer, outputs, hidden: final.append(outputs["logits"]), layers=[self._readout.num_layers]
-        ):
-            step()
-        return None, None if prediction_loss_only else final[0], None
+        with self._readout.attach(lambda layer, outputs, hidden: None, layers=[self._readout.num_layers]):
+            return step()
 
     def _rows_counted_once(self, inputs) -> int | None:
         """How many rows of a last evaluation batch are not repeats that fill it up; `None` for any other batch."""

@@ -106,11 +106,12 @@ class FusedReadout:
             keep_logits: Whether the model still makes its own logits (for metrics). By default its head sees no
                 position, `outputs["logits"]` is `[batch, 0, vocab]`, and labels are withheld from the model.
         """
-        hidden_states, depth = [], 0
+        hidden_states, depth, head_ran = [], 0, False
 
         def record(module, call, *args, **kwargs):
-            nonlocal depth
+            nonlocal depth, head_ran
             if module is self._head:
+                head_ran = True
                 # Mixed precision ends with the model's forward, before the layers are read.
                 self._autocast = present_autocast(args[0].device.type)
                 return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
@@ -124,6 +125,8 @@ class FusedReadout:
             return output
 
         def start(module, args, kwargs):
+            nonlocal head_ran
+            head_ran = False
             hidden_states.clear()
             return args, _without_labels(self.model, kwargs)
 
@@ -133,6 +136,8 @@ class FusedReadout:
                     f"{type(self.model).__name__} ran {len(hidden_states)} layers of `{self._stack.name}`, not the "
                     f"{self.num_layers} found by the probe: layers must not be dropped at random."
                 )
+            if not head_ran:
+                raise ValueError(f"{type(self.model).__name__} did not run the head found by the probe.")
             states = hidden_states.copy()
             hidden_states.clear()
             loss = on_forward(partial(self._read, states), outputs, states)

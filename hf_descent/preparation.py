@@ -113,10 +113,14 @@ class PreparationMixin:
         return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
     def _prepare(self, model, inputs) -> None:
-        """Find the readout on the first batch, and build or load the dual side."""
+        """Find the readout on the first batch, and build or load the dual side; the former anew where the model has
+        become another."""
+        model = self.accelerator.unwrap_model(model)
+        if self._readout is not None and not self._readout.is_of(model):
+            self._readout = None
         if self._readout is not None and self._state is not None:
             return
-        model, inputs = self.accelerator.unwrap_model(model), self._probe_batch(inputs)
+        inputs = self._probe_batch(inputs)
         if self._readout is None:
             self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
             if self._readout_fn is not None and self.is_in_train:
@@ -125,6 +129,11 @@ class PreparationMixin:
         num_layers, device = self._readout.num_layers, self.args.device
         with probing(model):
             outputs = model(**inputs)
+        if self._readout_fn is not None and not isinstance(outputs, dict):
+            raise ValueError(
+                f"{type(model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
+                "`return_dict=True`, or return names."
+            )
         logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
         loss = output_loss(outputs)
         has_loss = isinstance(loss, torch.Tensor) and loss.dim() < 2 and loss.numel() == 1
@@ -137,6 +146,13 @@ class PreparationMixin:
                     f"The model's loss is computed in {loss.dtype}, whose {3 if loss.dtype == torch.bfloat16 else 4} "
                     "digits blur violations; load the model in float32 and set `bf16=True` (mixed precision)."
                 )
+        if self._state is not None:
+            if self._state.num_layers != num_layers:
+                raise ValueError(
+                    f"The model has {num_layers} layers now, and the constraints are those of "
+                    f"{self._state.num_layers}: make a new trainer for it."
+                )
+            return
         predictor = self._constant_predictor(model, inputs, outputs)
         saved = self._resumed_from is not None and os.path.isfile(os.path.join(self._resumed_from, STATE_NAME))
         start_step = 0 if saved else self.state.global_step

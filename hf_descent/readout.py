@@ -82,6 +82,16 @@ class Readout:
 
     def __init__(self, model, stack, readout=None):
         self.model, self.readout, self.num_layers, self._stack = model, readout, stack.num_layers, stack
+        self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
+        self._head, self._active = _output_embeddings(model), self._active_adapters()
+
+    def is_of(self, model) -> bool:
+        """Whether this is still a readout of `model`: no more once its head is another, or its active adapters are."""
+        same = model is self.model and _output_embeddings(model) is self._head
+        return same and self._active_adapters() == self._active
+
+    def _active_adapters(self):
+        return [not module.disable_adapters and list(module.active_adapters) for module in self._adapters]
 
     @classmethod
     def probe(cls, model, inputs, readout=None) -> "Readout":
@@ -122,7 +132,8 @@ class Readout:
             on_layer: `on_layer(layer, outputs, hidden)`, called for each layer in increasing order with the outputs
                 that the model would give if it stopped after `layer`, and that layer's hidden state with its graph.
                 For layer L these are the model's own outputs, unless they carry an auxiliary router loss: then layer L
-                is replayed too, so that its loss is the task loss alone.
+                is replayed too, so that its loss is the task loss alone. With a `readout`, its logits of layer L take
+                the place of the model's own.
             layers: which of 1..L; all by default.
             no_grad_layers: layers that are replayed without gradient.
 
@@ -147,6 +158,9 @@ class Readout:
                         layer_outputs = tape.replay(args, kwargs, layer)
                     else:
                         layer_outputs = self._user_outputs(hidden, kwargs)
+                        if layer == self.num_layers and isinstance(outputs, dict):
+                            # Within the forward: after it DDP waits for the parameters behind what it returned.
+                            outputs["logits"] = layer_outputs["logits"]
                 on_layer(layer, layer_outputs, hidden)
 
         with taped(tape, read_out):
@@ -232,6 +246,13 @@ def _check_replay(model, stack, inputs):
 def _check_finite(layer, outputs, hidden):
     if not outputs["logits"].isfinite().all():
         raise ValueError(f"`readout` returned logits that are not finite at layer {layer}: see to its weights.")
+
+
+def _output_embeddings(model):
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _leaves(tensor):

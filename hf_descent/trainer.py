@@ -214,7 +214,6 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         if not training and self.compute_loss_func is not None:
             items = count
         losses: list[torch.Tensor] = []
-        final: list[torch.Tensor] = []
 
         def score(layer, outputs, hidden):
             if layer in trained and layer < num_layers and not hidden.requires_grad:
@@ -223,8 +222,6 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
                     "layer out of `constrained_layers`, or unfreeze the layers up to it."
                 )
             losses.append(self._task_loss(unwrapped, outputs, labels, items))
-            if layer == num_layers and self._readout_fn is not None:
-                final.append(outputs["logits"])
 
         trained = state.trained_layers if training else []
         unweighted = [layer for layer in range(1, num_layers + 1) if layer not in weighted]
@@ -234,8 +231,6 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             model_inputs["num_items_in_batch"] = items
         with self._readout.attach(score, no_grad_layers=unweighted if training else ()):
             outputs = model(**model_inputs)
-        if final:
-            outputs["logits"] = final[0]
 
         parts = torch.stack(losses).float()  # [layers]
         if not training:

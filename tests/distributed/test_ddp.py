@@ -23,6 +23,7 @@ CASES = {
     "image": ("image", {"ddp_find_unused_parameters": False}),
     "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
     "image, plain training": ("image", {"objective": "erm"}),
+    "readout": ("readout", {}),
     "fine-tuning": ("sft", {**LANGUAGE, **SAVED}),
     "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),

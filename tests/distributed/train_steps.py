@@ -109,7 +109,10 @@ def train(output, task, batch=8, accumulation=1, **settings):
         "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "sft": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "image": lambda: (vit(), images(80)),
+        "readout": lambda: (bert(), classification_data(80)),
     }[task]()
+    # Past the pooler, whose parameters then have no gradient.
+    readout = {"readout": lambda model, hidden, inputs: model.classifier(hidden[:, 0])}.get(task)
     settings = {
         "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": 20,
         "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4, "dual_optim": "sgd",
@@ -126,7 +129,8 @@ def train(output, task, batch=8, accumulation=1, **settings):
         trainer = sft_trainer(model, output, settings, data, lora)
     else:
         model = get_peft_model(model, lora) if lora else model
-        trainer = InOrder(model, config(output, **settings), train_dataset=data, eval_dataset=data[:31])
+        args = config(output, **settings)
+        trainer = InOrder(model, args, train_dataset=data, eval_dataset=data[:31], readout=readout)
     if trainer.is_deepspeed_enabled:  # by its default, ZeRO-3 would leave all of a tiny model in every process
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0

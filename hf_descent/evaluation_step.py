@@ -5,6 +5,7 @@ from itertools import islice
 
 import torch
 from accelerate.utils import find_batch_size, slice_tensors
+from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
 from .configs import levels_of
@@ -84,6 +85,12 @@ class EvaluationMixin:
                 "fill its last batch may count twice."
             )
         if loader.remainder <= 0:
+            return None
+        if isinstance(self.data_collator, DataCollatorWithFlattening):
+            logger.warning_once(
+                "Rows are strung together: those that are repeated to fill the last batch of the evaluation data may "
+                "count twice."
+            )
             return None
         return min(max(loader.remainder - self.args.process_index * rows, 0), rows)
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
@@ -198,6 +199,8 @@ class FusedReadout:
             with self.attach(score):
                 self.model(**inputs)
         except Exception as error:
+            if should_reduce_batch_size(error):
+                raise  # for `auto_find_batch_size`
             raise ValueError(f"{name} fails when its head is given no position: {error!r}.") from error
 
         replayed = torch.stack(replayed)
@@ -325,6 +328,8 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
         with intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)):
             logits = output_logits(model(**_without_labels(model, inputs))).float()  # [batch, 1, vocab]
     except Exception as error:
+        if should_reduce_batch_size(error):
+            raise  # for `auto_find_batch_size`
         raise ValueError(f"{name} fails when its head is given one position: {error!r}.") from error
     scores = scores.float()
     config = getattr(_text_config(model), "__dict__", {})

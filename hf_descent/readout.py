@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput, logging
 
@@ -223,6 +224,8 @@ def _check_replay(model, stack, inputs):
             try:
                 logits = output_logits(tape.replay(args, kwargs, layer))
             except Exception as error:
+                if should_reduce_batch_size(error):
+                    raise  # for `auto_find_batch_size`
                 raise ValueError(f"{name.format(layer)} fails with {error!r}. Pass `readout=`.") from error
             if logits.shape != own_logits.shape:
                 shapes = f"{list(logits.shape)}, not {list(own_logits.shape)}"

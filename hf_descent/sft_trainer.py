@@ -179,17 +179,24 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def get_eval_dataloader(self, eval_dataset=None):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset
-        processes, scores_rows = self.args.world_size, self.compute_metrics is not None and not self.padding_free
+        scores_rows = self.compute_metrics is not None and not self.padding_free
+        filled = dataset if scores_rows else self._filled(dataset)
+        return super().get_eval_dataloader(eval_dataset if filled is dataset else filled)
+
+    def get_test_dataloader(self, test_dataset):
+        return super().get_test_dataloader(self._filled(test_dataset) if self.padding_free else test_dataset)
+
+    def _filled(self, dataset):
+        """`dataset` with rows without a label where accelerate would repeat others to fill the last batch: repeats
+        cannot be told from others where all are strung together, and TRL counts them in its metrics."""
+        processes = self.args.world_size
         has_labels = isinstance(dataset, Dataset) and "labels" in dataset.column_names
-        if processes > 1 and self._reads_layers and has_labels and not scores_rows:
-            # Rows that accelerate repeats to fill the last batch cannot be told from others where all are strung
-            # together, and TRL counts them in its metrics: fill it with rows without a label.
-            missing = -len(dataset) % (self.args.eval_batch_size * processes)
-            filler = dataset.select([0] * missing)
-            ignored = [[IGNORE_INDEX] * len(labels) for labels in filler["labels"]]
-            filler = filler.remove_columns("labels").add_column("labels", ignored, feature=dataset.features["labels"])
-            eval_dataset = concatenate_datasets([dataset, filler])
-        return super().get_eval_dataloader(eval_dataset)
+        if processes == 1 or not self._reads_layers or not has_labels:
+            return dataset
+        filler = dataset.select([0] * (-len(dataset) % (self.args.eval_batch_size * processes)))
+        ignored = [[IGNORE_INDEX] * len(labels) for labels in filler["labels"]]
+        filler = filler.remove_columns("labels").add_column("labels", ignored, feature=dataset.features["labels"])
+        return concatenate_datasets([dataset, filler])
 
     def prediction_step(self, *args, **kwargs):
         before = {name: len(values) for name, values in self._metrics["eval"].items()}

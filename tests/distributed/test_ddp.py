@@ -95,6 +95,15 @@ def test_rows_that_fill_the_last_batch_do_not_count_in_the_metrics_of_fine_tunin
 
 
 @pytest.mark.slow
+def test_nor_in_a_prediction_of_rows_that_are_strung_together(single, double):
+    expected = single[1]["strung together"][0]["metrics"]
+    found = double[1]["strung together, 2x4"][0]["metrics"]
+    assert expected["test_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+    for name in ("test_loss", "test_layer_loss_1", "eval_loss"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "batch"), [("2x4", 4), ("2x2x2", 2)])
 def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, double, way, batch):
     """That is, one which has the batches of both as micro-batches, and draws for each what that process draws."""

@@ -141,6 +141,8 @@ def train(output, task, batch=8, accumulation=1, **settings):
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=resume)
     metrics = {} if poison else trainer.evaluate()
+    if getattr(trainer, "padding_free", False):
+        metrics |= trainer.predict(trainer.eval_dataset).metrics
     gather = trainer.accelerator.gather_for_metrics
     values = torch.zeros(3) if trainer.multipliers is None else trainer.multipliers.values
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # on all processes, which may have to gather

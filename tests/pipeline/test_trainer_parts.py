@@ -175,6 +175,25 @@ def test_auto_find_batch_size_starts_afresh(tmp_path):
     assert trainer._train_batch_size == 7 and trainer.multipliers.steps.item() == 6
 
 
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("model", [bert, llama])
+def test_a_batch_that_is_too_large_to_be_read_is_made_smaller(tmp_path, model, read):
+    model = model()
+    (head, dims), calls = (model.classifier, 2) if hasattr(model, "classifier") else (model.lm_head, 3), []
+
+    def refuse(module, args):
+        calls.append(len(args[0]))
+        # In the model's own forward, or only when a layer is read; tiles of positions always fit.
+        if len(args[0]) > 7 and args[0].dim() == dims and (not read or len(calls) > 2):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    head.register_forward_pre_hook(refuse)
+    data = DATA if model.config.model_type == "bert" else language_data()
+    trainer = DescentTrainer(model, config(tmp_path, auto_find_batch_size=True, max_steps=2), train_dataset=data)
+    trainer.train()
+    assert trainer._train_batch_size == 7 and trainer.state.global_step == 2
+
+
 def test_lora_trains_adapters_and_head_only(tmp_path):
     peft = pytest.importorskip("peft")
     base = bert()

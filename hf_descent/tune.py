@@ -176,18 +176,18 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     }
     os.makedirs(args.output_dir, exist_ok=True)
     with alone(args.output_dir):
-        study = optuna.create_study(
-            storage=f"sqlite:///{os.path.join(args.output_dir, 'study.db')}",
-            study_name="hf_descent",
-            direction="maximize",
-            load_if_exists=True,
-        )
-        check_same_search(study, setup)
+        place = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}"
+        where = {"storage": place, "study_name": "hf_descent"}
+        study = optuna.create_study(**where, direction="maximize", load_if_exists=True)
         state = optuna.trial.TrialState
-        for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
-            study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
         # A killed or failed run is made again.
         finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+        if not finished:  # a failed start must not bind its correction, neither here nor in Optuna's parameters
+            optuna.delete_study(**where)
+            study = optuna.create_study(**where, direction="maximize")
+        check_same_search(study, setup)
+        for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+            study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
         for study.sampler in samplers(tune_args, ranges, args.seed, [trial.params for trial in finished]):
             study.optimize(objective, n_trials=1)
     ranked = rank(study.trials)

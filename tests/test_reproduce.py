@@ -1,6 +1,5 @@
-"""`python -m recipes.reproduce`: its tables name commands that exist; a tiny one is run, resumed and collected."""
+"""`python -m recipes.reproduce`: its tables name commands that exist, and mistaken words are refused."""
 
-import hashlib
 import json
 import math
 import re
@@ -9,20 +8,12 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
-import datasets
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
-from test_recipes import save_tiny_model, write_rows
-from transformers.trainer import Trainer
 
 from hf_descent import cli
-from hf_descent.evaluation import LayerProfile
 from recipes.reproduce import __main__ as reproduce
-from recipes.reproduce.collect import _comparison, best, published, render, study
-from recipes.reproduce.facts import fingerprints
-from recipes.reproduce.runner import Job, Options, evaluate_job, jobs, train_job, tune_job
+from recipes.reproduce.collect import _comparison, best, published, study
+from recipes.reproduce.runner import Options, evaluate_job, jobs, train_job, tune_job
 from recipes.reproduce.scales import ARMS, MODELS, SCALES
 from recipes.reproduce.tables import TABLES, Way, searched
 
@@ -231,41 +222,6 @@ def test_the_best_of_several_depths_is_chosen_on_validation_rows(tmp_path):
     assert best(ways, options) == ways[2]
 
 
-def test_a_run_goes_on_from_its_last_whole_checkpoint(tmp_path):
-    job = Job(["classify"], tmp_path, "train", [])
-    assert job.resumption() == ["--overwrite_output_dir", "true"]
-    for step, state in ((4, "{}"), (8, '{"global_step"')):  # killed while it wrote the second
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
-        save_file({"weight": torch.zeros(1)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
-    assert job.resumption() == ["--resume_from_checkpoint", str(tmp_path / "checkpoint-4")]
-
-
-def test_what_was_made_of_other_files_is_not_finished(tmp_path):
-    made = {"words": ["classify"], "files": ["imdb: train.csv (0)"], "finished": True}
-    for kind in ("train", "evaluate"):
-        (tmp_path / f"{kind}.job.json").write_text(json.dumps(made))
-        assert Job(made["words"], tmp_path, kind, made["files"]).finished()
-    (tmp_path / "evaluate.job.json").write_text(json.dumps({**made, "files": None}))  # of an earlier version
-    assert not Job(made["words"], tmp_path, "evaluate", made["files"]).finished()
-    other = ["imdb: train.csv (1)"]
-    assert not Job(made["words"], tmp_path, "evaluate", other).finished()  # which is just made again
-    with pytest.raises(ValueError, match="remove that folder"):
-        Job(made["words"], tmp_path, "train", other).finished()
-
-
-def test_every_file_of_the_data_is_named(tmp_path):
-    (tmp_path / "a.avi").write_bytes(b"a")
-    (found,) = fingerprints({"clips": [f"{tmp_path}/a.avi,{tmp_path}/b*.avi", "c.avi"]}).values()
-    assert found == [f"a.avi ({hashlib.sha256(b'a').hexdigest()[:12]})", "b*.avi", "c.avi"]
-    for name, weight in (("1", 0.0), ("2", 1.0)):
-        (tmp_path / name / "model").mkdir(parents=True)
-        (tmp_path / name / "model" / "config.json").write_text("{}")
-        save_file({"weight": torch.tensor([weight])}, tmp_path / name / "model" / "model.safetensors")
-    first, second = fingerprints({"ut": [f"{tmp_path}/1/model", f"{tmp_path}/2/model"]})["ut"]
-    assert first != second
-
-
 def test_completions_are_made_without_noise_and_under_it():
     panels = panels_of("cpu", "figure16")
     kinds = [job.kind for job in jobs(panels, Options(SCALES["cpu"], Path("out"), seeds=(0,)), answers=True)]
@@ -283,118 +239,3 @@ def test_a_row_has_mean_and_deviation_over_seeds_feasible_runs_and_cost():
     panel = {"groups": groups, "summary": "auc", "summary_title": "AUC", "metric": "accuracy", "profile_gamma": 1.0}
     rows = _comparison({**panel, "verdicts": [], "figures": []})
     assert rows[3] == "| descent | 4 +- 2 | 4 +- 2 | 4 +- 2 | 2 +- 1 | 2 of 3 | 60.0% | x1.50 |"
-
-
-# ---- a tiny table from end to end ----
-
-SETTINGS = "max_steps=8 save_steps=4 per_device_train_batch_size=8 per_device_eval_batch_size=8 max_seq_length=16 "
-SETTINGS += "report_to=none disable_tqdm=true logging_steps=2"
-
-
-class Interrupted(Exception):
-    pass
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reproduce")
-    save_tiny_model(folder / "model", "distilbert")
-    write_rows(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        yield folder
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """The words of every command that is started."""
-    words, command = [], cli.main
-
-    def main(argv):
-        words.append(list(argv))
-        command(argv)
-
-    monkeypatch.setattr(cli, "main", main)
-    return words
-
-
-def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, monkeypatch, capsys):
-    rows = str(workplace / "train.csv")
-    argv = ["figure1", "--scale", "cpu", "--output_dir", str(workplace / "out"), "--data", "imdb", rows, rows]
-    argv += ["--model", "distilbert", str(workplace / "model"), "--arms", "erm+noise", "descent", "--seeds", "0", "1"]
-    argv += ["--n_trials", "2", "--set", "use_cpu=true", "--set", *SETTINGS.split()]
-    options = Options(SCALES["cpu"], workplace / "out" / "cpu", seeds=(0, 1))
-    descent = Way("distilbert", "imdb", "descent", 1.0)
-
-    save = Trainer._save_checkpoint
-
-    def save_and_stop(self, *args, **kwargs):
-        save(self, *args, **kwargs)
-        if self.args.output_dir == str(options.run_folder(descent, 0)):
-            raise Interrupted
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
-        with pytest.raises(Interrupted):
-            reproduce.main(argv)
-    assert [words[0] for words in started] == ["tune", "tune", "classify", "evaluate", "classify"]
-    studies = [json.loads(path.read_text()) for path in (workplace / "out").rglob("study.json")]
-    assert [len(study["trials"]) for study in studies] == [2, 2]
-
-    started.clear()
-    reproduce.main(argv)
-    assert [words[0] for words in started] == ["classify", "evaluate"] + ["classify", "evaluate"] * 2 + ["compare"]
-    resumed = options.run_folder(descent, 0) / "checkpoint-4"
-    assert started[0][-2:] == ["--resume_from_checkpoint", str(resumed)]
-    assert not list((workplace / "out").rglob("checkpoint-*"))
-    history = json.loads((options.run_folder(descent, 0) / "trainer_state.json").read_text())["log_history"]
-    assert [entry["step"] for entry in history if "loss" in entry] == [2, 4, 6, 8]
-    best_settings = json.loads((options.study_folder(descent) / "study.json").read_text())["trials"][0]["settings"]
-    arguments = json.loads((options.run_folder(descent, 1) / "descent_config.json").read_text())["arguments"]
-    assert arguments["dual_learning_rate"] == best_settings["dual_learning_rate"]
-    assert arguments["seed"] == 1
-
-    started.clear()
-    capsys.readouterr()
-    reproduce.main([*argv, "--dry_run"])
-    listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == 10 and all(line.startswith("done  hf-descent ") for line in listed)
-    reproduce.main(argv)
-    assert [words[0] for words in started] == ["compare"]  # nothing is run again
-
-    folder = workplace / "out" / "cpu" / "figure1"
-    result = json.loads((folder / "results.json").read_text())
-    (panel,) = result["panels"]
-    for arm, way in (("erm+noise", Way("distilbert", "imdb", "erm+noise", 1.0)), ("descent", descent)):
-        for seed, area in enumerate(panel["groups"][arm]["auc"]):
-            curve = json.loads((options.run_folder(way, seed) / "noise_curve.json").read_text())
-            assert curve["gammas"] == list(SCALES["cpu"].eval_gammas["classify"])
-            accuracy = np.mean(curve["values"], axis=1)
-            steps = np.diff(curve["gammas"])
-            assert area == pytest.approx(float(np.sum(steps * (accuracy[1:] + accuracy[:-1]) / 2)))
-            profile = LayerProfile.from_json(options.run_folder(way, seed) / "layer_profile_gamma_1.json")
-            assert panel["groups"][arm]["descending_share"][seed] == profile.descending_share
-    assert panel["groups"]["descent"]["feasible"] != [None, None] == panel["groups"]["erm+noise"]["feasible"]
-    assert result["seeds"] == [0, 1] and re.fullmatch(r"train.csv \(\w{12}\)", result["data"]["imdb"][0])
-    assert {"commit", "machine", "versions"} <= result.keys()
-    assert result["runs"] == [{name: result[name] for name in ("commit", "date", "versions", "machine")}]
-    text = (folder / "results.md").read_text()
-    assert text == render(result)
-    assert "AUC over [0, 3]" in text and f"commit {result['commit']}" in text and panel["verdicts"][0] in text
-    for name in re.findall(r"\]\((.*?\.png)\)", text):
-        assert (folder / name).is_file()
-    assert "metric_against_noise.png" in panel["figures"] and "layer_losses.png" in panel["figures"]
-
-    # One arm alone, its record of another commit; what the others left is not shown.
-    record = options.run_folder(descent, 1) / "train.job.json"
-    record.write_text(json.dumps(json.loads(record.read_text()) | {"commit": "0123456"}))
-    assert any(name.startswith("duals_") for name in panel["figures"])
-    reproduce.main([*argv, "--arms", "descent", "--panels", "imdb", "--collect_only"])
-    alone = json.loads((folder / "results.json").read_text())
-    assert alone["panels"][0]["groups"] == {"descent": panel["groups"]["descent"]}
-    assert alone["panels"][0]["verdicts"] == alone["panels"][0]["figures"] == []
-    text = (folder / "results.md").read_text()
-    assert re.search(r"run at commit [^ ]+, 0123456 on", text) and "the parts with `imdb` in their name" in text
-
-    with pytest.raises(ValueError, match=r"seed-0 was made by .*remove that folder, or name another"):
-        reproduce.main([*argv, "max_steps=6", "--n_trials", "0", "--collect_only"])

@@ -112,25 +112,30 @@ def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(com
 
 
 def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, monkeypatch):
-    argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "2"]
+    argv = [*command, "--output_dir", str(tmp_path), "--n_trials"]
 
     def killed(*arguments):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_descent.classify.run", killed)
-        with pytest.raises(KeyboardInterrupt):
-            cli.main(argv)
+    def main_killed(argv):
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_descent.classify.run", killed)
+            with pytest.raises(KeyboardInterrupt):
+                cli.main(argv)
+
+    main_killed([*argv, "1", "--max_steps", "3", "--search_space", '{"learning_rate": [1e-5, 1e-4, 1e-3]}'])
+    cli.main([*argv, "1"])  # nothing was made with the other settings
     for flags, named in (
         (["--tune_gamma", "0.5"], "gamma"),
         (["--search_space", '{"learning_rate": [1e-4, 1e-3]}'], "search_space"),
         (["--max_steps", "5"], "max_steps"),
     ):
         with pytest.raises(ValueError, match=rf"made with other settings \({named}\)"):
-            cli.main([*argv, *flags])
-    cli.main(argv)
+            cli.main([*argv, "2", *flags])
+    main_killed([*argv, "2"])
+    cli.main([*argv, "2"])
     trials = json.loads((tmp_path / "study.json").read_text())["trials"]
-    assert sorted(trial["trial"] for trial in trials) == [1, 2]  # the killed one is made up for
+    assert sorted(trial["trial"] for trial in trials) == [0, 2]  # the killed one is made up for
 
 
 def judged_by_settings(monkeypatch, stop_at=None, value=None, greater_is_better=True):

@@ -84,20 +84,28 @@ class Job:
         return shlex.join(["hf-descent", *self.words])
 
     def finished(self) -> bool:
-        """Whether it ran to its end; ValueError where the folder was begun by another command. An evaluation is just
-        made again."""
+        """Whether it ran to its end; ValueError where the folder holds what another command made: checkpoints, trials
+        or a model. An evaluation is just made again."""
         if not self.record.is_file():
             return False
         record = json.loads(self.record.read_text())
         if self.kind == "evaluate" and (record["words"], record.get("files")) != (self.words, self.files):
             return False
         made, would_be = ([*each["words"], *each.get("files", self.files)] for each in (record, vars(self)))
-        if made != would_be:
+        if made == would_be:
+            return record["finished"]
+        if record["finished"] or self.has_begun():
             raise ValueError(
                 f"{self.folder} was made by `{shlex.join(made)}`, and this would be `{shlex.join(would_be)}`: remove "
                 "that folder, or name another `--output_dir`."
             )
-        return record["finished"]
+        return False
+
+    def has_begun(self) -> bool:
+        """Whether an unfinished command left something to go on from: a failed start must not bind the next one."""
+        if self.kind == "tune":
+            return any(self.folder.glob("trial-*/noise_curve.json"))
+        return "--resume_from_checkpoint" in self.resumption()
 
     def run(self) -> None:
         """Runs the command from where it was; its record says with what it was last started and, in the end, how long

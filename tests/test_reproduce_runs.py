@@ -10,17 +10,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_generate import save_model
 from test_recipes import save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
-from hf_descent import cli
+from hf_descent import cli, generate
 from hf_descent.evaluation import LayerProfile
 from recipes.reproduce import __main__ as reproduce
 from recipes.reproduce.collect import render
-from recipes.reproduce.facts import fingerprints
-from recipes.reproduce.runner import Job, Options
+from recipes.reproduce.facts import fingerprint, fingerprints
+from recipes.reproduce.runner import Job, Options, answer_job
 from recipes.reproduce.scales import SCALES
 from recipes.reproduce.tables import Way
+
+
+class Interrupted(Exception):
+    pass
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +56,45 @@ def test_what_was_made_of_other_files_is_not_finished(tmp_path):
         Job(made["words"], tmp_path, "train", other).finished()
 
 
+def test_answers_are_of_the_instructions_that_are_there(tmp_path, monkeypatch):
+    way, path = Way("stories260k", "alpaca", "erm+noise", 0.5), tmp_path / "instructions.json"
+    options = Options(SCALES["cpu"], tmp_path, data={"alpaca_eval": [str(path)]}, seeds=(0,))
+    save_model(options.run_folder(way, 0))
+
+    def job(*instructions):
+        path.write_text(json.dumps([{"instruction": text} for text in instructions]))
+        fingerprint.cache_clear()
+        return answer_job(way, 0.5, options)
+
+    def answered(job):
+        job.run()
+        assert job.finished()
+        rows = json.loads((job.folder / "answers-0.5.json").read_text())
+        return [row["instruction"] for row in rows]
+
+    def killed(*args, **kwargs):
+        raise Interrupted
+
+    first = job("a good film", "the plot")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.os, "remove", killed)  # the answers are written, their record and end are not
+        with pytest.raises(Interrupted):
+            first.run()
+    assert (first.folder / "answers-0.5.json").exists() and not first.finished()
+    assert answered(first) == ["a good film", "the plot"]
+    record = json.loads(first.record.read_text())
+    first.record.write_text(json.dumps(record | {"files": []}))  # as earlier versions left it
+    assert first.finished()
+    first.record.write_text(json.dumps(record))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate.json, "dump", killed)  # all are answered, and none of it is in its file
+        with pytest.raises(Interrupted):
+            job("a bad film").run()
+    assert (first.folder / "answers-0.5.json.partial").exists()
+    assert answered(job("the acting")) == ["the acting"]
+
+
 def test_every_file_of_the_data_is_named(tmp_path):
     (tmp_path / "a.avi").write_bytes(b"a")
     (found,) = fingerprints({"clips": [f"{tmp_path}/a.avi,{tmp_path}/b*.avi", "c.avi"]}).values()
@@ -67,10 +111,6 @@ def test_every_file_of_the_data_is_named(tmp_path):
 
 SETTINGS = "max_steps=8 save_steps=4 per_device_train_batch_size=8 per_device_eval_batch_size=8 max_seq_length=16 "
 SETTINGS += "report_to=none disable_tqdm=true logging_steps=2"
-
-
-class Interrupted(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")

@@ -85,24 +85,32 @@ class Job:
 
     def finished(self) -> bool:
         """Whether it ran to its end; ValueError where the folder holds what another command made: checkpoints, trials
-        or a model. An evaluation is just made again."""
-        if not self.record.is_file():
-            return False
-        record = json.loads(self.record.read_text())
-        if self.kind == "evaluate" and (record["words"], record.get("files")) != (self.words, self.files):
-            return False
-        made, would_be = ([*each["words"], *each.get("files", self.files)] for each in (record, vars(self)))
-        if made == would_be:
+        or a model. Evaluations and answers are just made again."""
+        record = self.last()
+        if self.is_that_of(record):
             return record["finished"]
-        if record["finished"] or self.has_begun():
+        if record and self.kind in ("tune", "train") and (record["finished"] or self.has_begun()):
+            made, would_be = (shlex.join([*each["words"], *each.get("files", ())]) for each in (record, vars(self)))
             raise ValueError(
-                f"{self.folder} was made by `{shlex.join(made)}`, and this would be `{shlex.join(would_be)}`: remove "
-                "that folder, or name another `--output_dir`."
+                f"{self.folder} was made by `{made}`, and this would be `{would_be}`: remove that folder, or name "
+                "another `--output_dir`."
             )
         return False
 
+    def last(self) -> dict[str, Any]:
+        """What the record says; empty where nothing was started yet."""
+        return json.loads(self.record.read_text()) if self.record.is_file() else {}
+
+    def is_that_of(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record is of this command and these files. One of an earlier version says less of the files: it
+        lacks the last ones, or the end of what is said of each."""
+        if self.kind == "evaluate" and record.get("files") is None:
+            return False  # it may be of any rows
+        same = (now.startswith(then) for then, now in zip(record.get("files", ()), self.files))
+        return record.get("words") == self.words and all(same)
+
     def has_begun(self) -> bool:
-        """Whether an unfinished command left something to go on from: a failed start must not bind the next one."""
+        """Whether an unfinished command left something to go on from; a failed start did not, and binds no other."""
         if self.kind == "tune":
             return any(self.folder.glob("trial-*/noise_curve.json"))
         return "--resume_from_checkpoint" in self.resumption()
@@ -111,6 +119,10 @@ class Job:
         """Runs the command from where it was; its record says with what it was last started and, in the end, how long
         that took."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.kind.startswith("answers"):  # `generate` writes over none, and refuses to go on with others
+            (self.folder / f"{self.kind}.json").unlink(missing_ok=True)
+            if not self.is_that_of(self.last()):
+                (self.folder / f"{self.kind}.json.partial").unlink(missing_ok=True)
         record = {"words": self.words, "files": self.files, "finished": False, **facts()}
         _write(self.record, record)
         start = time.perf_counter()
@@ -151,11 +163,13 @@ def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, searc
                 yield answer_job(found, gamma, options)
 
 
-def files(found: Way, options: Options) -> list[str]:
-    """The data and the model that a way of training is given by path, each with a fingerprint."""
+def files(found: Way, options: Options, *more: str) -> list[str]:
+    """The data and the model that a way of training is given by path, and what `more` data names, each with a
+    fingerprint."""
     given = {found.data: options.data.get(found.data, ())}
     if found.model in options.models:
         given[found.model] = [options.models[found.model]]
+    given |= {name: options.data.get(name, ()) for name in more}
     return [f"{name}: {file}" for name, each in fingerprints(given).items() for file in each]
 
 
@@ -235,7 +249,8 @@ def answer_job(found: Way, gamma: float, options: Options) -> Job:
         given["instructions"] = options.data["alpaca_eval"][0]
     if options.scale.answers is not None:
         given |= {"max_samples": options.scale.answers, "max_new_tokens": 128}
-    return Job(["generate", str(folder), *words(given)], folder, f"answers-{gamma:g}", files(found, options))
+    read = files(found, options, "alpaca_eval")
+    return Job(["generate", str(folder), *words(given)], folder, f"answers-{gamma:g}", read)
 
 
 def chosen(found: Way, options: Options) -> dict[str, Any]:

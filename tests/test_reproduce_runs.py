@@ -107,6 +107,34 @@ def test_every_file_of_the_data_is_named(tmp_path):
     assert first != second
 
 
+def test_what_patterns_and_folders_hold_is_told_apart(tmp_path):
+    model, clips = tmp_path / "model", tmp_path / "clips" / "Train"
+    clips.mkdir(parents=True)
+    (clips / "a.avi").write_bytes(b"a" * 10)
+    given = [str(tmp_path / "clips"), str(clips / "*.avi"), str(tmp_path / "c*"), str(model)]
+
+    def told():
+        fingerprint.cache_clear()
+        return fingerprints({"clips": given})["clips"]
+
+    save_tiny_model(model, "distilbert")
+    seen = [told()]
+    for change in (b"b" * 10, b"b" * 11):
+        (clips / "a.avi").write_bytes(change)
+        seen.append(told())
+    (clips / "a.avi").rename(clips / "b.avi")
+    seen.append(told())
+    assert all(len(set(found)) == 4 for found in list(zip(*seen))[:3])
+    with (model / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    assert told()[:3] == seen[-1][:3] and told()[3] != seen[-1][3]
+    # The record of an earlier version knew these names, and the model's config and weights.
+    told_then = ["clips", "*.avi", "c*", told()[3].split(",")[0]]
+    record = {"words": ["denoise"], "files": told_then, "finished": True}
+    (tmp_path / "train.job.json").write_text(json.dumps(record))
+    assert Job(["denoise"], tmp_path, "train", told()).finished()
+
+
 # ---- a tiny table from end to end ----
 
 SETTINGS = "max_steps=8 save_steps=4 per_device_train_batch_size=8 per_device_eval_batch_size=8 max_seq_length=16 "

@@ -1,6 +1,5 @@
 """Where and with what a result was made."""
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -13,9 +12,11 @@ from typing import Any
 import torch
 import transformers
 
+import hf_descent.fingerprints
+
 
 ROOT = Path(__file__).parent.parent.parent
-MODEL_FILES = ("config.json", "*.safetensors", "*.bin")
+fingerprint = cache(hf_descent.fingerprints.fingerprint)  # every command asks for those of its files
 
 
 def facts() -> dict[str, Any]:
@@ -60,22 +61,3 @@ def machine() -> str:
 def fingerprints(data: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """For each data set (or model) given by paths the [`fingerprint`] of each."""
     return {name: [fingerprint(part) for words in paths for part in words.split(",")] for name, paths in data.items()}
-
-
-@cache
-def fingerprint(path: str) -> str:
-    """The last part of a path, with the beginning of the SHA-256 of the file, or of the config and weights of a model
-    in a folder; of a name on the Hub nothing more than the name."""
-    files = (
-        [Path(path)]
-        if Path(path).is_file()
-        else [each for ending in MODEL_FILES for each in sorted(Path(path).glob(ending))]
-    )
-    digests = []
-    for each in files:
-        with each.open("rb") as file:
-            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-    if not digests:
-        return Path(path).name if Path(path).parent.exists() else path
-    whole = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return f"{Path(path).name} ({whole[:12]})"

@@ -212,6 +212,16 @@ def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, mo
     reproduce.main(argv)
     assert [words[0] for words in started] == ["compare"]  # nothing is run again
 
+    evaluated = options.run_folder(descent, 0)
+    curve = (evaluated / "noise_curve.json").read_text()
+    rows = ["--train_file", str(workplace / "train.csv"), "--max_eval_samples", "8"]
+    cli.main(["evaluate", str(evaluated), *rows, "--eval_gammas", "0", "1"])  # by hand, and not the table's
+    assert (evaluated / "noise_curve.json").read_text() != curve
+    started.clear()
+    reproduce.main(argv)
+    assert [words[0] for words in started] == ["evaluate", "compare"]
+    assert (evaluated / "noise_curve.json").read_text() == curve
+
     folder = workplace / "out" / "cpu" / "figure1"
     result = json.loads((folder / "results.json").read_text())
     (panel,) = result["panels"]

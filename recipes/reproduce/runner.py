@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_descent import cli
 from hf_descent.checkpoints import newest_complete_checkpoint
+from hf_descent.fingerprints import digest
 
 from .facts import facts, fingerprints
 from .scales import ARMS, VIDEO, Scale
@@ -84,11 +85,11 @@ class Job:
         return shlex.join(["hf-descent", *self.words])
 
     def finished(self) -> bool:
-        """Whether it ran to its end; ValueError where the folder holds what another command made: checkpoints, trials
-        or a model. Evaluations and answers are just made again."""
+        """Whether it ran to its end, and an evaluation's results are still its own; ValueError where the folder holds
+        what another command made: checkpoints, trials or a model. Evaluations and answers are just made again."""
         record = self.last()
         if self.is_that_of(record):
-            return record["finished"]
+            return record["finished"] and ("measured" not in record or record["measured"] == self.measured())
         if record and self.kind in ("tune", "train") and (record["finished"] or self.has_begun()):
             made, would_be = (shlex.join([*each["words"], *each.get("files", ())]) for each in (record, vars(self)))
             raise ValueError(
@@ -127,11 +128,18 @@ class Job:
         _write(self.record, record)
         start = time.perf_counter()
         cli.main([*self.words, *self.resumption()])
+        record |= {"finished": True, "seconds": round(time.perf_counter() - start, 1)}
+        if self.kind == "evaluate":
+            record["measured"] = self.measured()
         # Only now: until the record says so, a run that is killed goes on from its checkpoint.
-        _write(self.record, record | {"finished": True, "seconds": round(time.perf_counter() - start, 1)})
+        _write(self.record, record)
         if self.kind in ("tune", "train"):
             for path in [*self.folder.rglob("checkpoint-*"), *self.folder.glob("trial-*/*.safetensors")]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def measured(self) -> str:
+        """Tells the results in the folder from those of an evaluation by hand."""
+        return digest(sorted([*self.folder.glob("noise_curve.json"), *self.folder.glob("layer_profile*.json")]))
 
     def resumption(self) -> list[str]:
         """Flags by which a training run goes on from its last whole checkpoint."""

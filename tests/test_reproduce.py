@@ -194,6 +194,9 @@ def test_what_is_not_given_is_left_out():
         reproduce.main(["figure9", "--arms", "erm"])
 
 
+GIVEN = ["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests"]
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
@@ -201,6 +204,15 @@ def test_what_is_not_given_is_left_out():
         (["--model", "distilbrt", "path"], "`--model distilbrt`: the names are distilbert,"),
         (["--data", "imbd", "path"], "`--data imbd`: the names are imdb,"),
         (["--seeds", "0", "1", "0"], "`--seeds 0 1 0`: each is a run"),
+        (["--set", "noise_gamma=0.3"], "`--set noise_gamma=0.3`: leave it out"),
+        (["--set", "unrolled_layers=2"], "`--set unrolled_layers=2`: leave it out"),
+        ([*GIVEN, "--set", "learning_rat=1"], "`--set learning_rat`: `hf-descent classify` has no such setting"),
+        (["--data", "imdb", *["setup.cfg"] * 4], "`--data imdb` has 4 files after it: give 1 to 3"),
+        (["--data", "clips", *["tests/*.py"] * 3], "`--data clips` has 3 files after it: give 1 to 2"),
+        (["--data", "imdb"], "`--data imdb` has 0 files after it"),
+        (["--data", "imdb", "setup.cfg", "none.csv"], "`--data imdb none.csv`: there is no such file"),
+        (["--data", "clips", "setup.cfg,*.avi"], "`--data clips *.avi`: there is no such file"),
+        (["--model", "distilbert", "../none"], "`--model distilbert ../none`: there is no such folder"),
         (["--panels", "imdb", "roberta-gamma"], "`--panels roberta-gamma`: table4 has imdb-ut-text-3-gamma0, "),
     ],
 )

@@ -1,7 +1,11 @@
 """`python -m recipes.reproduce TABLE`: run, resume and collect what one table or figure of the paper shows."""
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+import glob
+import importlib
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,14 @@ from .collect import collect
 from .runner import Job, Options, jobs
 from .scales import ARMS, MODELS, SCALES, TEXT, VIDEO
 from .tables import TABLES, Panel
+
+
+# What makes a run the one that its folder and its table say it is.
+FIXED = {
+    "architecture", "data_dir", "data_layout", "dataset_config_name", "dataset_name", "eval_gammas",
+    "model_name_or_path", "noise_gamma", "objective", "output_dir", "seed", "test_file", "test_files", "train_file",
+    "train_files", "validation_file", *(model.depth for model in MODELS.values() if model.depth),
+}  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             names = ", ".join(panel.name for panel in panels)
             command.error(f"`--panels {word}`: {args.table} has {names}; a word is one or more whole parts of a name.")
     panels, left_out = possible(panels, options)
+    for mistake in mistakes(panels, options):
+        command.error(mistake)
 
     def of(chosen: Sequence[Panel]):
         return jobs(chosen, options, table.shows == "answers", table.shows == "settings")
@@ -137,6 +151,31 @@ def possible(panels, options: Options) -> tuple[list[Panel], dict[str, str]]:
             else:
                 found.append(panel)
     return found, left_out
+
+
+def mistakes(panels: Sequence[Panel], options: Options) -> Iterator[str]:
+    """What is wrong with the settings, files and models given, so that no command has to find it out hours later."""
+    commands = {way.spec.command for panel in panels for ways in panel.groups.values() for way in ways}
+    for name, value in options.settings.items():
+        if name in FIXED:
+            yield (
+                f"`--set {name}={value}`: leave it out; `--panels`, `--arms`, `--scale`, `--model`, `--data`, "
+                "`--seeds` and `--output_dir` say which runs there are."
+            )
+        for command in sorted(commands):
+            kinds = importlib.import_module(f"hf_descent.{command}").argument_types
+            if not any(each.init and each.name == name for kind in kinds for each in dataclasses.fields(kind)):
+                yield f"`--set {name}`: `hf-descent {command}` has no such setting; check the spelling."
+    for name, paths in options.data.items():
+        most = {"alpaca_eval": 1, **dict.fromkeys(VIDEO, 2)}.get(name, 3)
+        if not 1 <= len(paths) <= most:
+            yield f"`--data {name}` has {len(paths)} files after it: give 1 to {most}, patterns of videos with commas."
+        for path in [part for words in paths for part in (words.split(",") if name in VIDEO else [words])]:
+            if not (Path(path).exists() or (glob.glob(path) if name in VIDEO else "://" in path)):
+                yield f"`--data {name} {path}`: there is no such file."
+    for name, path in options.models.items():
+        if not Path(path).exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):  # of the Hub
+            yield f"`--model {name} {path}`: there is no such folder."
 
 
 def run(commands: Sequence[Job]) -> None:

@@ -25,10 +25,12 @@ from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .configs import DescentConfig
+from .fingerprints import fingerprint
 from .problem import as_python
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
+FILES = ("model_name_or_path", "train_file", "validation_file", "train_files", "data_dir")  # what trials read
 # Setting -> least and greatest value; all are searched on a logarithmic scale.
 RANGES = {
     "learning_rate": (1e-5, 1e-3),
@@ -173,6 +175,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         **asdict(model_args),
         **asdict(data_args),
         **training_arguments(args),
+        "files": fingerprints(vars(model_args) | vars(data_args)),
     }
     os.makedirs(args.output_dir, exist_ok=True)
     with alone(args.output_dir):
@@ -235,13 +238,19 @@ def samplers(args: TuneArguments, ranges: Mapping[str, Sequence[float]], seed: i
 def check_same_search(study, setup: Mapping[str, Any]) -> None:
     """ValueError where the study in the folder is another search, whose trials do not compare with these."""
     setup = json.loads(json.dumps(setup, default=str))
-    saved = study.user_attrs.get("setup", setup)
+    saved = {"files": setup["files"]} | study.user_attrs.get("setup", setup)  # earlier versions did not tell them
     if changed := sorted(name for name in {*setup, *saved} if setup.get(name) != saved.get(name)):
         raise ValueError(
             f"The study in `output_dir` was made with other settings ({', '.join(changed)}), and its trials do not "
-            "compare with new ones; give the same settings again, or another folder."
+            "compare with new ones; give the same again, or another folder."
         )
     study.set_user_attr("setup", setup)
+
+
+def fingerprints(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Argument -> the fingerprints of the files that it names."""
+    named = {name: arguments[name] for name in FILES if arguments.get(name)}
+    return {name: [fingerprint(each) for each in ([v] if isinstance(v, str) else v)] for name, v in named.items()}
 
 
 def without_test_rows(data_args: Any) -> Any:

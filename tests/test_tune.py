@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 
@@ -132,6 +133,15 @@ def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, m
     ):
         with pytest.raises(ValueError, match=rf"made with other settings \({named}\)"):
             cli.main([*argv, "2", *flags])
+    train_file = Path(command[command.index("--train_file") + 1])
+    rows = train_file.read_text()
+    train_file.write_text(f"{rows}\na bad film,1")
+    with pytest.raises(ValueError, match=r"made with other settings \(files\)"):
+        cli.main([*argv, "2"])
+    study = optuna.load_study(study_name="hf_descent", storage=f"sqlite:///{tmp_path / 'study.db'}")
+    told = {name: value for name, value in study.user_attrs["setup"].items() if name != "files"}
+    study.set_user_attr("setup", told)  # as earlier versions left it
+    train_file.write_text(rows)
     main_killed([*argv, "2"])
     cli.main([*argv, "2"])
     trials = json.loads((tmp_path / "study.json").read_text())["trials"]

@@ -26,7 +26,7 @@ from filelock import FileLock, Timeout
 from .cli import parse_recipe
 from .configs import DescentConfig
 from .fingerprints import fingerprint
-from .problem import as_python
+from .problem import LARGEST, as_python
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -119,6 +119,8 @@ class TuneArguments:
             raise ValueError(f"`search` is {self.search!r}; choose 'bayes' or 'grid'.")
         if self.n_trials < 1:
             raise ValueError(f"`n_trials` is {self.n_trials}; make at least one.")
+        if self.tune_gamma is not None and not 0 <= self.tune_gamma <= LARGEST:
+            raise ValueError(f"`tune_gamma` is {self.tune_gamma}; give a noise level from 0 to {LARGEST:g}.")
 
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:

@@ -290,5 +290,8 @@ def test_a_search_space_is_checked_before_there_is_a_study(command, tmp_path, mo
 def test_other_arguments_are_checked():
     with pytest.raises(ValueError, match="`search` is 'tpe'"):
         tune.TuneArguments(search="tpe")
+    for gamma in ("nan", "inf", "-0.5"):
+        with pytest.raises(ValueError, match=f"`tune_gamma` is {gamma}; give a noise level from 0"):
+            tune.TuneArguments(tune_gamma=float(gamma))
     with pytest.raises(ValueError, match="Say what to tune"):
         cli.main(["tune", "--model_name_or_path", "x", "--output_dir", "y"])

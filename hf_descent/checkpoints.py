@@ -235,8 +235,11 @@ class CheckpointMixin:
                 summary[name] = value
         if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
             summary["encoder"] = encoder
-        if self._step_seconds is not None:
-            summary["step_seconds"] = self._step_seconds
+        seconds = self._step_seconds
+        if seconds is None and trained:  # as of a run resumed at its end
+            seconds = find_json(self._resumed_from or "", SUMMARY_NAME).get("step_seconds")
+        if seconds is not None:
+            summary["step_seconds"] = seconds
         return summary | (self._state.summary() if trained and self._state is not None else {})
 
     def _loaded_from(self) -> str:

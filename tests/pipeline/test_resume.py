@@ -152,14 +152,16 @@ def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embe
 @pytest.mark.parametrize(
     "length", [{"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 1}], ids=["steps", "epochs"]
 )
-def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise(tmp_path, objective, length):
+def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise_and_the_time_of_a_step(tmp_path, objective, length):
     args = {"objective": objective, "noise_gamma": 0.5, **length}
     finished = make(arguments(tmp_path, **args))
     finished.train()
     resumed = make(arguments(tmp_path, **args))
     resumed.train(resume_from_checkpoint=True)
     resumed.save_model()
+    last = read_summary(newest_complete_checkpoint(str(tmp_path)))
     assert read_summary(tmp_path)["noise_sigma"] == finished.model.config.noise_sigma
+    assert read_summary(tmp_path)["step_seconds"] == last["step_seconds"] > 0
 
 
 # Whose layers, experts or head have other names on the Hub, to which `save_pretrained` changes them.

@@ -206,7 +206,7 @@ GIVEN = ["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests"]
         (["--seeds", "0", "1", "0"], "`--seeds 0 1 0`: each is a run"),
         (["--set", "noise_gamma=0.3"], "`--set noise_gamma=0.3`: leave it out"),
         (["--set", "unrolled_layers=2"], "`--set unrolled_layers=2`: leave it out"),
-        ([*GIVEN, "--set", "learning_rat=1"], "`--set learning_rat`: `hf-descent classify` has no such setting"),
+        ([*GIVEN, "--set", "learning_rat=1"], "`--set learning_rat=1`: `hf-descent classify` has no such setting"),
         (["--data", "imdb", *["setup.cfg"] * 4], "`--data imdb` has 4 files after it: give 1 to 3"),
         (["--data", "clips", *["tests/*.py"] * 3], "`--data clips` has 3 files after it: give 1 to 2"),
         (["--data", "imdb"], "`--data imdb` has 0 files after it"),

@@ -165,11 +165,11 @@ def mistakes(panels: Sequence[Panel], options: Options) -> Iterator[str]:
         for command in sorted(commands):
             kinds = importlib.import_module(f"hf_descent.{command}").argument_types
             if not any(each.init and each.name == name for kind in kinds for each in dataclasses.fields(kind)):
-                yield f"`--set {name}`: `hf-descent {command}` has no such setting; check the spelling."
+                yield f"`--set {name}={value}`: `hf-descent {command}` has no such setting; check the spelling."
     for name, paths in options.data.items():
         most = {"alpaca_eval": 1, **dict.fromkeys(VIDEO, 2)}.get(name, 3)
         if not 1 <= len(paths) <= most:
-            yield f"`--data {name}` has {len(paths)} files after it: give 1 to {most}, patterns of videos with commas."
+            yield f"`--data {name}` has {len(paths)} files after it: give 1 to {most}; commas join several videos."
         for path in [part for words in paths for part in (words.split(",") if name in VIDEO else [words])]:
             if not (Path(path).exists() or (glob.glob(path) if name in VIDEO else "://" in path)):
                 yield f"`--data {name} {path}`: there is no such file."

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from architectures import T5, build
 from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
-from transformers import GPT2Config, GPT2LMHeadModel, Seq2SeqTrainer, Seq2SeqTrainingArguments, default_data_collator
+from transformers import (
+    DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    default_data_collator,
+)
 
 from hf_descent import DescentConfig, DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
@@ -101,14 +108,19 @@ def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
     assert trainer.predict(DATA_TEST).predictions.shape == (32, 3)
 
 
-@pytest.mark.parametrize(("remainder", "warned"), [(-1, True), (0, False), (3, False)])
-def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(caplog, monkeypatch, remainder, warned):
+@pytest.mark.parametrize(
+    ("remainder", "collator", "warned"),
+    [(-1, None, True), (0, None, False), (3, None, False), (3, DataCollatorWithFlattening(), True)],
+)
+def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(
+    caplog, monkeypatch, remainder, collator, warned
+):
     monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
     loader = SimpleNamespace(end_of_dataloader=True, remainder=remainder)
     args = SimpleNamespace(world_size=2, process_index=0, dataloader_drop_last=False)
-    process = SimpleNamespace(args=args, accelerator=SimpleNamespace(gradient_state=loader))
+    process = SimpleNamespace(args=args, accelerator=SimpleNamespace(gradient_state=loader), data_collator=collator)
     rows = EvaluationMixin._rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
-    assert rows == (3 if remainder == 3 else None)
+    assert rows == (3 if remainder == 3 and not warned else None)
     assert ("may count twice" in caplog.text) == warned
 
 

@@ -55,6 +55,10 @@ def test_with_other_seeds_it_is_welchs_test():
     for run in twice["erm"] + twice["descent"]:
         run.summary["arguments"]["seed"] = 0
     assert not difference(twice, "erm", "descent").paired
+    for run in twice["descent"]:
+        del run.summary["arguments"]["seed"]
+    for baseline, group in (("erm", "descent"), ("descent", "erm")):
+        assert not difference(twice, baseline, group).paired
 
 
 def test_with_both_parts_it_is_the_test_of_reader_studies():

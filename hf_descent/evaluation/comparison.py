@@ -141,7 +141,11 @@ def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, c
     """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
     sides = [list(groups[baseline]), list(groups[group])]
     seeds = [[run.seed for run in side] for side in sides]
-    paired = None not in seeds[0] and sorted(seeds[0]) == sorted(seeds[1]) and len(set(seeds[0])) == len(seeds[0])
+    paired = (
+        None not in seeds[0] + seeds[1]
+        and sorted(seeds[0]) == sorted(seeds[1])
+        and len(set(seeds[0])) == len(seeds[0])
+    )
     if paired:
         sides = [sorted(side, key=lambda run: run.seed) for side in sides]
     before, after = (np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides)  # [seeds, blocks]

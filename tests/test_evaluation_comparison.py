@@ -316,6 +316,13 @@ def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):
     runs[1].curve.settings["sigma"] = 0.06
     found = compare([save_run(tmp_path / run.arm, run) for run in runs])
     assert "in units of sigma, which differs: 0.05 in erm, 0.06 in descent." in found.to_dict()["note"] in str(found)
+    groups = {}
+    for name, sigmas in (("erm", (1.0, 2.0)), ("descent", (2.0, 1.0))):  # of the same mean
+        made = [make_run([0.5, 0.6], seed, name) for seed in range(2)]
+        for run, sigma in zip(made, sigmas):
+            run.curve.settings["sigma"] = sigma
+        groups[name] = [save_run(tmp_path / f"{name}-{run.seed}", run) for run in made]
+    assert "which differs: 1 2 in erm, 2 1 in descent." in str(compare(groups))
 
 
 def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):

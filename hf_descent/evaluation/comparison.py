@@ -255,14 +255,16 @@ class Comparison:
         return "\n".join([*rows, "", *(str(found) for found in self.differences)])
 
     def _sigma_note(self) -> str:
-        """That one noise level is not the same noise in all groups, where it is not; else nothing."""
+        """That one noise level is not the same noise in all runs, where it is not; else nothing."""
         sigmas = {
-            name: np.mean([run.curve.settings.get("sigma") or np.nan for run in runs])
+            name: [sigma for run in runs if (sigma := run.curve.settings.get("sigma"))]
             for name, runs in self.groups.items()
         }
-        if not max(sigmas.values()) > 1.01 * min(sigmas.values()):
+        known = [sigma for found in sigmas.values() for sigma in found]
+        if not known or max(known) <= 1.01 * min(known):
             return ""
-        named = ", ".join(f"{sigma:.4g} in {name}" for name, sigma in sigmas.items())
+        words = {name: " ".join(dict.fromkeys(f"{sigma:.4g}" for sigma in found)) for name, found in sigmas.items()}
+        named = ", ".join(f"{found} in {name}" for name, found in words.items())
         return f"A noise level is in units of sigma, which differs: {named}. For one sigma: `evaluate --noise_sigma`."
 
 

@@ -11,6 +11,7 @@ from scipy import stats
 from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer
+from hf_descent.evaluation import NoiseCurve
 from hf_descent.evaluation.comparison import compare, difference, group_runs
 from hf_descent.evaluation.runs import Run
 
@@ -258,6 +259,13 @@ def test_what_proves_nothing_is_refused_or_said(tmp_path):
     twice = {"a": [folders[0], f"{tmp_path}/./erm-0"], "b": [folders[3], folders[4]]}
     with pytest.raises(ValueError, match=r"erm-0'\] more than once"):
         compare(twice)
+    for folder, weights in zip(folders, "aabacd"):  # the second is a copy of the first, the fourth of another group
+        curve = NoiseCurve.from_json(f"{folder}/noise_curve.json")
+        curve.settings["weights"] = weights
+        curve.to_json(f"{folder}/noise_curve.json")
+    with pytest.raises(ValueError, match=r"erm-0 and .*erm-1 in 'erm', whose weights are the same.*give one of them"):
+        compare(folders)
+    assert compare([folders[0], *folders[2:]]).differences
     save_run(tmp_path / "erm-1", make_run([0.5, np.nan, 0.5, 0.6, 0.7, 0.4], objective="erm", seed=1))
     comparison = compare(folders)
     assert comparison.differences[0].verdict == "open" and "accuracy that is not finite" in str(comparison)

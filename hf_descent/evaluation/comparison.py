@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -284,8 +285,8 @@ def compare(
         curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
 
     Raises:
-        ValueError: a folder was not evaluated, or is given twice, fewer than two groups, runs that were not evaluated
-            alike, a confidence that is none.
+        ValueError: a folder was not evaluated, or is given twice (or a copy of it), fewer than two groups, runs that
+            were not evaluated alike, a confidence that is none.
     """
     check_confidence(confidence)
     folders = runs if not isinstance(runs, Mapping) else [folder for group in runs.values() for folder in group]
@@ -296,6 +297,13 @@ def compare(
         groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
     else:
         groups = group_runs([Run.load(folder, curve) for folder in runs])
+    for name, group in groups.items():
+        for first, second in combinations(group, 2):
+            if first.curve.settings.get("weights") == second.curve.settings.get("weights") is not None:
+                raise ValueError(
+                    f"`runs` has {first.folder} and {second.folder} in {name!r}, whose weights are the same: a copy "
+                    "would count as another seed; give one of them."
+                )
     check_comparable([run for group in groups.values() for run in group])
     baseline = next(iter(groups)) if baseline is None else baseline
     if baseline not in groups or len(groups) < 2:

@@ -215,6 +215,15 @@ def test_runs_of_other_models_and_training_are_no_seeds_of_one_another(tmp_path)
         for run, value in zip(alike, values):
             run.summary[name] = value
         assert len(group_runs(alike)) == 2
+    for encoders, count in (
+        (("/a/base", "/home/b/base/"), 1),
+        (("/a/base", "/a/other"), 2),
+        (("a/base", "b/base"), 2),  # on the Hub
+    ):
+        alike = [make_run([0.5, 0.6], seed=seed) for seed in (1, 2)]
+        for run, encoder in zip(alike, encoders):
+            run.summary["encoder"] = encoder
+        assert len(group_runs(alike)) == count
     frozen = [
         make_run([0.5, 0.6], objective="fixed", seed=seed, fixed_multipliers=f"runs/descent-{seed}") for seed in (1, 2)
     ]

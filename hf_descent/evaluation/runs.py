@@ -73,13 +73,15 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was trained with, but for the seed, the levels at which it was tested after training, and the folder
-        of frozen multipliers, which every seed has of its own."""
+        """What it was trained with, but for the seed, the levels at which it was tested after training, the folder of
+        frozen multipliers, which every seed has of its own, and where the encoder's folder lay."""
         arguments = self.summary.get("arguments", {})
         settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
         if isinstance(settings.get("fixed_multipliers"), str):
             del settings["fixed_multipliers"]
         settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}
+        if os.path.isabs(settings.get("encoder", "")):  # seeds of one training may start from anywhere
+            settings["encoder"] = os.path.basename(os.path.normpath(settings["encoder"]))
         return settings | self.summary.get("command", {})
 
     @property

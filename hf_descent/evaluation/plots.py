@@ -9,6 +9,7 @@
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
@@ -34,11 +35,13 @@ STYLES = (
     {"color": "0.5", "linestyle": "--", "marker": ">"},
 )
 LINES = ("-", "--", "-.", ":", (0, (1, 3)))
+FILES = re.compile(r"(metric_against_noise|layer_losses|ratios|duals_\w+|ablation_\w+)\.(png|svg)")
 ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
 
 
 def save_figures(comparison: Comparison, folder: str) -> list[str]:
-    """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names."""
+    """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names.
+    Figures of an earlier comparison in the folder are removed."""
     groups = comparison.groups
     figures = {"metric_against_noise": plot_curves(groups)}
     if shared_levels(groups):
@@ -51,6 +54,8 @@ def save_figures(comparison: Comparison, folder: str) -> list[str]:
         runs = _alike_but_for((run for group in groups.values() for run in group), setting)
         if len({_setting(run, setting) for run in runs}) > 2:
             figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
+    for file in filter(FILES.fullmatch, os.listdir(folder)):
+        os.remove(os.path.join(folder, file))  # of other runs, perhaps, which may have had more of them
     files = []
     for name, figure in figures.items():
         for ending in ("png", "svg"):

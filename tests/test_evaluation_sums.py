@@ -14,6 +14,7 @@ from tiny import Stream, bert, classification_data
 from transformers import default_data_collator
 
 from hf_descent.evaluation import NoiseCurve, noise_curve
+from hf_descent.evaluation.sums import fingerprint_of_tensors
 
 
 def test_a_killed_measurement_goes_on_and_a_finished_one_is_read(tmp_path, monkeypatch):
@@ -70,6 +71,23 @@ def test_a_finished_curve_is_not_that_of_other_rows(tmp_path):
     later = rows[:32] + [{**row, "labels": (row["labels"] + 1) % 3} for row in rows[32:]]
     second = noise_curve(model, later, [1.0], path=path, batch_size=8)
     assert second.losses[0, 0] != first.losses[0, 0] and second.settings["data"] != first.settings["data"]
+
+
+def test_a_finished_curve_is_not_that_of_other_inputs_beside_the_same_data(tmp_path):
+    """The rows that runs of any architecture are compared on, with a mask or token types of another call."""
+    model, rows, path = bert(), classification_data(16), tmp_path / "curve.json"
+    first = noise_curve(model, rows, [1.0], path=str(path))
+    for name in ("attention_mask", "token_type_ids"):
+        others = [{**row, name: torch.ones(10, dtype=torch.long)} for row in rows]
+        found, fresh = (noise_curve(model, others, [1.0], path=file) for file in (str(path), None))
+        assert found.losses[0, 0] == fresh.losses[0, 0] != first.losses[0, 0]
+        assert found.settings["data"] == first.settings["data"]
+    finished = json.loads(path.read_text()) | {"greater_is_better": "read"}
+    path.write_text(json.dumps(finished))
+    assert noise_curve(model, others, [1.0], path=str(path)).greater_is_better == "read"
+    del finished["settings"]["inputs"]  # as curves were written that did not know theirs
+    path.write_text(json.dumps(finished))
+    assert noise_curve(model, others, [1.0], path=str(path)).greater_is_better is True
 
 
 def test_a_finished_curve_is_not_that_of_other_settings(tmp_path):
@@ -228,3 +246,8 @@ def test_sums_do_not_grow_with_the_data():
     assert few.blocks.shape == (4, 1, 1, 4)
     assert many.blocks.shape == (32, 1, 1, 4)
     np.testing.assert_array_equal(many.blocks[..., 1].sum(), 200)
+
+
+def test_a_tensor_is_itself_however_it_lies_in_memory():
+    found = [fingerprint_of_tensors([("x", x)]) for x in (torch.ones(4), torch.ones(1).expand(4), torch.ones(8)[::2])]
+    assert len(set(found)) == 1 and fingerprint_of_tensors([("x", torch.zeros(4))]) != found[0]

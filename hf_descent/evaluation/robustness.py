@@ -30,7 +30,7 @@ from .scoring import (
     numbered_batches,
     prepare_collator,
 )
-from .sums import BlockSums, fingerprint_of, fingerprint_of_functions, weights_fingerprint
+from .sums import BlockSums, fingerprint_of_functions, fingerprints_of, weights_fingerprint
 from .sweep import Rows, Sweep
 from .uncertainty import pseudo_values, radius
 
@@ -56,8 +56,9 @@ class NoiseCurve(Result):
             32 blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data and, for a file,
-            the weights and the functions. Curves with equal seed, batch size and data have common random numbers.
+        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data (main input and
+            labels), of all inputs and, for a file, the weights and the functions. Curves with equal seed, batch size
+            and data have common random numbers.
     """
 
     metric: str
@@ -229,8 +230,8 @@ def noise_curve(
             function of their logits take one.
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
-            where it was, and a finished curve of the same model, rows (main input and labels) and settings is read,
-            not measured again.
+            where it was, and a finished curve of the same model, rows (all inputs) and settings is read, not
+            measured again.
             Functions are the same where their own code and all that they hold are. Data without a length, a `noise` of
             a class derived from [`EmbeddingNoise`] and functions that cannot be compared (methods, and what cannot be
             pickled) are measured anew.
@@ -283,8 +284,8 @@ def noise_curve(
 
     batches_from = partial(numbered_batches, dataset, collate if perturbation is None else list, batch_size)
 
-    def mark(index: int, batch: Any) -> str:
-        return scorer.fingerprint(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
+    def marks(index: int, batch: Any) -> tuple[str, str]:
+        return scorer.fingerprints(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
     known_length = has_length(dataset)
     settings = {
@@ -293,6 +294,7 @@ def noise_curve(
         "batch_size": getattr(dataset, "batch_size", batch_size),
         "samples": len(dataset) if known_length else None,
         "data": None,
+        "inputs": None,
         "sigma": None if noise is None else noise.sigma,
         "perturbation": next((kind.name for kind in (noise, perturbation) if kind is not None), "gaussian"),
         "weights": None if path is None else weights_fingerprint(model),
@@ -305,23 +307,23 @@ def noise_curve(
     key = [gammas, scorer.metric_name, scale, gamma_train, settings]
     if comparable and os.path.isfile(path):
         curve = NoiseCurve.from_json(path)
-        measured = curve.settings | {"data": None}
+        measured = curve.settings | {"data": None, "inputs": None}
         same = key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, measured]
-        marks = (mark(index, batch) for index, batch in batches_from())
-        if same and curve.settings["data"] == fingerprint_of(enumerate(marks)):
+        numbered = ((index, *marks(index, batch)) for index, batch in batches_from())
+        if same and [curve.settings["data"], curve.settings.get("inputs")] == fingerprints_of(numbered):
             os.utime(path)  # made before the last training, it is this model's all the same
             return curve
 
     if comparable:  # that partial sums are of these rows; their end is not to be read for it
-        key.append(next((mark(index, batch) for index, batch in batches_from()), None))
+        key.append(next((marks(index, batch) for index, batch in batches_from()), None))
     sums = BlockSums((len(gammas), draws), accelerator, path if comparable else None, key)
     sweep = Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
     with evaluating(model):
         for index, batch in tqdm(batches_from(sums.next_index, sums.step), desc="Noise curve", disable=not progress):
-            sums.add(index, sweep(index, inputs_of(index, batch)), mark(index, batch) if known_length else "")
+            sums.add(index, sweep(index, inputs_of(index, batch)), *(marks(index, batch) if known_length else ()))
     blocks = sums.total()
     if known_length:
-        settings["data"] = sums.fingerprint()
+        settings["data"], settings["inputs"] = sums.fingerprints()
     total = blocks.sum(axis=0)  # [levels, draws, 4]
     curve = NoiseCurve(
         scorer.metric_name,

@@ -112,10 +112,13 @@ class Scorer:
         kept = inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
         return with_named_outputs(self._model, kept)
 
-    def fingerprint(self, inputs: Mapping[str, Any]) -> str:
-        """A short text that tells batches apart by their signal and their labels."""
+    def fingerprints(self, inputs: Mapping[str, Any]) -> tuple[str, str]:
+        """Short texts that tell batches apart: by their signal and their labels, which models of any architecture
+        have, and by all their tensors."""
+        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
         names = [getattr(self._model, "main_input_name", "input_ids"), *self._label_names]
-        return fingerprint_of_tensors((name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name)))
+        data = fingerprint_of_tensors((name, tensors[name]) for name in names if name in tensors)
+        return data, fingerprint_of_tensors(sorted(tensors.items()))
 
     def parts(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any], count: int) -> list[torch.Tensor]:
         """What `self(outputs, inputs)` gives for each of `count` copies of the batch `inputs`, run as one."""

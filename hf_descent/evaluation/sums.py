@@ -43,7 +43,7 @@ class BlockSums:
         self.step = 1 if accelerator is None else accelerator.num_processes
         self.next_index = 0 if accelerator is None else accelerator.process_index
         self._blocks = np.zeros((BLOCKS, *shape, 4))
-        self._marks: list[tuple[int, str]] = []  # of the batches counted
+        self._marks: list[tuple] = []  # (index, *marks) of the batches counted
         self._key = json.dumps(key, sort_keys=True)
         self._path = f"{path}.partial" if path is not None and self.step == 1 else None
         self._saved = time.monotonic()
@@ -51,16 +51,16 @@ class BlockSums:
             with np.load(self._path) as partial:
                 if "marks" in partial and str(partial["key"]) == self._key:
                     self._blocks, self.next_index = partial["blocks"], int(partial["next_index"])
-                    self._marks = list(enumerate(partial["marks"].tolist()))
+                    self._marks = [(index, *marks) for index, marks in enumerate(partial["marks"].tolist())]
 
-    def add(self, index: int, sums: np.ndarray, mark: str = ""):
-        """Count the sums `[*shape, 4]` of batch `index`, which `mark` tells from others."""
+    def add(self, index: int, sums: np.ndarray, *marks: str):
+        """Count the sums `[*shape, 4]` of batch `index`, which each of `marks` tells from others."""
         self._blocks[index % BLOCKS] += sums
-        self._marks.append((index, mark))
+        self._marks.append((index, *marks))
         self.next_index = index + self.step
         if self._path is not None and time.monotonic() - self._saved > SAVE_SECONDS:
             with open(f"{self._path}.tmp", "wb") as file:
-                marks = [mark for _, mark in self._marks]
+                marks = [marks for _, *marks in self._marks]
                 np.savez(file, blocks=self._blocks, next_index=self.next_index, key=self._key, marks=marks)
             os.replace(f"{self._path}.tmp", self._path)
             self._saved = time.monotonic()
@@ -77,9 +77,9 @@ class BlockSums:
             raise ValueError("`dataset` is empty or holds no labels that count; give labelled held-out data.")
         return blocks[counts.reshape(BLOCKS, -1).any(axis=1)]
 
-    def fingerprint(self) -> str:
-        """A short text that tells the data apart, over all processes."""
-        return fingerprint_of(gather_object(self._marks) if self.step > 1 else self._marks)
+    def fingerprints(self) -> list[str]:
+        """Of each mark, a short text that tells the data apart, over all processes."""
+        return fingerprints_of(gather_object(self._marks) if self.step > 1 else self._marks)
 
     def forget(self):
         """Remove the partial sums, once the result itself is on disk."""
@@ -87,9 +87,10 @@ class BlockSums:
             os.remove(self._path)
 
 
-def fingerprint_of(marks: Iterable[tuple[int, str]]) -> str:
-    """One short text of the numbered marks of batches, in any order."""
-    return hashlib.sha256(repr(sorted(marks)).encode()).hexdigest()[:16]
+def fingerprints_of(marks: Iterable[tuple]) -> list[str]:
+    """One short text for each mark of batches, (index, *marks) each, in any order."""
+    indices, *kinds = zip(*sorted(marks))
+    return [hashlib.sha256(repr(list(zip(indices, kind))).encode()).hexdigest()[:16] for kind in kinds]
 
 
 def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -97,7 +98,7 @@ def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in named:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
 

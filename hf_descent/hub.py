@@ -163,8 +163,9 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         card["baseline"] = {name: known.get(name) for name in names}
         for name, values in _measured(card).items():
             for what, other in _measured(known)[name].items():
-                if card["baseline"][name] and card.get(name) and other != values[what]:
-                    own = values[what]
+                own = values[what]
+                unknown = what == "data" and None in (own, other)  # in older files
+                if card["baseline"][name] and card.get(name) and other != own and not unknown:
                     logger.warning(
                         f"The card leaves out {baseline}'s `{name}`: its {what} is {other}, this run's {own}."
                     )
@@ -206,7 +207,8 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
         measured = {name: result.settings.get(name) for name in COMMON}
         return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1], **measured}
     if name == "layer_profile":
-        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "descending_share")
+        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "data")
+        fields += ("descending_share",)
         median = np.median(result.ratios) if result.ratios.size else None
         return {field: getattr(result, field) for field in fields} | {"ratio_median": median}
     if name == "exit_profile":
@@ -224,7 +226,7 @@ def _measured(card) -> dict[str, dict[str, Any]]:
     return {
         "evaluation": {"split": card.get("split")},
         "noise_curve": {name: noise.get(name) for name in ("metric", *COMMON)},
-        "layer_profile": {"gamma": layers.get("gamma")},
+        "layer_profile": {name: layers.get(name) for name in ("gamma", "data")},
     }
 
 

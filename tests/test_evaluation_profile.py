@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_a_number_is_not_feasible(layer):
     blocks = np.ones((4, 3, 4))
     blocks[..., 2] = losses
     scorer = SimpleNamespace(metric_name="accuracy", scale=1.0)
-    profile = _profile(scorer, blocks, np.zeros((8, 3)), 0.0, DescentProblem(0.1, 1.0, 3), 0.01)
+    profile = _profile(scorer, blocks, np.zeros((8, 3)), 0.0, DescentProblem(0.1, 1.0, 3), 0.01, None)
     assert math.isnan(profile.max_violation) and profile.feasible is False
 
 

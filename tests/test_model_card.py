@@ -132,6 +132,12 @@ def test_a_baseline_stands_beside_a_run_only_where_it_was_measured_alike(tmp_pat
     assert rows["evaluation"] is None and rows["noise_curve"] is None and noisy["evaluation"] is not None
     assert noisy["layer_profile"] is None and noisy["noise_curve"]["metric"] == "accuracy"
     assert other["layer_profile"]["gamma"] == 0 and other["noise_curve"] is None
+    assert rows["layer_profile"] is None
+    path = tmp_path / "rows" / "layer_profile.json"
+    old = {name: value for name, value in json.loads(path.read_text()).items() if name != "data"}
+    path.write_text(json.dumps(old))  # as profiles were written that did not know their rows
+    for own, baseline in (("own", "rows"), ("rows", "own")):
+        assert collect(tmp_path / own, tmp_path / baseline)["baseline"]["layer_profile"] is not None
 
 
 def test_a_card_without_evaluations_says_so(tmp_path):

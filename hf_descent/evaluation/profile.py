@@ -54,6 +54,7 @@ class LayerProfile(Result):
         blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
             blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
+        data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
     """
 
     metric: str
@@ -68,6 +69,7 @@ class LayerProfile(Result):
     tolerance: float = 0.0
     blocks: np.ndarray | None = None
     scale: float = 1.0
+    data: str | None = None
 
     @property
     def ending(self) -> str:
@@ -218,20 +220,22 @@ def layer_profiles(
                     layers = read_layers(reader, given, partial(_score, scorer, inputs))
                 scores.append(torch.stack([layer_sums for layer_sums, _ in layers]))  # [layers, 4]
                 losses.append(torch.stack([losses for _, losses in layers], dim=1))  # [samples, layers]
-            sums.add(index, torch.stack(scores).numpy())
+            sums.add(index, torch.stack(scores).numpy(), scorer.fingerprints(inputs)[0])
             samples.append((index, torch.stack(losses).double().numpy()))
     # A process without a batch of its own adds zeros that broadcast.
-    blocks = (sums or BlockSums((1, 1), accelerator)).total()  # [blocks, levels, layers, 4]
+    sums = sums or BlockSums((1, 1), accelerator)
+    blocks = sums.total()  # [blocks, levels, layers, 4]
+    (data,) = sums.fingerprints()
     if step > 1:
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
     return [
-        _profile(scorer, blocks[:, level], samples[level], gamma, problem, tolerance)
+        _profile(scorer, blocks[:, level], samples[level], gamma, problem, tolerance, data)
         for level, gamma in enumerate(gammas)
     ]
 
 
-def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance) -> LayerProfile:
+def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance, data) -> LayerProfile:
     total = blocks.sum(axis=0)  # [layers, 4]
     profile = LayerProfile(
         scorer.metric_name,
@@ -241,6 +245,7 @@ def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance) -> LayerP
         gamma,
         blocks=blocks,
         scale=scorer.scale,
+        data=data,
     )
     if problem is None:
         return profile

@@ -159,17 +159,21 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
             card[name] = _summary(name, kind.from_json(str(folder / f"{name}.json")))
     if baseline is not None:
         known = collect(baseline)
-        names = ("model_name", "objective", "settings", "evaluation", "noise_curve", "layer_profile")
+        names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
         card["baseline"] = {name: known.get(name) for name in names}
-        for name, values in _measured(card).items():
-            for what, other in _measured(known)[name].items():
-                own = values[what]
-                unknown = what == "data" and None in (own, other)  # in older files
-                if card["baseline"][name] and card.get(name) and other != own and not unknown:
-                    logger.warning(
-                        f"The card leaves out {baseline}'s `{name}`: its {what} is {other}, this run's {own}."
-                    )
-                    card["baseline"][name] = None
+    elif "baseline" in card:  # an older card does not say its split, which was that of the run
+        card["baseline"] = {"split": known.get("split")} | card["baseline"]
+    beside = card.get("baseline") or {}
+    for name, values in _measured(card).items():
+        for what, other in _measured(beside)[name].items():
+            own = values[what]
+            unknown = what == "data" and None in (own, other)  # in older files
+            if beside.get(name) and card.get(name) and other != own and not unknown:
+                logger.warning(
+                    f"The card leaves out the `{name}` of {beside['model_name']}: its {what} is {other}, this run's "
+                    f"{own}."
+                )
+                beside[name] = None
     return plain(card)
 
 

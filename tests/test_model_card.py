@@ -38,6 +38,12 @@ def read(folder):
     return ModelCard.load(folder / "README.md"), text
 
 
+def measure(model, folder, rows, split="test", gamma=0.0, metric="accuracy"):
+    (folder / f"{split}_results.json").write_text(json.dumps({f"{split}_accuracy": 0.9}))
+    layer_profile(model, rows, gamma=gamma).to_json(folder / "layer_profile.json")
+    noise_curve(model, rows, [0, 1], metric=metric).to_json(folder / "noise_curve.json")
+
+
 def results_of(card):
     return {result.metric_name: result.metric_value for result in card.data.eval_results}
 
@@ -120,12 +126,8 @@ def test_a_baseline_stands_beside_a_run_only_where_it_was_measured_alike(tmp_pat
         ("rows", 0.0, "accuracy"),
     ):
         trainer = trained(tmp_path / name, objective="erm", max_steps=1)
-        data = classification_data(16, seed=int(name == "rows"))
-        prefix = "eval" if name == "rows" else "test"
-        (tmp_path / name / f"{prefix}_results.json").write_text(json.dumps({f"{prefix}_accuracy": 0.9}))
-        layer_profile(trainer.model, data, gamma=gamma).to_json(tmp_path / name / "layer_profile.json")
-        curve = noise_curve(trainer.model, data, [0, 1], metric=metric)
-        curve.to_json(tmp_path / name / "noise_curve.json")
+        data, split = classification_data(16, seed=int(name == "rows")), "eval" if name == "rows" else "test"
+        measure(trainer.model, tmp_path / name, data, split, gamma, metric)
     noisy, other, rows = (
         collect(tmp_path / "own", tmp_path / name)["baseline"] for name in ("noisy", "errors", "rows")
     )
@@ -138,6 +140,24 @@ def test_a_baseline_stands_beside_a_run_only_where_it_was_measured_alike(tmp_pat
     path.write_text(json.dumps(old))  # as profiles were written that did not know their rows
     for own, baseline in (("own", "rows"), ("rows", "own")):
         assert collect(tmp_path / own, tmp_path / baseline)["baseline"]["layer_profile"] is not None
+
+
+def test_a_baseline_that_a_card_has_kept_is_held_against_what_was_measured_since(tmp_path):
+    names = ("evaluation", "noise_curve", "layer_profile")
+    for name in ("erm", "descent"):
+        trainer = trained(tmp_path / name, objective=name, max_steps=1)
+        measure(trainer.model, tmp_path / name, classification_data(16))
+    run, kept = tmp_path / "descent", tmp_path / "descent" / "model_card.json"
+    write_card(run, tmp_path / "erm")
+    card = json.loads(kept.read_text())
+    del card["baseline"]["split"]  # as cards were written that did not say it
+    kept.write_text(json.dumps(card))
+    assert all(collect(run)["baseline"][name] for name in names)
+    measure(trainer.model, run, classification_data(16, seed=1), "eval")
+    (run / "test_results.json").unlink()
+    cli.main(["card", str(run)])
+    found = json.loads(kept.read_text())["baseline"]
+    assert [found[name] for name in names] == [None] * 3 and found["settings"] == card["baseline"]["settings"]
 
 
 def test_a_card_without_evaluations_says_so(tmp_path):

@@ -43,7 +43,6 @@ RESULTS: dict[str, type[Result]] = {
     "confidence_exit": ConfidenceReport,
     "speculation_profile": SpeculationProfile,
 }
-FIGURES = ("layers.png", "noise.png", "exits.png")
 # What people say of a model; the rest of a card is of one training.
 SAID = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
@@ -108,6 +107,8 @@ class ModelCardMixin:
 def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> dict[str, Any]:
     """What is known of a run, in plain JSON values: what its `model_card.json` says, `facts`, and its result files.
 
+    Results are those of the files that are there: what a card has said of one that is gone is not said again.
+
     Args:
         folder (`str` or `Path`): output folder of a run.
         baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
@@ -134,7 +135,11 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         "paper": DescentMixin._paper,
     }
     fresh = partial(_is_fresh, folder, descent)
-    known = {name: it for name, it in _read(folder / CARD_DATA_NAME).items() if name in SAID or fresh(CARD_DATA_NAME)}
+    known = {
+        name: value
+        for name, value in _read(folder / CARD_DATA_NAME).items()
+        if name in SAID or (name not in RESULTS and fresh(CARD_DATA_NAME))
+    }
     card |= known | {name: value for name, value in facts.items() if value is not None}
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "peft" if adapter else "transformers"
@@ -181,9 +186,12 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
     folder = Path(folder)
     card = collect(folder, baseline, **facts)
-    for name, figure in _figures(card).items():
+    figures = _figures(card)
+    for name, figure in figures.items():
         figure.savefig(folder / name, dpi=120)
-    card["figures"] = [name for name in FIGURES if _is_fresh(folder, card["descent"], name)]
+    card["figures"] = list(figures)
+    if card.get("exit_profile") and _is_fresh(folder, card["descent"], "exits.png"):
+        card["figures"].append("exits.png")  # drawn by `hf-descent exit`
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     (folder / CARD_DATA_NAME).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text, encoding="utf-8")

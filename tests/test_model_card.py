@@ -160,6 +160,23 @@ def test_a_baseline_that_a_card_has_kept_is_held_against_what_was_measured_since
     assert [found[name] for name in names] == [None] * 3 and found["settings"] == card["baseline"]["settings"]
 
 
+def test_results_whose_files_are_gone_are_not_said_again(tmp_path):
+    trainer = trained(tmp_path, max_steps=1)
+    measure(trainer.model, tmp_path, classification_data(16))
+    ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(tmp_path / "exit_profile.json")
+    (tmp_path / "exits.png").touch()
+    trainer.create_model_card(license="mit")
+    text = read(tmp_path)[1]
+    assert all(f"({name}.png)" in text for name in ("layers", "noise", "exits")) and "No losses per layer" not in text
+    for name in ("layer_profile", "noise_curve", "exit_profile"):
+        (tmp_path / f"{name}.json").unlink()
+    cli.main(["card", str(tmp_path)])
+    card, text = read(tmp_path)
+    assert "![" not in text and "No losses per layer" in text and "was not measured; `hf-descent exit`" in text
+    assert results_of(card) == {"accuracy": 0.9} and card.data.license == "mit"
+    assert json.loads((tmp_path / "model_card.json").read_text())["figures"] == []
+
+
 def test_a_card_without_evaluations_says_so(tmp_path):
     trained(tmp_path / "run", objective="erm").create_model_card()
     card, text = read(tmp_path / "run")
@@ -234,7 +251,9 @@ def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
     assert "Trained at gamma between 0.1 and 0.5." in text
     write_card(tmp_path, objective="hinge")
     assert "violations of the descent constraints were penalised" in read(tmp_path)[1]
-    write_card(tmp_path, objective="deep_supervision")  # with a problem that it was not trained to meet
+    write_card(
+        tmp_path, objective="deep_supervision", layer_profile=layers
+    )  # with a problem that it was not trained to meet
     text = read(tmp_path)[1]
     assert "Feasibility was not asked for" in text and "feasible**" not in text.lower()
     assert "| layer | f_l |" in text and "| violation |" not in text

@@ -30,9 +30,10 @@ from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from .data.video import VideoArguments, load_clips
-from .descent_state import SUMMARY_NAME, find_json, write_summary
+from .descent_state import SUMMARY_NAME, find_json, read_json, write_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
+from .evaluation.sums import weights_fingerprint
 from .evaluation.uncertainty import check_confidence
 from .loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from .losses import IGNORE_INDEX
@@ -41,6 +42,9 @@ from .problem import LARGEST, SMALLEST, DescentProblem
 
 
 logger = logging.get_logger(__name__)
+
+
+CURVES = ("noise_curve", "privacy_curve", *(f"{kind.name}_curve" for kind in (Typos, salt_and_pepper)))
 
 
 @dataclass
@@ -221,11 +225,6 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     if args.perturbation_rates is not None and task.perturbation is None:
         raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
     summary = find_json(name, SUMMARY_NAME)
-    if os.path.abspath(folder) != os.path.abspath(name):
-        if summary:
-            write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
-        else:
-            Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
     gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
         **task.settings,
@@ -240,11 +239,18 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         path = os.path.join(folder, f"{file}.json")
         return noise_curve(model, rows, gammas, draws=args.draws, path=path, **shared | settings)
 
-    tables = []
+    tables, private = [], None
     if args.epsilons is not None:  # first, since it refuses the most
         private = privacy_curve(
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
+    _remove_former_results(folder, weights_fingerprint(model))  # first, lest a killed call leave them beside new ones
+    if os.path.abspath(folder) != os.path.abspath(name):
+        if summary:
+            write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
+        else:
+            Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
+    if private is not None:
         private.to_json(os.path.join(folder, "privacy_curve.json"))
         tables.append(f"Privacy of the input\n{private}")
     found = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
@@ -274,12 +280,22 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     if 0.0 in gammas and len(gammas) > 1:
         results["shift_growth"] = growth = shift_growth(profiles)
         tables.append(f"Growth under the shift\n{growth}")
-    for file in os.listdir(folder):
-        if file.startswith(("layer_profile", "certificate", "shift_growth")) and file.endswith(".json"):
-            os.remove(os.path.join(folder, file))  # of an earlier evaluation, perhaps of other rows or levels
     for file, result in results.items():
         result.to_json(os.path.join(folder, f"{file}.json"))
     return "\n\n".join(tables)
+
+
+def _remove_former_results(folder: str, weights: str) -> None:
+    """Removes what an evaluation always replaces, but for a curve of these weights, which may be taken as it is, and
+    the curves that it need not replace where they are not known to be of these weights."""
+    for path in Path(folder).glob("*.json"):
+        if path.stem in CURVES:
+            curve = read_json(path)
+            if curve.get("settings", curve).get("weights") != weights:
+                path.unlink()
+                path.with_suffix(".csv").unlink(missing_ok=True)
+        elif path.name.startswith(("layer_profile", "certificate", "shift_growth")):
+            path.unlink()  # perhaps of other rows or levels
 
 
 def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:

@@ -29,6 +29,7 @@ from torch import nn
 
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
+from .evaluation.sums import weights_fingerprint
 from .layer_stack import inner_model
 from .lookups import look_up
 from .noise import EmbeddingNoise
@@ -115,6 +116,7 @@ class PrivacyCurve(Result):
         radii (float64 `[E]`): half-widths of its 95 % intervals.
         clean (`float`): the metric without noise and clipping.
         delta, clip_norm, tokens: see [`epsilon_of_gamma`].
+        weights (`str`, *optional*): fingerprint of the model's weights.
     """
 
     metric: str
@@ -127,6 +129,7 @@ class PrivacyCurve(Result):
     delta: float
     clip_norm: float
     tokens: int
+    weights: str | None = None
 
     def __str__(self) -> str:
         rows = [f"{'epsilon':>10} {'per token':>10} {'gamma':>8} {self.metric:>12} {'+- (95 %)':>10}"]
@@ -180,6 +183,7 @@ def privacy_curve(
         delta,
         clip_norm,
         tokens,
+        weights_fingerprint(model),
     )
 
 

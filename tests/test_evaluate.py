@@ -116,7 +116,10 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
     assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
     assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
-    kept = {file.name for file in name.iterdir()}
+    former = {
+        file.name for file in name.glob("*.json") if file.name.startswith(("layer_", "certificate", "shift_growth"))
+    }
+    kept = {file.name for file in name.iterdir()} - former  # a killed call leaves none beside its new curve
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "certify", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -153,6 +156,29 @@ def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, t
     assert Run.load(str(tmp_path / "results" / "run-1")).arm == "descent"
     cli.main(["evaluate", str(plain), *flags])
     assert Run.load(str(tmp_path / "results" / "run-1")).arm == "run-1"
+
+
+def test_curves_of_another_model_of_its_name_do_not_stay(workplace, tmp_path):
+    results = tmp_path / "results" / "run-0"
+    for seed in (0, 1):
+        shutil.copytree(workplace / f"run-{seed}", tmp_path / str(seed) / "run-0")
+    flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
+    first, other = (["evaluate", str(tmp_path / seed / "run-0"), *flags] for seed in "01")
+    cli.main([*first, "--perturbation_rates", "0.5", "--epsilons", "50"])
+    names = {f"{name}_curve.{ending}" for name in ("noise", "typos") for ending in ("json", "csv")}
+    names.add("privacy_curve.json")
+    before = {name: (results / name).read_text() for name in names}
+    cli.main(first)
+    assert {name: (results / name).read_text() for name in names} == before  # of the same model
+    (results / "mine_curve.json").write_text("[]")
+    cli.main(other)
+    assert {file.name for file in results.glob("*_curve.*")} == {
+        "noise_curve.json",
+        "noise_curve.csv",
+        "mine_curve.json",
+    }
+    with pytest.raises(ValueError, match="no typos_curve.json"):
+        Run.load(str(results), "typos_curve")
 
 
 def test_completions_of_a_language_model(tmp_path):

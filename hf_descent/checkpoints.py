@@ -3,7 +3,6 @@
 A process can be killed at any moment of a save; a run resumes from the newest checkpoint that is complete.
 """
 
-import dataclasses
 import glob
 import json
 import os
@@ -26,10 +25,10 @@ from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
 from transformers.utils import logging
 
-from .configs import BY_RANK, OF_LAYERS, DescentArguments
+from .configs import BY_RANK, OF_LAYERS
 from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
 from .layer_stack import inner_model
-from .problem import as_python
+from .recorded_arguments import training_arguments
 from .selection import best_candidate
 
 
@@ -40,12 +39,6 @@ DEEPSPEED_FOLDER = "global_step"
 TORCH_FILES = (
     "adapter_model", "bf16_zero", "mp_rank", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler",
     "training_args", "zero_pp_rank",
-)  # fmt: skip
-# What makes one way of training another, beside the arguments of this package.
-TRAINING_ARGUMENTS = (
-    "gradient_accumulation_steps", "label_smoothing_factor", "learning_rate", "lr_scheduler_type", "max_grad_norm",
-    "max_steps", "neftune_noise_alpha", "num_train_epochs", "optim", "per_device_train_batch_size", "seed",
-    "warmup_steps", "weight_decay", "world_size",
 )  # fmt: skip
 
 
@@ -251,12 +244,6 @@ class CheckpointMixin:
     def _saved_summary(self) -> dict:
         names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
         return next((summary for name in names if (summary := find_json(name, SUMMARY_NAME))), {})
-
-
-def training_arguments(args: DescentArguments) -> dict:
-    """The arguments that make one way of training another, the seed among them, in JSON values."""
-    names = [argument.name for argument in dataclasses.fields(DescentArguments)]
-    return {name: as_python(getattr(args, name)) for name in [*names, *TRAINING_ARGUMENTS]}
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

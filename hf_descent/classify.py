@@ -15,6 +15,7 @@ from .data.text import DataArguments, load_text_classification, most_tokens, tok
 from .loading import load_tokenizer, position_limit
 from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
+from .recorded_arguments import json_value
 from .trainer import DescentMixin, DescentTrainer
 
 
@@ -130,7 +131,7 @@ def train_and_report(
     the training, since runs that differ in it are not seeds of one.
     """
     given = {name: value for each in arguments for name, value in vars(each).items() if name not in OF_REPORTS}
-    trainer.command = {name: _without_folders(value) for name, value in given.items()}
+    trainer.command = {name: json_value(value) for name, value in given.items()}
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     trainer.save_model()
     trainer.save_state()
@@ -138,15 +139,6 @@ def train_and_report(
     report()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()  # what was saved before is without the results
-
-
-def _without_folders(value: Any) -> Any:
-    """A JSON value of an argument; of a path its last part, since seeds of one training may start from anywhere."""
-    if isinstance(value, list | tuple):
-        return [_without_folders(item) for item in value]
-    if isinstance(value, str) and os.path.exists(value):
-        return os.path.basename(os.path.abspath(value))
-    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:

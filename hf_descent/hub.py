@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
-from .checkpoints import training_arguments
 from .descent_state import SUMMARY_NAME, is_stale, read_json, write_summary
 from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
@@ -29,6 +28,7 @@ from .evaluation.comparison import COMMON
 from .evaluation.scoring import Result
 from .layer_stack import inner_model
 from .model_card import render
+from .recorded_arguments import training_arguments
 
 
 logger = logging.get_logger(__name__)

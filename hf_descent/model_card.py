@@ -332,12 +332,13 @@ def _setting_table(card, baseline) -> str:
         if own.get(name) == "auto" and key in descent:
             own[name] = ["auto:", *([descent[key]] if not isinstance(descent[key], list) else descent[key])]
     other = {"objective": baseline.get("objective")} | (baseline.get("settings") or {})
-    own = {name: value for name, value in own.items() if (value, other.get(name)) != (None, None)}
+    # Those of the baseline alone are at their defaults in this run, where not all are recorded.
+    names = [name for name in own | other if (own.get(name), other.get(name)) != (None, None)] if own else []
     return _table(
         ["setting", "value"],
-        [[f"`{name}`", value] for name, value in own.items()],
+        [[f"`{name}`", own.get(name)] for name in names],
         baseline if baseline.get("settings") else {},
-        [[other.get(name)] for name in own],
+        [[other.get(name)] for name in names],
     )
 
 

@@ -27,6 +27,7 @@ from .cli import parse_recipe
 from .configs import DescentConfig
 from .fingerprints import fingerprint
 from .problem import LARGEST, as_python
+from .recorded_arguments import training_arguments
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -152,8 +153,6 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         import optuna
     except ImportError:
         raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
-    from .checkpoints import training_arguments
-
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
     data_args = without_test_rows(data_args)

@@ -77,6 +77,8 @@ class Run:
         frozen multipliers, which every seed has of its own, and where the encoder's folder lay."""
         arguments = self.summary.get("arguments", {})
         settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
+        if settings.get("data_seed") == arguments.get("seed"):  # as where it is not given
+            settings.pop("data_seed", None)
         if isinstance(settings.get("fixed_multipliers"), str):
             del settings["fixed_multipliers"]
         settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}

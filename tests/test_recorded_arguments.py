@@ -1,0 +1,102 @@
+"""What is recorded of arguments tells ways of training apart; it is plain JSON without secrets and folders."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from runs import make_curve
+from tiny import bert, classification_data, config
+
+from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.evaluation.comparison import group_runs
+from hf_descent.evaluation.runs import Run
+from hf_descent.model_card import render
+from hf_descent.recorded_arguments import training_arguments
+
+
+def recorded(args):
+    return json.loads(json.dumps(training_arguments(args)))
+
+
+def sizes_of_groups(*arguments):
+    runs = [Run("run", make_curve([0.5, 0.6]), summary={"arguments": recorded(args)}) for args in arguments]
+    return [len(group) for group in group_runs(runs).values()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"adam_beta1": 0.8},
+        {"adam_epsilon": 1e-6},
+        {"bf16": True},
+        {"data_seed": 7},
+        {"dataloader_drop_last": True},
+        {"lr_scheduler_kwargs": {"num_cycles": 2}},
+        {"optim_args": "a=1"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_any_other_setting_makes_another_way_of_training(tmp_path, options):
+    alike = [config(tmp_path, lr_scheduler_type="cosine_with_restarts", seed=seed) for seed in (1, 2)]
+    other = config(tmp_path, lr_scheduler_type="cosine_with_restarts", seed=3, **options)
+    assert sizes_of_groups(*alike, other) == [2, 1]
+    name, value = next(iter(options.items()))
+    assert recorded(other)[name] == value and name not in recorded(alike[0])
+
+
+def test_what_is_saved_and_reported_makes_no_other_way_of_training(tmp_path):
+    changes = {
+        "dataloader_num_workers": 2, "do_eval": True, "eval_steps": 7, "eval_strategy": "steps", "hub_model_id": "a/b",
+        "hub_token": "hf_secret", "logging_steps": 3, "run_name": "mine", "save_steps": 9, "save_strategy": "steps",
+    }  # fmt: skip
+    other = config(tmp_path / "other", seed=2, data_seed=2, **changes)  # the seed of the data is that of training
+    assert sizes_of_groups(config(tmp_path, seed=1), other) == [2]
+    assert recorded(other) == recorded(config(tmp_path, seed=2)) | {"data_seed": 2}
+
+
+def test_the_arguments_of_trl_are_recorded(tmp_path):
+    pytest.importorskip("trl")
+    from hf_descent import SFTDescentConfig
+
+    settings = {"report_to": "none", "use_cpu": True, "bf16": False}
+    ways = ({}, {"max_length": None}, {"max_length": 64}, {"completion_only_loss": True}, {"packing": True})
+    arguments = [SFTDescentConfig(str(tmp_path), seed=seed, **way, **settings) for way in ways for seed in (1, 2)]
+    assert sizes_of_groups(*arguments) == [2] * len(ways)
+    tokens = SFTDescentConfig(str(tmp_path), eos_token="</s>", hub_token="hf_secret", **settings)
+    assert recorded(tokens)["eos_token"] == "</s>" and "hf_secret" not in json.dumps(recorded(tokens))
+
+
+@dataclass
+class OwnConfig(DescentConfig):
+    api_key: str | None = None
+    base: str | None = None
+    load: dict = field(default_factory=dict)
+    table: list = field(default_factory=list)
+
+
+def test_a_run_records_plain_values_without_secrets_and_folders(tmp_path):
+    given = {"token": "hf_secret", "dtype": torch.bfloat16, "nested": {"password": "secret", "rows": (1, 2)}}
+    args = OwnConfig(
+        str(tmp_path), report_to="none", use_cpu=True, save_strategy="no", max_steps=2, descent_alpha=0.3,
+        initial_loss_bound=1.0, dual_warmup_steps=0, api_key="secret", hub_token="hf_secret", base=str(tmp_path),
+        load=given | {"hook": object()},
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(), args, train_dataset=classification_data(16))
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    found = json.loads((tmp_path / "descent_config.json").read_text())["arguments"]
+    assert found["load"] == {"dtype": "torch.bfloat16", "nested": {"rows": [1, 2]}, "hook": "<object object>"}
+    assert found["base"] == tmp_path.name and not {"api_key", "hub_token", "table"} & found.keys()
+    card = (tmp_path / "README.md").read_text()
+    assert f"| `base` | {tmp_path.name} |" in card and "secret" not in card + json.dumps(found)
+    assert found.keys() - recorded(config(tmp_path)).keys() == {"base", "load"}
+
+
+def test_a_card_shows_what_the_baseline_alone_has_set():
+    card = {"model_name": "own", "architecture": "BertModel", "objective": "erm", "library_name": "transformers"}
+    card |= {"paper": DescentTrainer._paper, "settings": {"seed": 1, "adam_beta1": 0.8}}
+    card["baseline"] = {"model_name": "other", "objective": "erm", "settings": {"seed": 1, "bf16": True}}
+    text = str(render(card))
+    assert "| `adam_beta1` | 0.8 | - |" in text and "| `bf16` | - | yes |" in text

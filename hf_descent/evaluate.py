@@ -43,7 +43,6 @@ from .problem import LARGEST, SMALLEST, DescentProblem
 
 logger = logging.get_logger(__name__)
 
-
 CURVES = ("noise_curve", "privacy_curve", *(f"{kind.name}_curve" for kind in (Typos, salt_and_pepper)))
 
 
@@ -244,7 +243,8 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         private = privacy_curve(
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
-    _remove_former_results(folder, weights_fingerprint(model))  # first, lest a killed call leave them beside new ones
+    # Before anything is written: a killed call would leave them beside new ones.
+    _remove_former_results(folder, weights_fingerprint(model))
     if os.path.abspath(folder) != os.path.abspath(name):
         if summary:
             write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
@@ -286,8 +286,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
 
 
 def _remove_former_results(folder: str, weights: str) -> None:
-    """Removes what an evaluation always replaces, but for a curve of these weights, which may be taken as it is, and
-    the curves that it need not replace where they are not known to be of these weights."""
+    """Removes the profiles and what was made of them, and every curve that is not known to be of these weights."""
     for path in Path(folder).glob("*.json"):
         if path.stem in CURVES:
             curve = read_json(path)
@@ -295,7 +294,7 @@ def _remove_former_results(folder: str, weights: str) -> None:
                 path.unlink()
                 path.with_suffix(".csv").unlink(missing_ok=True)
         elif path.name.startswith(("layer_profile", "certificate", "shift_growth")):
-            path.unlink()  # perhaps of other rows or levels
+            path.unlink()  # perhaps of other rows or levels, which this evaluation need not have
 
 
 def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:

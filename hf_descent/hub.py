@@ -166,7 +166,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
         card["baseline"] = {name: known.get(name) for name in names}
-    elif "baseline" in card:  # an older card does not say its split, which was that of the run
+    elif card.get("baseline"):  # an older card does not say its split, which was that of the run
         card["baseline"] = {"split": known.get("split")} | card["baseline"]
     beside = card.get("baseline") or {}
     for name, values in _measured(card).items():

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,19 @@ def check_least(args: Any, least: Mapping[str, float]) -> None:
         value = getattr(args, name)
         if value is not None and not value >= bound:
             raise ValueError(f"`{name}` is {value}; give at least {bound}, or leave it out.")
+
+
+def writable_folder(argument: str, path: str | Path) -> Path:
+    """The folder `path`, made where it is missing; ValueError where nothing can be written there, to be said before
+    anything is measured."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(
+            f"Nothing can be written into {str(path)!r} ({error.strerror}); name another folder by `{argument}`."
+        ) from error
+    return Path(path)
 
 
 def load_recipe(path: str) -> dict[str, Any]:

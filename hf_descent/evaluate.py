@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .cli import check_least, parse_recipe
+from .cli import check_least, parse_recipe, writable_folder
 from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
@@ -205,8 +205,9 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
     folders = [_results_folder(name, args.results_dir) for name in names]
     if len(set(folders)) < len(folders):
         raise ValueError(f"Models of one name would overwrite each other's results: {folders}; evaluate them apart.")
+    for folder in folders:
+        writable_folder("results_dir", folder)
     for name, folder in zip(names, folders):
-        os.makedirs(folder, exist_ok=True)
         print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import torch
 from matplotlib.figure import Figure
 
-from .cli import check_least
+from .cli import check_least, writable_folder
 from .data.splits import check_texts, load_file
 from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from .early_exit import (
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     check_least(args, dict.fromkeys((*counts, "max_seq_length"), 1))
     if not 0 <= args.max_loss < 1:
         raise ValueError(f"`max_loss` is {args.max_loss}; give a share of the samples below 1, such as 0.01.")
-    folder = Path(args.output_dir or (args.model if Path(args.model).is_dir() else "."))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = args.output_dir or (args.model if Path(args.model).is_dir() else ".")
+    folder = writable_folder("output_dir", folder)
     model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)
     if hasattr(model, "merge_and_unload"):  # an adapter: its layers are taken away with those of its base
         model = model.merge_and_unload()
@@ -89,6 +89,8 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
     limit = most_tokens(tokenizer, args.max_seq_length, position_limit(model))
     dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
     if "test" not in dataset:
+        if len(dataset["validation"]) < 2:
+            raise ValueError("The one validation row cannot be halved; give more, or a `test_file` or `test_split`.")
         halves = dataset["validation"].train_test_split(0.5, seed=args.split_seed)
         dataset["validation"], dataset["test"] = halves["train"], halves["test"]
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from tiny import bert
 
 from hf_descent import cli
 from hf_descent.configs import DescentConfig
@@ -140,3 +141,11 @@ def test_help_needs_neither_torch_nor_transformers():
         "try:\n    main(['--help'])\nexcept SystemExit:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")])
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, command, flag):
+    bert().save_pretrained(tmp_path / "run")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"Nothing can be written into '.*file.*name another folder by `{flag[2:]}`"):
+        cli.main([command, str(tmp_path / "run"), flag, str(tmp_path / "file")])

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_descent.data import text
+from hf_descent.data.splits import hold_out
 from hf_descent.data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 
 
@@ -60,6 +61,14 @@ def test_validation_is_drawn_from_train_once_for_all_seeds(train_file):
     held_out, kept = set(splits["validation"]["text"]), set(splits["train"]["text"])
     assert not held_out & kept
     assert held_out | kept == {row["text"] for row in ROWS}
+
+
+@pytest.mark.parametrize(("count", "percentage"), [(1, 5), (10, 99)])
+def test_too_few_rows_to_hold_some_out_are_named(tmp_path, count, percentage):
+    rows = Dataset.from_dict({"text": ["a"] * count})
+    args = DataArguments(train_file="rows.csv", validation_split_percentage=percentage)
+    with pytest.raises(ValueError, match=f"`validation_split_percentage` = {percentage} of {count} training rows"):
+        hold_out({"train": rows}, args)
 
 
 def test_limits_draw_at_random_and_spare_the_test_split_from_training(tmp_path):

@@ -85,9 +85,19 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     """Draws validation rows from the training rows where there are none; then as many of each as `args` allows.
 
     Held-out rows come in random order, as intervals over blocks of them assume: files are often sorted by class.
+
+    Raises:
+        ValueError: there are too few training rows to hold some out.
     """
     if "validation" not in splits:
-        halves = splits["train"].train_test_split(args.validation_split_percentage / 100, seed=args.split_seed)
+        share = args.validation_split_percentage / 100
+        try:
+            halves = splits["train"].train_test_split(share, seed=args.split_seed)
+        except ValueError as error:
+            raise ValueError(
+                f"`validation_split_percentage` = {args.validation_split_percentage:g} of {len(splits['train'])} "
+                "training rows leaves none for training or none for validation; give more, or validation rows."
+            ) from error
         splits = {**splits, "train": halves["train"], "validation": halves["test"]}
     for name, rows in splits.items():
         limit = args.max_train_samples if name == "train" else args.max_eval_samples

@@ -1,8 +1,8 @@
 """What several passes of a denoiser gain when SURE chooses or mixes them, and what they lose where it does not apply.
 
-    python recipes/benchmarks/denoiser_passes.py [--max_steps 1200] [--seeds 0 1 2]
+    python recipes/benchmarks/denoiser_passes.py [--objective erm] [--max_steps 1200] [--seeds 0 1 2]
 
-Trains the demo's denoiser (plain training) on pans over two photographs with Gaussian noise and denoises held-out pans
+Trains the demo's denoiser on pans over two photographs with Gaussian noise and denoises held-out pans
 that were spoilt in several ways of equal power. Printed: RMSE on the 0-255 scale, mean over clips and seeds.
 """
 
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.data.pans import photo_pans
+from hf_descent.demo import PROBLEM
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.passes import denoise_in_passes, estimate_sigma
 
@@ -21,7 +22,7 @@ from hf_descent.passes import denoise_in_passes, estimate_sigma
 GAMMA_TRAIN, SIDE, PASSES = 0.15, 8, 3
 
 
-def train(clips: torch.Tensor, seed: int, max_steps: int, folder: str) -> UTForVideoDenoising:
+def train(clips: torch.Tensor, objective: str, seed: int, max_steps: int, folder: str) -> UTForVideoDenoising:
     sigma = float(clips.std())
     scale = 1 / ((GAMMA_TRAIN * sigma) ** 2 * clips[0].numel())
     torch.manual_seed(seed)
@@ -30,7 +31,8 @@ def train(clips: torch.Tensor, seed: int, max_steps: int, folder: str) -> UTForV
     )
     config = DescentConfig(
         output_dir=folder,
-        objective="erm",
+        objective=objective,
+        **PROBLEM,
         noise_gamma=GAMMA_TRAIN,
         noise_sigma=sigma,
         learning_rate=1e-3,
@@ -69,6 +71,7 @@ def spoil(clips: torch.Tensor, kind: str, power: float, generator: torch.Generat
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--objective", default="erm", choices=("erm", "deep_supervision", "descent"))
     parser.add_argument("--max_steps", type=int, default=1200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
@@ -79,7 +82,7 @@ def main():
     found = {case: [] for case in cases}
     for seed in args.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            model = train(clips, seed, args.max_steps, folder)
+            model = train(clips, args.objective, seed, args.max_steps, folder)
         for (kind, gamma), rows in found.items():
             noisy = spoil(held_out, kind, gamma * float(clips.std()), torch.Generator().manual_seed(seed))
             sigma = estimate_sigma(noisy.unflatten(-1, (SIDE, SIDE))).median(1).values  # [clips]

@@ -32,8 +32,9 @@ def run(args: argparse.Namespace) -> None:
     """
     names = ("model_name", "base_model", "datasets", "test_data", "license", "language", "limits")
     facts = {name: getattr(args, name) for name in names}
-    repo_id = collect(args.run, args.baseline).get("repo_id")
+    repo_id = None
     if args.push_to_hub:
+        collect(args.run, args.baseline)  # a folder that is refused leaves no repository behind
         repo_id = HfApi().create_repo(args.push_to_hub, private=args.private or None, exist_ok=True).repo_id
     write_card(args.run, args.baseline, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")

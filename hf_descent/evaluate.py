@@ -245,7 +245,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
     # Before anything is written: a killed call would leave them beside new ones.
-    _remove_former_results(folder, weights_fingerprint(model))
+    _remove_former_results(folder, model)
     if os.path.abspath(folder) != os.path.abspath(name):
         if summary:
             write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
@@ -286,16 +286,18 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     return "\n\n".join(tables)
 
 
-def _remove_former_results(folder: str, weights: str) -> None:
+def _remove_former_results(folder: str, model: PreTrainedModel) -> None:
     """Removes the profiles and what was made of them, and every curve that is not known to be of these weights."""
     for path in Path(folder).glob("*.json"):
-        if path.stem in CURVES:
-            curve = read_json(path)
-            if curve.get("settings", curve).get("weights") != weights:
-                path.unlink()
-                path.with_suffix(".csv").unlink(missing_ok=True)
-        elif path.name.startswith(("layer_profile", "certificate", "shift_growth")):
+        if path.name.startswith(("layer_profile", "certificate", "shift_growth")):
             path.unlink()  # perhaps of other rows or levels, which this evaluation need not have
+    curves = [path for name in CURVES if (path := Path(folder, f"{name}.json")).is_file()]
+    weights = weights_fingerprint(model) if curves else None  # reads every weight
+    for path in curves:
+        curve = read_json(path)
+        if curve.get("settings", curve).get("weights") != weights:
+            path.unlink()
+            path.with_suffix(".csv").unlink(missing_ok=True)
 
 
 def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:

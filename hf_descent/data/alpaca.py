@@ -118,4 +118,4 @@ def check_prompts(rows: Dataset, source: str) -> None:
     """ValueError where the `instruction` of a row is no string, or its `input`, where it has one."""
     check_texts(rows, "instruction", source)
     if "input" in rows.column_names:
-        check_texts(rows.filter(lambda row: row["input"] is not None), "input", source)
+        check_texts(rows, "input", source, str | None)

@@ -3,6 +3,7 @@
 import glob
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
@@ -128,9 +129,9 @@ def load_file(argument: str, path: str) -> Dataset:
         ) from error
 
 
-def check_texts(rows: Dataset, name: str, source: str) -> None:
-    """ValueError where a row of the column `name` holds no string."""
-    if broken := sum(not isinstance(text, str) for text in rows[name]):
+def check_texts(rows: Dataset, name: str, source: str, kind: Any = str) -> None:
+    """ValueError where a row of the column `name` holds no string; `kind` may be `str | None`."""
+    if broken := sum(not isinstance(text, kind) for text in rows[name]):
         raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")
 
 

@@ -60,12 +60,24 @@ def test_the_best_exit_is_the_fastest_or_none():
     assert slow.best is None and "assistant_early_exit=None" in str(slow)
 
 
-def test_generation_is_greedy_also_where_the_model_searches_beams_by_default():
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"num_beams": 3},
+        {"repetition_penalty": 3.0, "do_sample": True, "top_k": 5},  # as of many chat models
+        {"num_return_sequences": 2, "do_sample": True},
+        {"return_dict_in_generate": True},
+        {"use_cache": False},
+    ],
+)
+def test_generation_is_greedy_whatever_the_model_does_by_default(own):
     model, prompts = spread(llama(2)), [torch.arange(5, 11)[None]]
     greedy = speculation_profile(model, prompts, max_new_tokens=24, repeats=1)
-    model.generation_config.num_beams = 3
-    beams = speculation_profile(model, prompts, max_new_tokens=24, repeats=1)
-    assert beams.acceptance == greedy.acceptance and beams.equal == greedy.equal == 1
+    model.generation_config.update(**own)
+    before = model.generation_config.to_dict()
+    profile = speculation_profile(model, prompts, max_new_tokens=24, repeats=1)
+    assert profile.acceptance == greedy.acceptance and profile.equal == greedy.equal == 1
+    assert model.generation_config.to_dict() == before
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])

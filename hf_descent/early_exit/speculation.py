@@ -1,11 +1,13 @@
 """A language model that drafts with its own first layers: which exit layer, measured, and whether it is possible."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from ..evaluation.scoring import Result, evaluating
 from ..readout import layer_logits, probing
@@ -14,6 +16,8 @@ from .truncation import truncate
 
 
 DRAFT = 5  # tokens per draft in the estimate by which layers are chosen for timing
+# Of a model's own generation config, what leaves the search greedy: where texts end, and how long drafts are.
+GREEDY = ("eos_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
 @dataclass
@@ -76,7 +80,8 @@ def speculation_profile(
 
     Acceptance is read from one forward over the greedy output with all layers read out. The `max_timed` layers with
     the highest expected speed (Leviathan et al. 2023, theorem 3.8, a layer's cost being its share of the depth) are
-    then timed for real, in turns with plain greedy decoding.
+    then timed for real, in turns with plain greedy decoding: what the model's generation config says of sampling,
+    beams, penalties and the like does not count.
 
     Args:
         model (`nn.Module`): a causal language model of transformers, on its device.
@@ -94,7 +99,7 @@ def speculation_profile(
             f"{repeats}: all must be at least 1."
         )
     check_self_speculation(model, prompts[0])
-    with evaluating(model) as device:
+    with evaluating(model) as device, _greedily(model):
         prompts = [prompt.to(device) for prompt in prompts]
         greedy = _generate(model, prompts, max_new_tokens)
         acceptance = _acceptance(model, prompts, greedy)  # [layers - 1]
@@ -171,17 +176,22 @@ def _acceptance(model, prompts, greedy) -> np.ndarray:
     return (hits / count).double().cpu().numpy()
 
 
+@contextmanager
+def _greedily(model) -> Iterator[None]:
+    """Without the rest of the model's generation config: an exit's token is the argmax of its logits, not of what
+    penalties of repetition leave of them, and the cache that drafts need is on."""
+    own = model.generation_config
+    kept = {name: getattr(own, name) for name in GREEDY}
+    model.generation_config = GenerationConfig(pad_token_id=own.pad_token_id or 0, **kept)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 def _generate(model, prompts, max_new_tokens, **kwargs) -> list[torch.Tensor]:
     return [
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            num_beams=1,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=model.generation_config.pad_token_id or 0,
-            **kwargs,
-        )
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **kwargs)
         for prompt in prompts
     ]
 

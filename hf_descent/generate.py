@@ -195,6 +195,8 @@ def answer(model: PreTrainedModel, tokenizer, inputs, args: Namespace) -> list[s
         **inputs,
         max_new_tokens=min(args.max_new_tokens, positions - length),
         num_beams=args.num_beams,
+        num_return_sequences=1,  # a model's own settings may ask for several, or for more than the tokens
+        return_dict_in_generate=False,
         pad_token_id=tokenizer.pad_token_id,
         do_sample=drawn,
         temperature=args.temperature if drawn else None,

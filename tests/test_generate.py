@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import bert, tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_descent import EmbeddingNoise, cli, generate
 from hf_descent.data.alpaca import format_prompt
@@ -101,6 +101,13 @@ def test_answers_are_those_of_generate_under_the_same_noise(answers, model, flag
     assert [row["output"] for row in answers("clean.json", batch_size=1)] != [row["output"] for row in rows]
     wide, strong = answers("wide.json", gamma=1.5, sigma=1.0), answers("strong.json", gamma=3.0)
     assert [row["output"] for row in wide] == [row["output"] for row in strong]
+
+
+@pytest.mark.parametrize("own", [{"num_beams": 3, "num_return_sequences": 3}, {"return_dict_in_generate": True}])
+def test_a_prompt_has_one_answer_whatever_the_model_returns_by_default(answers, model, tmp_path, own):
+    other = str(shutil.copytree(model, tmp_path / "tiny-model"))
+    GenerationConfig.from_pretrained(other, **own).save_pretrained(other)
+    assert answers("other.json", model=other, num_beams=3) == answers(num_beams=3)
 
 
 @pytest.mark.parametrize(

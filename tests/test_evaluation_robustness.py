@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import MODELS, build
 from scipy.stats import kstest, norm
-from tiny import Stream, bert, classification_data
+from tiny import Stream, bert, classification_data, language_data
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
@@ -155,6 +156,17 @@ def test_weights_are_read_through_only_for_a_file(tmp_path):
         for path in (None, str(tmp_path / "curve.json"))
     ]
     assert weights == [None, weights_fingerprint(bert())]
+
+
+def test_a_routers_loss_is_none_of_the_task():
+    fields, _ = MODELS["MixtralForCausalLM"]
+    model, data = build("MixtralForCausalLM", fields | {"router_aux_loss_coef": 0.5}), language_data(6, ragged=False)
+    curve = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1, cells_per_forward=2)
+    assert curve.losses[0, 0] == pytest.approx(layer_profile(model, data, batch_size=4).losses[-1], rel=1e-6)
+    assert model.config.output_router_logits
+    model.config.output_router_logits = False
+    plain = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1)
+    np.testing.assert_allclose(curve.losses, plain.losses, rtol=1e-6)
 
 
 def test_two_models_see_the_same_noise():

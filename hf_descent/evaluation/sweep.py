@@ -12,6 +12,7 @@ from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 
 from ..readout import Readout
+from ..tape import switched_off
 from .scoring import noise_key, read_layers
 
 
@@ -43,6 +44,9 @@ class Sweep:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self.together = cells_per_forward or (1 if on_cpu else len(gammas) * draws)
         self.may_combine: bool | None = None if noise is not None and readout is None else False
+        # What makes a mixture of experts add its router's loss to that of the task.
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self.router_flags = [(config, "output_router_logits") for config in configs.values()]
 
     def __call__(self, index: int, inputs_of: Callable[[float, int], Mapping[str, Any]]) -> np.ndarray:
         """Sums `[levels, draws, 4]` of batch `index`; `inputs_of(gamma, draw)` gives its inputs."""
@@ -73,7 +77,8 @@ class Sweep:
             self.reader = Readout.probe(self.model, given, self.readout)
         gamma = self.gammas[group[0][0]]
         parts = ((self.gammas[level], noise_key(draw, self.gammas[level], index)) for level, draw in group)
-        with self.noise.split(*parts) if self.noise is not None and gamma > 0 else nullcontext():
+        noise = self.noise.split(*parts) if self.noise is not None and gamma > 0 else nullcontext()
+        with noise, switched_off(self.router_flags):
             if self.readout is not None:
                 return read_layers(self.reader, given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
             if len(group) > 1:

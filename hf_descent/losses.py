@@ -71,13 +71,13 @@ def shifts_labels(
     model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
 ) -> bool:
     """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
-    of labels that stand alone the first token's is then of no use to it, the second's is.
+    of labels that stand alone the first token's is then of no use to it, the second's, where there is one, is.
 
     Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
     Nor need the losses, since those of an untrained model hardly differ.
     """
     labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
-    return labels.shape[1] > 1 and not _has_loss(loss_of, labels, 0) and _has_loss(loss_of, labels, 1)
+    return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
 
 
 def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:

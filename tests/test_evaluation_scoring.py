@@ -12,7 +12,7 @@ from architectures import T5, ByPlace, build
 from peft import MultitaskPromptTuningConfig, get_peft_model
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -158,9 +158,13 @@ def test_clean_level_equals_a_naive_loop_and_stock_evaluation(tmp_path):
     assert ragged.losses[0, 0] == pytest.approx(loss / 60, rel=1e-6)
 
 
-def test_causal_models_are_scored_on_shifted_tokens():
+@pytest.mark.parametrize("first", [12, 1])
+def test_causal_models_are_scored_on_shifted_tokens(first):
+    """Also where the first batch has a single token, which nothing predicts."""
     model, data = llama().eval(), language_data(20)
-    result = noise_curve(model, data, [0.0], batch_size=6)
+    data[0] = {name: tokens[-first:] for name, tokens in data[0].items()}
+    loader = [default_data_collator(rows) for rows in (data[:1], data[1:7], data[7:])]
+    result = noise_curve(model, DataLoader(loader, batch_size=None), [0.0])
     correct = count = loss = 0.0
     for row in data:
         logits = model(row["input_ids"][None]).logits[0, :-1].detach()

@@ -141,6 +141,14 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     assert not shifts_labels(masked, inputs)
 
 
+def test_the_label_of_a_single_token_is_of_use_where_nothing_is_shifted():
+    token = torch.tensor([[5]])
+    inputs = {"input_ids": token, "labels": token}
+    assert shifts_labels(llama().eval(), inputs)
+    assert not shifts_labels(BertForMaskedLM(bert(num_labels=2).config).eval(), inputs)
+    assert not shifts_labels(bert().eval(), {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[1]])})
+
+
 def test_rows_are_the_items_of_a_mean_over_rows():
     labels = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])
     assert count_items({"labels": labels}, ["labels"], False) == 4

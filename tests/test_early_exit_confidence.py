@@ -193,6 +193,17 @@ def test_samples_that_are_wrongly_sure_beyond_doubt_stay_where_that_would_cost_t
     assert fast.threshold == 0.0 and report.accuracy == report.full_accuracy == 1.0 and report.mean_layers == 3
 
 
+def test_samples_without_a_label_do_not_count_in_an_accuracy():
+    model, rows = spread(bert(num_layers=3)), toy_rows(40)
+    labelled = rows[::2]
+    rows = [row if index % 2 == 0 else row | {"labels": -100} for index, row in enumerate(rows)]
+    fast = ConfidenceExit(model).calibrate(rows, 0.9, 0.5)
+    assert fast.threshold == ConfidenceExit(model).calibrate(labelled, 0.9, 0.5).threshold > 0
+    fast.threshold = 0.5
+    report, other = fast.evaluate(rows, repeats=1), fast.evaluate(labelled, repeats=1)
+    assert (report.accuracy, report.full_accuracy) == (other.accuracy, other.full_accuracy)
+
+
 def test_leaving_early_is_faster_by_the_clock():
     torch.manual_seed(0)
     config = transformers.BertConfig(

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ..evaluation.scoring import Result, evaluating, read_layers
 from ..layer_stack import intercepted
-from ..losses import labels_of
+from ..losses import IGNORE_INDEX, labels_of
 from ..readout import Readout, output_logits, probing
 from ..tape import Tape, off_in_replay, switched_off, taped
 from .profile import load_batches, rows_of, turns
@@ -175,6 +175,7 @@ class ConfidenceExit:
                 exits = self._exits(reader.num_layers)  # which refuses wrong ones
                 logits.append(torch.stack(read_layers(reader, inputs, _class_logits)).float())  # [layers, batch, cls]
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
+        logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
         unsure = self._uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
@@ -192,10 +193,7 @@ class ConfidenceExit:
         batch_size: int = 32,
         repeats: int = 3,
     ) -> ConfidenceReport:
-        """Accuracy and wall-clock time with and without early exit, in turns over the same batches.
-
-        All batches are held in memory, so that loading them is not timed.
-        """
+        """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory."""
         batches = list(load_batches(self.model, dataset, data_collator, processing_class, batch_size))
         with evaluating(self.model) as device:
             labels = torch.cat([_labels(batch) for batch in batches])
@@ -206,9 +204,10 @@ class ConfidenceExit:
             seconds = turns(calls, repeats, device)  # [2, repeats]
         exits, logits = (torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits"))
         num_layers = Readout.probe(self.model, batches[0]).num_layers
+        known = labels != IGNORE_INDEX
         return ConfidenceReport(
-            accuracy=(logits.argmax(-1) == labels).float().mean().item(),
-            full_accuracy=(full.argmax(-1) == labels).float().mean().item(),
+            accuracy=(logits.argmax(-1) == labels)[known].float().mean().item(),
+            full_accuracy=(full.argmax(-1) == labels)[known].float().mean().item(),
             exit_shares=np.bincount(exits.cpu().numpy(), minlength=num_layers + 1)[1:] / len(exits),
             seconds=float(np.median(seconds[0])),
             full_seconds=float(np.median(seconds[1])),

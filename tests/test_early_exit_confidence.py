@@ -272,6 +272,8 @@ def test_bad_arguments_to_confidence_exit_are_named():
         ConfidenceExit(bert()).calibrate([row | {"labels": torch.rand(3)} for row in toy_rows(4)])
     with pytest.raises(ValueError, match="`dataset` is empty"):
         ConfidenceExit(bert(), threshold=0.5).evaluate([])
+    with pytest.raises(ValueError, match="`repeats` is 0"):
+        ConfidenceExit(bert(), threshold=0.5).evaluate(toy_rows(4), repeats=0)
     rows = [{key: value for key, value in row.items() if key != "labels"} for row in toy_rows(4)]
     with pytest.raises(ValueError, match="no `labels`"):
         ConfidenceExit(bert()).calibrate(rows)

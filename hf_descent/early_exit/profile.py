@@ -158,7 +158,10 @@ def rows_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:
-    """Wall-clock seconds of `calls`, one after the other and again, `[calls, repeats]`; one round to warm up."""
+    """Wall-clock seconds of `calls`, one after the other and again, `[calls, repeats]`; one round to warm up.
+    ValueError where `repeats` is below 1."""
+    if repeats < 1:
+        raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))
     for repeat in range(repeats + 1):
         for index, call in enumerate(calls):

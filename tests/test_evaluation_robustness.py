@@ -58,6 +58,14 @@ def test_training_level_below_the_least_and_a_metric_of_zero():
     assert curve(values=np.zeros((4, 2))).retention is None
 
 
+def test_a_summary_that_there_is_not_has_no_interval():
+    model, data = bert(), classification_data(20)
+    result = noise_curve(model, data, [0.5, 1.0], batch_size=5, gamma_train=0.25)
+    assert result.auc_id is result.retention is None
+    assert math.isnan(result.radius("auc_id")) and math.isnan(result.radius("retention"))
+    assert result.radius("auc_ood") == result.radius("auc_over_range") > 0
+
+
 def test_flat_dict_holds_plain_floats():
     flat = curve(gamma_train=0.5).to_dict()
     assert flat["accuracy@0.5"] == pytest.approx(0.85)

@@ -124,7 +124,7 @@ class NoiseCurve(Result):
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
-        of the data and the draws of the noise; not a number without two blocks."""
+        of the data and the draws of the noise; not a number without two blocks, nor of a summary that is `None`."""
         return radius(self._statistic(name), self.blocks, confidence)
 
     def pseudo_values(self, name: str) -> np.ndarray:
@@ -136,7 +136,8 @@ class NoiseCurve(Result):
 
         def statistic(sums):
             values = metric_value(self.metric, self.scale, sums)
-            return np.asarray(getattr(replace(self, values=values, losses=mean_loss(sums), blocks=None), name))
+            curve = replace(self, values=values, losses=mean_loss(sums), blocks=None)
+            return np.asarray(getattr(curve, name), dtype=float)  # of a summary that is `None`: not a number
 
         return statistic
 

@@ -312,6 +312,14 @@ def test_levels_are_taken_apart_where_memory_is_short():
         noise_curve(model, classification_data(17), [0.0, 1.0], batch_size=17)
 
 
+def test_batches_are_not_counted_as_samples():
+    data = classification_data(7)
+    batched = noise_curve(bert(), DataLoader(data, 3, collate_fn=default_data_collator), [0.0])
+    rows = noise_curve(bert(), data, [0.0], batch_size=3)
+    assert (batched.settings["samples"], rows.settings["samples"]) == (None, 7)
+    assert batched.settings["data"] == rows.settings["data"]
+
+
 def test_a_stream_is_read_once():
     rows = classification_data(20)
     expected = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8)

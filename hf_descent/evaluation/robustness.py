@@ -56,9 +56,9 @@ class NoiseCurve(Result):
             32 blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, batch size, sigma, perturbation, samples and fingerprints of the data (main input and
-            labels), of all inputs and, for a file, the weights and the functions. Curves with equal seed, batch size
-            and data have common random numbers.
+        settings (`dict`): seed, batch size, sigma, perturbation, samples (of data whose length says them) and
+            fingerprints of the data (main input and labels), of all inputs and, for a file, the weights and the
+            functions. Curves with equal seed, batch size and data have common random numbers.
     """
 
     metric: str
@@ -293,7 +293,7 @@ def noise_curve(
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
         "batch_size": getattr(dataset, "batch_size", batch_size),
-        "samples": len(dataset) if known_length else None,
+        "samples": len(dataset) if known_length and not isinstance(dataset, DataLoader) else None,  # not its batches
         "data": None,
         "inputs": None,
         "sigma": None if noise is None else noise.sigma,

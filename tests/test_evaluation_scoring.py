@@ -293,6 +293,12 @@ def test_a_stream_with_a_length_is_scored_as_its_rows(evaluate):
     np.testing.assert_array_equal(found.losses, expected.losses)
 
 
+@pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
+def test_several_data_sets_are_refused(evaluate):
+    with pytest.raises(ValueError, match="`dataset` holds 'validation', 'test'; give one"):
+        evaluate(bert(), dict.fromkeys(("validation", "test"), classification_data(8)))
+
+
 @pytest.mark.parametrize("size", [0, -1])
 @pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
 def test_batches_without_samples_are_refused(evaluate, size):

@@ -268,8 +268,10 @@ def numbered_batches(
     """(index, batch) of the batches `first`, `first + step`, ... of `dataset` in its own order.
 
     The batches of a `DataLoader` are taken as they are; of a data set with a length, the others are not loaded.
-    ValueError where `batch_size` is below 1.
+    ValueError where `batch_size` is below 1, or `dataset` several under their names.
     """
+    if isinstance(dataset, Mapping):  # as `Trainer` takes them
+        raise ValueError(f"`dataset` holds {', '.join(map(repr, dataset))}; give one of them.")
     if batch_size < 1:
         raise ValueError(f"`batch_size` is {batch_size}; give at least one sample a batch.")
     # A torch `IterableDataset` may have a length, and still no rows by number.

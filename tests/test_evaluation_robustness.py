@@ -338,9 +338,10 @@ def test_perturbed_rows_are_collated_for_every_level_and_draw():
         ids = torch.where(torch.as_tensor(generator.random(10)) < level, 7, row["input_ids"])
         return {**row, "input_ids": ids}
 
-    swap.name = "swap"
     curve = noise_curve(model, rows, [0.0, 0.5, 1.0], draws=2, batch_size=8, perturbation=swap)
     assert curve.settings["perturbation"] == "swap"
+    swap.name = "sevens"
+    assert noise_curve(model, rows[:1], [0.0], perturbation=swap).settings["perturbation"] == "sevens"
     assert curve.losses[0, 0] == pytest.approx(noise_curve(model, rows, [0.0]).losses[0, 0], rel=1e-6)
     constant = [{**row, "input_ids": torch.full((10,), 7)} for row in rows]
     np.testing.assert_allclose(curve.losses[2], noise_curve(model, constant, [0.0]).losses[0, 0], rtol=1e-6)

@@ -27,6 +27,7 @@ from .scoring import (
     evaluating,
     mean_loss,
     metric_value,
+    name_of,
     numbered_batches,
     prepare_collator,
 )
@@ -223,7 +224,8 @@ def noise_curve(
             from OOD.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
-            (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
+            (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw. Its
+            name in results is its attribute `name`, or else that of the function.
         noise ([`EmbeddingNoise`], *optional*): the kind of noise, with a seed and a sigma of its own; it stays as it
             is, and its own level does not count.
         cells_per_forward (`int`, *optional*): levels and draws evaluated in one forward, on copies of the batch. As
@@ -297,7 +299,9 @@ def noise_curve(
         "data": None,
         "inputs": None,
         "sigma": None if noise is None else noise.sigma,
-        "perturbation": next((kind.name for kind in (noise, perturbation) if kind is not None), "gaussian"),
+        "perturbation": next(
+            (getattr(kind, "name", name_of(kind)) for kind in (noise, perturbation) if kind is not None), "gaussian"
+        ),
         "weights": None if path is None else weights_fingerprint(model),
     }
     settings = {name: as_python(value) for name, value in settings.items()}  # for JSON

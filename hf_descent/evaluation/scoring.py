@@ -45,6 +45,12 @@ def greater_is_better(metric: Metric) -> bool:
     return getattr(metric, "greater_is_better", getattr(function, "greater_is_better", metric != "rmse"))
 
 
+def name_of(function: Callable) -> str:
+    """What results call a function of one's own (or a partial of one, or an object that is called)."""
+    function = getattr(function, "func", function)
+    return getattr(function, "__name__", type(function).__name__)
+
+
 class Scorer:
     """Loss and metric of one model's outputs, as float64 sums that add up over batches and processes.
 
@@ -79,9 +85,7 @@ class Scorer:
             self.metric_name = metric
             self._metric = {"accuracy": _accuracy, "rmse": _squared_error}[metric]
         else:
-            function = getattr(metric, "func", metric)  # of a partial
-            self.metric_name = getattr(function, "__name__", type(function).__name__)
-            self._metric = metric
+            self.metric_name, self._metric = name_of(metric), metric
         self.greater_is_better = greater_is_better(metric)
         self.scale, self._layer_loss_fn = scale, layer_loss_fn
         self._given, self._model = model, inner_model(model)

@@ -115,13 +115,12 @@ class EvaluationMixin:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self._evaluated_model()
         dataset = self._held_out(eval_dataset)
-        settings = self._evaluation_settings(model, dataset) | {
-            "sigma": self.noise_sigma(model),
-            "gamma_train": self.args.gamma_train,
-        }
+        settings, is_noise = self._evaluation_settings(model, dataset), kwargs.get("perturbation") is None
+        if is_noise:  # the levels of a perturbation are others than those of training, and of the card
+            settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
         curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
-        self._noise_curve = curve
+        self._noise_curve = curve if is_noise else self._noise_curve
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:

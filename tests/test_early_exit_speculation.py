@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import LAYERS, MODELS, build
+from peft import PromptTuningConfig, get_peft_model
 from tiny import llama, spread
 
 from hf_descent.early_exit import SpeculationProfile, check_self_speculation, speculation_profile, truncate
@@ -93,5 +94,10 @@ def test_the_depth_is_put_back_where_drafting_is_refused():
     assert model.config.num_hidden_layers == LAYERS
     with pytest.raises(ValueError, match="has a single layer"):
         speculation_profile(llama(num_layers=1), [torch.tensor([[5, 6, 7]])])
+    adapted = get_peft_model(llama(num_layers=2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    own = adapted.generation_config
+    with pytest.raises(TypeError, match="is a PeftModel"):
+        speculation_profile(adapted, [torch.tensor([[5, 6, 7]])])
+    assert adapted.get_base_model().generation_config is own
     with pytest.raises(ValueError, match="0 `prompts`"):
         speculation_profile(llama(), [])

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from ..evaluation.scoring import Result, evaluating
 from ..readout import layer_logits, probing
 from .profile import turns
-from .truncation import truncate
+from .truncation import check_merged, truncate
 
 
 DRAFT = 5  # tokens per draft in the estimate by which layers are chosen for timing
@@ -91,6 +91,7 @@ def speculation_profile(
         repeats (`int`): timings of each; the median counts.
 
     Raises:
+        TypeError: `model` is a `PeftModel`.
         ValueError: as [`check_self_speculation`]; no prompts, or `max_new_tokens`, `repeats` or `max_timed` below 1.
     """
     if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
@@ -98,6 +99,7 @@ def speculation_profile(
             f"{len(prompts)} `prompts`, `max_new_tokens` {max_new_tokens}, `max_timed` {max_timed} and `repeats` "
             f"{repeats}: all must be at least 1."
         )
+    check_merged(model)  # before anything is generated: the wrapper puts its generation config into the model for good
     check_self_speculation(model, prompts[0])
     with evaluating(model) as device, _greedily(model):
         prompts = [prompt.to(device) for prompt in prompts]

@@ -36,11 +36,7 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
         ValueError: `num_layers` is out of range; the model has no shared readout (see [`~readout.Readout.probe`]); or
             no change of its config gives exactly its first layers.
     """
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            raise TypeError("`model` is a PeftModel; give `model.merge_and_unload()`.")
+    check_merged(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`model` is a {type(model).__name__}; only a `PreTrainedModel` can be rebuilt from a config.")
     reader, inputs = _reader(model, inputs)
@@ -75,6 +71,15 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
         f"{'; '.join(faults) or 'no field of it counts the layers of `' + stack.name + '`'}. Use `layer_logits`, or "
         "`ConfidenceExit` for a classifier, which need no shorter model."
     )
+
+
+def check_merged(model) -> None:
+    """TypeError for a `PeftModel`."""
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            raise TypeError("`model` is a PeftModel; give `model.merge_and_unload()`.")
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:

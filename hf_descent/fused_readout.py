@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from .fused import HeadLoss, LabelledTokens, LayerLossSums, Workspace, fused_layer_losses, labelled_tokens
 from .layer_stack import LayerStack, intercepted, share_storage, tensors
-from .losses import ignores_masked_labels, shifts_labels
+from .losses import ignores_masked_labels, needs_decoder_inputs, shifts_labels, with_decoder_inputs
 from .readout import Readout, output_logits, probing
 from .tape import present_autocast
 
@@ -65,10 +65,10 @@ class FusedReadout:
         Raises:
             ValueError: if the tail is not norm and linear head, or the losses differ from the replay's.
         """
-        name, config = type(model).__name__, getattr(model, "config", None)
+        name = type(model).__name__
         if inputs.get("labels") is None or inputs["labels"].is_floating_point():
             raise ValueError("`inputs` hold no class labels to score tokens with.")
-        if _needs_decoder_inputs(config, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        if needs_decoder_inputs(model, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
             raise ValueError(f"{name} makes the decoder's input from its labels, which cannot be withheld from it.")
         stack = Readout.probe(model, inputs)._stack
         if stack.clones:
@@ -236,17 +236,9 @@ def _text_config(model):
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _needs_decoder_inputs(config, inputs) -> bool:
-    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    return getattr(config, "is_encoder_decoder", False) and not given
-
-
 def _without_labels(model, inputs) -> dict[str, Any]:
     """The inputs for a forward that makes no loss; with what an encoder-decoder would have made from its labels."""
-    kept = {name: value for name, value in inputs.items() if name not in _WITHHELD}
-    if inputs.get("labels") is not None and _needs_decoder_inputs(getattr(model, "config", None), inputs):
-        kept["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(inputs["labels"])
-    return kept
+    return {name: value for name, value in with_decoder_inputs(model, inputs).items() if name not in _WITHHELD}
 
 
 def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, float]:

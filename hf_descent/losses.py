@@ -98,7 +98,9 @@ def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 def _own_loss(model, inputs, name, labels) -> torch.Tensor:
     """The model's own loss on `labels` in the place of a batch's."""
-    kept = {key: value for key, value in inputs.items() if key != "shift_labels"}  # which the loss would prefer
+    # MBart, for one, makes no decoder input of a row without labels.
+    kept = with_decoder_inputs(model, inputs)
+    kept = {key: value for key, value in kept.items() if key != "shift_labels"}  # which the loss would prefer
     return output_loss(model(**with_named_outputs(model, {**kept, name: labels})))
 
 
@@ -114,6 +116,20 @@ def _has_loss(loss_of, labels, position) -> bool:
         if math.isfinite(loss) and loss != 0 and not math.isclose(loss, loss_of(none), rel_tol=1e-6):
             return True
     return False
+
+
+def needs_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model makes the input of its decoder from the labels."""
+    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not given
+
+
+def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`inputs` with what an encoder-decoder makes of its labels for its decoder, where it has a method for that."""
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if make is None or inputs.get("labels") is None or not needs_decoder_inputs(model, inputs):
+        return inputs
+    return {**inputs, "decoder_input_ids": make(inputs["labels"])}
 
 
 def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -46,6 +46,7 @@ MODELS = {
     "ModernBertDecoderForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     "BartForConditionalGeneration": BART,
+    "MBartForConditionalGeneration": BART,
     "MT5ForConditionalGeneration": {
         "d_model": 16,
         "d_kv": 4,

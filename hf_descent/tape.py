@@ -47,7 +47,7 @@ class Tape:
         self.modules = stack.layers if layers_only else stack.neighbours
         self.layer_ids = {id(layer) for layer in stack.layers}
         # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
-        self.give = self.give_within_stack = clone if stack.clones else _same
+        self.give = self.give_within_stack = clone if stack.clones else _rewrapped
 
     def record(self):
         self._wrappers = ExitStack()
@@ -114,9 +114,10 @@ class Tape:
         finally:
             self.nested = False
         if self.phase == "record" and not self.in_tail:
-            self.answers[id(module)].append(output)
+            kept = _rewrapped(output)
+            self.answers[id(module)].append(kept)
             if is_layer:
-                self.layer_outputs.append(output)
+                self.layer_outputs.append(kept)
             if is_last:
                 self.in_tail = True
                 self.autocast = present_autocast(self.stack.hidden_state(output).device.type)
@@ -193,8 +194,9 @@ def switched_off(flags):
             setattr(owner, name, True)
 
 
-def _same(output):
-    return output
+def _rewrapped(output):
+    """A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower."""
+    return map_tensors(lambda tensor: tensor, output)
 
 
 def clone(output):

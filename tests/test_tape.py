@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from architectures import AUDIO, LAYERS, TEXT, XLM, TwoStage, batch_for, build
+from architectures import AUDIO, DECODER, LAYERS, TEXT, XLM, TwoStage, batch_for, build
 from torch import nn
 
 from hf_descent.readout import Readout, layer_logits, output_logits
@@ -84,6 +84,23 @@ def test_models_that_write_into_module_outputs_can_be_trained(name):
     model.zero_grad()
     sum(output_logits(truncated_in_place(model, n)(**batch)).square().sum() for n in (1, 2, 3)).backward()
     torch.testing.assert_close(gradient, model.transformer.layer_norm_emb.weight.grad)
+
+
+def test_a_model_may_put_others_into_a_modules_output():
+    """As Qwen2-VL splits the features of its vision tower by image, in the place where the tower left them whole."""
+    text = {name: size for name, size in DECODER.items() if name != "head_dim"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "patch_size": 4}
+    ids = {"image_token_id": 9, "video_token_id": 8, "vision_start_token_id": 7, "vision_end_token_id": 6}
+    model = build("Qwen2VLForConditionalGeneration", {"text_config": text, "vision_config": vision, **ids})
+    batch = {"input_ids": torch.tensor([[5, 9, 20, 21], [5, 9, 22, 23]])}
+    batch |= {"pixel_values": torch.randn(8, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    batch["mm_token_type_ids"] = (batch["input_ids"] == 9).int()
+    read, stack = layer_logits(model, batch), model.model.language_model
+    for layer in (3, 2, 1):
+        stack.layers = stack.layers[:layer]
+        stack.config.num_hidden_layers = layer
+        torch.testing.assert_close(read[layer - 1], model(**batch).logits)
 
 
 def truncated_in_place(model, layer):

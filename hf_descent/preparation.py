@@ -4,6 +4,7 @@ Everything here runs at most once per run, on a real batch, and leaves random st
 """
 
 import contextlib
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -56,6 +57,14 @@ class PreparationMixin:
                 f"`{scorer.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
                 "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
             )
+        if self.compute_loss_func is not None:
+            try:
+                inspect.signature(self.compute_loss_func).bind(None, None, num_items_in_batch=None)
+            except TypeError as error:
+                raise ValueError(
+                    f"`layer_loss_fn` (or `compute_loss_func`) takes other arguments ({error}) than it is given: "
+                    "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+                ) from error
         if getattr(args, "predict_with_generate", False) and not isinstance(self, transformers.Seq2SeqTrainer):
             raise ValueError(
                 "`predict_with_generate=True` is of Seq2SeqTrainer; use a trainer of your own, `class "

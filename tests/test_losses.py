@@ -141,6 +141,15 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     assert not shifts_labels(masked, inputs)
 
 
+@pytest.mark.parametrize("name", ["layer_loss_fn", "compute_loss_func"])
+def test_a_loss_of_two_arguments_is_refused_at_once(tmp_path, name):
+    def loss(outputs, labels):
+        return F.cross_entropy(outputs["logits"], labels)
+
+    with pytest.raises(ValueError, match=r"takes other arguments .*num_items_in_batch.*given: `layer_loss_fn"):
+        DescentTrainer(bert(), config(tmp_path), train_dataset=classification_data(8), **{name: loss})
+
+
 def test_the_label_of_a_single_token_is_of_use_where_nothing_is_shifted():
     token = torch.tensor([[5]])
     inputs = {"input_ids": token, "labels": token}

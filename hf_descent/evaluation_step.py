@@ -120,7 +120,8 @@ class EvaluationMixin:
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
         curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
-        self._noise_curve = curve if is_noise else self._noise_curve
+        if is_noise:
+            self._noise_curve = curve
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:

@@ -175,15 +175,20 @@ def check_layerdrop(model, stack):
 
 def off_in_replay(model, stack):
     """(object, name of its flag) pairs: outputs that need the layers, and statistics that a replay must not update."""
-    configs = {id(m.config): m.config for m in (model, *stack.ancestors) if hasattr(m, "config")}.values()
     norms = [m for child in stack.neighbours for m in child.modules() if isinstance(m, _NormBase)]
-    flags = [(config, name) for config in configs for name in _EXTRA_OUTPUTS]
+    flags = config_flags((model, *stack.ancestors), _EXTRA_OUTPUTS)
     return flags + [(norm, "track_running_stats") for norm in norms if norm.training]
+
+
+def config_flags(modules, names):
+    """(config, name of its flag) pairs of modules that may share configs, each once."""
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}.values()
+    return [(config, name) for config in configs for name in names]
 
 
 @contextmanager
 def switched_off(flags):
-    """The flags that are on, of pairs as from [`off_in_replay`], are off inside."""
+    """The flags that are on, of pairs as from [`off_in_replay`] or [`config_flags`], are off inside."""
     changed = [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
     try:
         for owner, name in changed:

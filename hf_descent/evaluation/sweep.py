@@ -12,7 +12,7 @@ from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 
 from ..readout import Readout
-from ..tape import switched_off
+from ..tape import config_flags, switched_off
 from .scoring import noise_key, read_layers
 
 
@@ -45,8 +45,7 @@ class Sweep:
         self.together = cells_per_forward or (1 if on_cpu else len(gammas) * draws)
         self.may_combine: bool | None = None if noise is not None and readout is None else False
         # What makes a mixture of experts add its router's loss to that of the task.
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self.router_flags = [(config, "output_router_logits") for config in configs.values()]
+        self.router_flags = config_flags(model.modules(), ["output_router_logits"])
 
     def __call__(self, index: int, inputs_of: Callable[[float, int], Mapping[str, Any]]) -> np.ndarray:
         """Sums `[levels, draws, 4]` of batch `index`; `inputs_of(gamma, draw)` gives its inputs."""

@@ -134,7 +134,11 @@ class CheckpointMixin:
         losses, violations = zip(*((entry["eval_loss"], entry["eval_max_violation"]) for entry in seen.values()))
         best = best_candidate(losses, violations)
         self.state.best_global_step, self.state.best_metric = list(seen)[best], losses[best]
-        return self.state.best_global_step == self.state.global_step
+        is_new = self.state.best_global_step == self.state.global_step
+        if not is_new and self.args.save_strategy != SaveStrategy.NO:
+            # Trainer names the best checkpoint where it saves one, which it need not do now.
+            self.state.best_model_checkpoint = f"{folder}-{self.state.best_global_step}"
+        return is_new
 
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)

@@ -67,6 +67,8 @@ class ModelArguments:
                 f"`unrolled_layers` is {self.unrolled_layers} and `pooling` {self.pooling!r}; give a depth of at "
                 "least 1 and `head`: a UT reads out the mean of its tokens by one linear layer."
             )
+        if self.unrolled_layers is not None and self.use_peft:
+            raise ValueError("`use_peft` with `unrolled_layers`: a UT has no linear layers to adapt. Leave one out.")
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)
@@ -133,6 +135,9 @@ def train_and_report(
     given = {name: value for each in arguments for name, value in vars(each).items() if name not in OF_REPORTS}
     trainer.command = {name: json_value(value) for name, value in given.items()}
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
+    if trainer.is_fsdp_enabled:
+        # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", metrics)

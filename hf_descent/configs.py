@@ -250,6 +250,13 @@ class DescentArguments:
                 "`metric_for_best_model` is 'best_candidate', a rank among evaluations, and `lr_scheduler_type` "
                 "'reduce_lr_on_plateau' needs a metric: choose by 'eval_loss'."
             )
+        by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau" and self.is_auto and self.objective in MEASURING
+        if by_plateau and chosen_by.endswith("max_violation"):
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, which `lr_scheduler_type` 'reduce_lr_on_plateau' needs "
+                "from the start, where 'auto' knows no constraints yet: choose by 'feasible_score', or give "
+                "`descent_alpha` and `initial_loss_bound` as numbers."
+            )
         by_constraints = chosen_by.endswith(("feasible_score", "best_candidate")) and self.eval_strategy != "no"
         if by_constraints and self.is_auto and self.objective in UNCONSTRAINED:
             # Given numbers, "erm" still reads no layers to hold against them.

@@ -202,15 +202,18 @@ def check_input(name: str, task: PatchTask | ImageTask) -> None:
 
 
 def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:
-    """Reports on every split but the training one, writes the result files and draws a clip of the last."""
+    """Reports on every split but the training one. Of the test split, or else the validation split, there are result
+    files and the drawing of a clip."""
     folder, is_main = trainer.args.output_dir, trainer.is_world_process_zero()
-    for name in [name for name in rows if name != "train"]:
+    kept = "test" if "test" in rows else "validation"
+    # It comes last, since the trainer's card is of what was measured last.
+    for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
         results = report(trainer, task, name, rows[name], clips[name], model_args)
-        if name == ("test" if "test" in rows else "validation") and is_main:
-            for kind, result in results.items():
-                result.to_json(os.path.join(folder, f"{kind}.json"))
     if is_main:
-        draw(trainer, task, clips[name], model_args)
+        for kind, result in results.items():
+            result.to_json(os.path.join(folder, f"{kind}.json"))
+    draw(trainer, task, clips[kept], model_args)
+    if is_main:
         print(f"Written to {folder}")
 
 
@@ -288,6 +291,8 @@ def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
     functions = {name: partial(_denoise, model.eval(), task) for name, model in models.items()}
     pictures = restore(functions, clip, deviation, trainer.args.seed)
     middle = len(clip) // 2
+    if not trainer.is_world_process_zero():  # but a sharded model runs on all together
+        return
     strip = plot_strip(
         clip[middle],
         {name: frames[middle] for name, frames in pictures.items()},

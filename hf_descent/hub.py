@@ -153,12 +153,15 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card["versions"] = descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
-    for split, prefix in (("validation", "eval_"), ("test", "test_")):
+    for split, prefix in (("validation", "eval_"), ("validation", "validation_"), ("test", "test_")):
         # Not from `all_results.json`, to which every training in the folder adds.
         if fresh(f"{prefix}results.json"):
             results = _read(folder / f"{prefix}results.json")
-            found = {name: value for name, value in results.items() if name.startswith(prefix)}
-            card["evaluation"], card["split"] = found, split
+            named = "test_" if split == "test" else "eval_"
+            card["split"] = split
+            card["evaluation"] = {
+                named + name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)
+            }
     for name, kind in RESULTS.items():
         if fresh(f"{name}.json"):
             card[name] = _summary(name, kind.from_json(str(folder / f"{name}.json")))
@@ -193,8 +196,9 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     if card.get("exit_profile") and _is_fresh(folder, card["descent"], "exits.png"):
         card["figures"].append("exits.png")  # drawn by `hf-descent exit`
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
-    (folder / CARD_DATA_NAME).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    for name, content in ((CARD_DATA_NAME, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
+        (folder / f"{name}.tmp").write_text(content, encoding="utf-8")
+        os.replace(folder / f"{name}.tmp", folder / name)
 
 
 def plain(value: Any) -> Any:

@@ -204,6 +204,8 @@ class PreparationMixin:
             raise _unmeasurable(f"a loss of several labels ({', '.join(given)})")
         if labels.is_floating_point() and labels.numel() != logits.numel():
             raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+        if logits.shape[-1] == 1 and not (labels.is_floating_point() or positions):
+            raise _unmeasurable("whole labels of a single logit, which models take for numbers (give them as floats)")
         numbers = labels.is_floating_point() and not multi_label
         own = self.compute_loss_func is not None
         predictor = ConstantPredictor(

@@ -147,7 +147,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         return batches, num_items
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self._reported_loss = self.loss_is_scaled_for_ga = None
+        self._reported_loss = None
         if model.training:
             self._keeps_logits = return_outputs
         labelled = self._count_items(inputs) is not None
@@ -177,8 +177,11 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
-        self._reported_loss = None
-        objective = super().training_step(*args, **kwargs)
+        self._reported_loss, of_class = None, self.loss_is_scaled_for_ga
+        try:
+            objective = super().training_step(*args, **kwargs)
+        finally:
+            self.loss_is_scaled_for_ga = of_class  # a subclass may say it of its own loss
         if self._reads_layers and self._reported_loss is None:
             raise ValueError(
                 f"`{type(self).__name__}.compute_loss` did not come to `DescentMixin.compute_loss`, so no layer was "

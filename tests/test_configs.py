@@ -12,6 +12,7 @@ from hf_descent import DescentConfig
 from hf_descent.configs import DescentArguments
 
 
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
 PARSED = {
     "descent_alpha": [0.1, 0.2, 0.3],
     "initial_loss_bound": 0.69,
@@ -115,7 +116,11 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
-        ({"metric_for_best_model": "best_candidate", "lr_scheduler_type": "reduce_lr_on_plateau"}, "on_plateau"),
+        ({**PLATEAU, "metric_for_best_model": "best_candidate"}, "a rank among evaluations"),
+        (
+            {**PLATEAU, "metric_for_best_model": "max_violation"},
+            "knows no constraints yet: choose by 'feasible_score'",
+        ),
         (
             {"objective": "erm", "metric_for_best_model": "a_feasible_score", "eval_strategy": "epoch"},
             "metric_for_best_model.*has no constraints.*is 'auto': choose by 'eval_loss'",

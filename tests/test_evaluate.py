@@ -231,6 +231,23 @@ def test_labels_of_a_completion_leave_the_prompt_out():
     assert (cut["labels"], cut["attention_mask"]) == ([IGNORE_INDEX, IGNORE_INDEX, 6], [1, 1, 1])
 
 
+def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
+    trl = pytest.importorskip("trl")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *letters, "ĊĊ"])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
+    # An end that is there already, and a token that joins the prompt's end and the completion's start.
+    rows = [{"prompt": "Say a:\n", "completion": completion} for completion in ("b", "b</s>", "\nb")]
+    args = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True)
+    model = llama(vocab_size=len(tokenizer))
+    trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    for row, made in zip(rows, trainer.train_dataset, strict=True):
+        found = evaluate.completion_labels(row, tokenizer)
+        assert (found["input_ids"], found["labels"]) == (made["input_ids"], made["labels"])
+
+
 def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
     with pytest.raises(ValueError, match="No models"):
         cli.main(["evaluate", "--config", str(workplace / "recipe.yaml")])

@@ -105,6 +105,14 @@ assert not any(name.startswith("hf_descent") for name in sys.modules)
 """
 
 
+def test_a_card_holds_the_validation_results_of_a_denoiser_and_is_whole_or_absent(tmp_path):
+    trainer = trained(tmp_path)
+    trainer.save_model()
+    trainer.save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
+    card = collect(tmp_path)
+    assert (card["split"], card["evaluation"]) == ("validation", {"eval_rmse@0.1": 3.0, "eval_mean_rmse": 4.0})
+
+
 def test_the_median_ratio_of_a_card_is_that_of_the_profile(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     profile = LayerProfile("accuracy", [1.0, 0.5], [0.5, 0.5], [[1.0, 0.2], [1.0, 0.8]])

@@ -194,6 +194,17 @@ def test_what_is_not_given_is_left_out():
         reproduce.main(["figure9", "--arms", "erm"])
 
 
+def test_a_strategy_may_be_no():
+    assert [
+        reproduce.setting(word)[1] for word in ("save_strategy=no", "max_steps=3", "learning_rate=1.0e-3", "seeds=[1]")
+    ] == [
+        "no",
+        3,
+        1e-3,
+        [1],
+    ]
+
+
 GIVEN = ["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests"]
 
 

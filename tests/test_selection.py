@@ -45,6 +45,27 @@ def test_a_run_keeps_the_best_candidate(tmp_path):
     assert np.unique(losses).size > 1
 
 
+@pytest.mark.parametrize("save_strategy", ["best", "steps"])
+def test_the_best_candidate_is_loaded_where_it_changes_backwards(tmp_path, save_strategy):
+    table = {2: (0.5, 0.3), 4: (0.4, 0.5), 6: (0.6, 0.4)}  # the second is best of two, the first of all three
+
+    class Measured(DescentTrainer):
+        def evaluate(self, *args, **kwargs):
+            loss, violation = table[self.state.global_step]
+            self.log(metrics := {"eval_loss": loss, "eval_max_violation": violation, "eval_feasible": 0.0})
+            return metrics
+
+    args = config(
+        tmp_path, max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy=save_strategy, save_steps=2,
+        load_best_model_at_end=True, metric_for_best_model="best_candidate", greater_is_better=False,
+    )  # fmt: skip
+    trainer = Measured(bert(num_layers=2), args, train_dataset=classification_data(48), eval_dataset=[])
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(value.equal(saved[name]) for name, value in trainer.model.state_dict().items() if name in saved)
+
+
 def test_the_least_violation_is_chosen_among_those_that_are_known(tmp_path):
     args = config(
         tmp_path, max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,

@@ -81,7 +81,8 @@ def setting(word: str) -> tuple[str, Any]:
     name, sign, value = word.partition("=")
     if not (name and sign):
         raise argparse.ArgumentTypeError(f"{word!r} is not NAME=VALUE, as in max_steps=100")
-    return name, yaml.safe_load(value)
+    found = yaml.safe_load(value)
+    return name, value if isinstance(found, bool) else found  # a strategy may be "no"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

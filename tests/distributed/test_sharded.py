@@ -4,7 +4,10 @@ import importlib.util
 
 import pytest
 from launching import assert_same, job, launch
+from safetensors import safe_open
+from torch.testing import assert_close
 from train_steps import train
+from transformers import AutoModelForCausalLM
 
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
@@ -73,6 +76,16 @@ def test_sharded_processes_take_the_steps_of_one(single, doubles, backend, name)
     assert (double[0]["processes"], double[0]["type"], double[0]["left_whole"]) == (2, kind, 0)
     assert_same(single[name.split(",")[0]], double, coarse=100 if "bfloat16" in name else 1)
     assert max(double[0]["multipliers"][0]) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS.values())
+def test_a_sharded_command_leaves_a_whole_model(doubles, backend):
+    result, weights = doubles(backend)["full"]
+    model = AutoModelForCausalLM.from_pretrained(result["folder"])
+    assert_close(model.state_dict(), weights)
+    with safe_open(f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt") as adapter:
+        assert len(adapter.keys()) > 2
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from accelerate_on_cpu import keep_sharding_on_cpu
 from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
+from hf_descent.classify import train_and_report
+
 
 keep_sharding_on_cpu()
 
@@ -139,7 +141,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
         callback.trainer = trainer
     if evaluate_first:
         trainer.evaluate()
-    trainer.train(resume_from_checkpoint=resume)
+    train_and_report(trainer, resume, report=lambda: None)
     metrics = {} if poison else trainer.evaluate()
     if getattr(trainer, "padding_free", False):
         metrics |= trainer.predict(trainer.eval_dataset).metrics
@@ -149,6 +151,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
     for name in environment or {}:
         del os.environ[name]
     return {
+        "folder": str(output),
         "processes": trainer.args.world_size,
         "type": trainer.accelerator.distributed_type.value,
         "left_whole": sum(getattr(parameter, "ds_persist", False) for parameter in trainer.model.parameters()),

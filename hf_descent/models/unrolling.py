@@ -35,6 +35,9 @@ class PatchDenoiser:
         generator = torch.Generator().manual_seed(0)
         return {"pixel_values": torch.rand(2, 4, self.config.hidden_size, generator=generator)}
 
+    def get_input_embeddings(self) -> None:
+        """None, for frames are not looked up; accelerate asks every model for it under FSDP2."""
+
 
 def symmetric_attention(
     projected: torch.Tensor,

@@ -26,17 +26,21 @@ def job(task, batch=4, accumulation=1, **settings):
 
 def launch(folder, jobs, backend="cpu_ddp"):
     """What each job led to, by its name."""
-    run = start(folder, jobs, backend)
-    assert run.returncode == 0, run.stderr[-6000:]
+    done = start(folder, jobs, backend)
+    assert done.returncode == 0, done.stderr[-6000:]
     return {name: read(folder / name) for name in jobs}
 
 
 def start(folder, jobs, backend="cpu_ddp"):
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
+    return run(backend, HERE / "train_steps.py", folder)
+
+
+def run(backend, *words):
+    """Two processes of a script, with the words behind it."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{backend}.yaml")]
-    command += ["--num_processes", "2", "--mixed_precision", "no"]
-    command += [str(HERE / "train_steps.py"), str(folder)]
+    command += ["--num_processes", "2", "--mixed_precision", "no", *map(str, words)]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1500)
 
 

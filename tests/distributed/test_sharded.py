@@ -3,11 +3,12 @@
 import importlib.util
 
 import pytest
-from launching import assert_same, job, launch
+from launching import HERE, assert_same, job, launch, run
 from safetensors import safe_open
+from test_denoise import write_video
 from torch.testing import assert_close
 from train_steps import train
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageToImage
 
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
@@ -86,6 +87,20 @@ def test_a_sharded_command_leaves_a_whole_model(doubles, backend):
     assert_close(model.state_dict(), weights)
     with safe_open(f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt") as adapter:
         assert len(adapter.keys()) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS.values())
+def test_a_sharded_denoiser_is_drawn_by_all_processes_and_saved_whole(tmp_path, backend):
+    write_video(tmp_path / "train.avi", 60, 1)
+    config = HERE.parent.parent / "recipes" / "smoke" / "video-ut" / "descent.yaml"
+    words = ["--train_files", tmp_path / "train.avi", "--split_by", "time", "--split_gap", 0]
+    words += ["--max_steps", 2, "--classical_clips", 0, "--output_dir", tmp_path / "out"]
+    done = run(backend, HERE / "command.py", "denoise", "--config", config, *words)
+    assert done.returncode == 0, done.stderr[-6000:]
+    model = AutoModelForImageToImage.from_pretrained(tmp_path / "out")
+    assert sum(parameter.numel() for parameter in model.parameters()) > 1000
+    assert {"strip.png", "clip.gif"} <= {path.name for path in (tmp_path / "out").iterdir()}
 
 
 @pytest.mark.slow

@@ -26,6 +26,10 @@ class Multipliers:
         resilience_form (`str`): "weight_decay" or "slack".
         slack_learning_rate (`float`): step size eta_u > 0 of the slacks; c in its place where "sgd" would not settle.
         maximum (`float`, *optional*): cap on every multiplier.
+        device (`torch.device` or `str`): where the multipliers live.
+
+    Raises:
+        ValueError: a rate or a cap that is not positive, a negative `resilience`, an unknown `optim` or form.
     """
 
     BETAS = (0.9, 0.999)

@@ -81,7 +81,7 @@ class Readout:
         num_layers (`int`): L, the CALLS of the stack in one forward (a layer shared by 12 calls counts 12 times).
     """
 
-    def __init__(self, model, stack, readout=None):
+    def __init__(self, model, stack, readout):
         self.model, self.readout, self.num_layers, self._stack = model, readout, stack.num_layers, stack
         self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
         self._head, self._active = _output_embeddings(model), self._active_adapters()

@@ -193,7 +193,8 @@ class ConfidenceExit:
         batch_size: int = 32,
         repeats: int = 3,
     ) -> ConfidenceReport:
-        """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory."""
+        """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory;
+        ValueError where no threshold is set, `dataset` is empty or `repeats` is below 1."""
         batches = list(load_batches(self.model, dataset, data_collator, processing_class, batch_size))
         with evaluating(self.model) as device:
             labels = torch.cat([_labels(batch) for batch in batches])

@@ -138,6 +138,7 @@ def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:
     it obey (Llama and its kin); others fail on it or ignore it.
 
     Args:
+        model (`nn.Module`): a language model, on the device of the prompt.
         prompt (`torch.Tensor`): token ids `[1, seq]`.
 
     Raises:

@@ -26,6 +26,9 @@ class DustConfig(PreTrainedConfig):
             c > 0, the inverse step size; at least the largest eigenvalue of D^T D, which is 1 at initialisation.
         loss_scale (`float`, *optional*, defaults to 0.5):
             Factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss.
+
+    Raises:
+        ValueError: a value outside of the range given here, or `dictionary_size` below `hidden_size`.
     """
 
     model_type = "dust"

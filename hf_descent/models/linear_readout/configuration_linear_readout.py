@@ -15,6 +15,9 @@ class LinearReadoutConfig(PreTrainedConfig):
             Configuration of the encoder, of any type that `AutoModel` builds. `None`: BERT's.
         pooling (`str`, *optional*, defaults to `"cls"`):
             What the linear layer reads: "cls" (the first token) or "mean" (the mean of all tokens but padding).
+
+    Raises:
+        ValueError: another `pooling`.
     """
 
     model_type = "linear_readout"

@@ -22,6 +22,9 @@ class UTConfig(PreTrainedConfig):
             1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
         vocab_size (`int`, *optional*, defaults to 30522):
             Classifier only: number of token embeddings. The default is DistilBERT's.
+
+    Raises:
+        ValueError: a size or `loss_scale` that is not positive, an `attention_step` outside of (0, 1].
     """
 
     model_type = "ut"

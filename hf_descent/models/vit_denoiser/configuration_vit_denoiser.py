@@ -19,6 +19,9 @@ class ViTDenoiserConfig(PreTrainedConfig):
             be channels x patch_size^2), or one linear layer gives them ("linear"), which all layers share.
         loss_scale (`float`, *optional*, defaults to 0.5):
             Factor of an image's sum of squared errors in the loss. 1/2 is the paper's loss.
+
+    Raises:
+        ValueError: another `readout`, or a `loss_scale` that is not positive.
     """
 
     model_type = "vit_denoiser"

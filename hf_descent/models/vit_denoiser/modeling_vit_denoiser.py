@@ -25,6 +25,10 @@ class ViTForDenoising(PreTrainedModel):
     A token of any layer holds the pixels of its patch, channel by channel (`config.readout`); class, register and
     distillation tokens are left out. The encoder's final layer norm is dropped with its head: it would take from
     every patch its mean and its contrast.
+
+    Raises:
+        ValueError: an encoder that takes more than images, whose tokens are no square patches or end in detection
+            tokens, or whose width is not that of a patch where `config.readout` is "patches".
     """
 
     config_class = ViTDenoiserConfig

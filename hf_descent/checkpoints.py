@@ -26,7 +26,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_
 from transformers.utils import logging
 
 from .configs import BY_RANK, OF_LAYERS
-from .descent_state import STATE_NAME, SUMMARY_NAME, find_json, read_summary, write_summary
+from .descent_state import STATE_NAME, SUMMARY_NAME, read_summary, write_summary
+from .files import find_json
 from .layer_stack import inner_model
 from .recorded_arguments import training_arguments
 from .selection import best_candidate

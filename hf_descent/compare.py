@@ -6,6 +6,7 @@ import os
 
 from .evaluation.comparison import compare
 from .evaluation.plots import save_figures
+from .files import whole_file
 from .hub import plain
 
 
@@ -43,9 +44,9 @@ def run(args: argparse.Namespace):
             runs.setdefault(group, []).append(folder)
     comparison = compare(runs, args.baseline, args.confidence, args.curve)
     os.makedirs(args.output_dir, exist_ok=True)
-    with open(os.path.join(args.output_dir, "comparison.json"), "w", encoding="utf-8") as file:
+    with whole_file(os.path.join(args.output_dir, "comparison.json")) as file:
         json.dump(plain(comparison.to_dict()), file, indent=1)
-    with open(os.path.join(args.output_dir, "comparison.txt"), "w", encoding="utf-8") as file:
+    with whole_file(os.path.join(args.output_dir, "comparison.txt")) as file:
         file.write(f"{comparison}\n")
     files = save_figures(comparison, args.output_dir)
     print(f"{comparison}\n\nWritten to {args.output_dir}: comparison.json, comparison.txt, {', '.join(files)}")

@@ -245,13 +245,14 @@ class DescentArguments:
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
             )
         chosen_by = self.metric_for_best_model or ""
-        if chosen_by in BY_RANK and self.lr_scheduler_type == "reduce_lr_on_plateau":
+        by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
+        if by_plateau and chosen_by in BY_RANK:
             raise ValueError(
                 "`metric_for_best_model` is 'best_candidate', a rank among evaluations, and `lr_scheduler_type` "
                 "'reduce_lr_on_plateau' needs a metric: choose by 'eval_loss'."
             )
-        by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau" and self.is_auto and self.objective in MEASURING
-        if by_plateau and chosen_by.endswith("max_violation"):
+        is_measured = self.is_auto and self.objective in MEASURING
+        if by_plateau and is_measured and chosen_by.endswith("max_violation"):
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, which `lr_scheduler_type` 'reduce_lr_on_plateau' needs "
                 "from the start, where 'auto' knows no constraints yet: choose by 'feasible_score', or give "
@@ -265,7 +266,7 @@ class DescentArguments:
                 f"`metric_for_best_model` is {chosen_by!r}, but `objective={self.objective!r}` has no constraints if "
                 f"`descent_alpha` or `initial_loss_bound` is 'auto': {numbers}choose by 'eval_loss'."
             )
-        if self.is_auto and self.dual_warmup_steps == 0 and self.objective in MEASURING:
+        if is_measured and self.dual_warmup_steps == 0:
             raise ValueError(
                 "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
                 "`dual_warmup_steps` is 0; give it steps or a fraction (0.25), or give both numbers."

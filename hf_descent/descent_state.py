@@ -11,13 +11,13 @@ import torch
 import transformers
 from accelerate.logging import get_logger
 from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers.utils import cached_file
+from safetensors.torch import save
 
 import hf_descent
 
 from . import objectives
 from .configs import DescentArguments
+from .files import find_json, read_json, whole_file
 from .multipliers import Multipliers
 from .problem import LARGEST, DescentProblem, check_alpha, check_constrained_layers
 from .reports import ReportMixin
@@ -289,8 +289,8 @@ class DescentState(ReportMixin):
         }
         if write:
             path = os.path.join(folder, STATE_NAME)
-            save_file(tensors, path + ".tmp", metadata={"state": json.dumps(meta)})
-            os.replace(path + ".tmp", path)
+            with whole_file(path, "wb") as file:
+                file.write(save(tensors, metadata={"state": json.dumps(meta)}))
 
     def load(self, folder: str, is_main: bool = True) -> None:
         """Take over the state of a checkpoint; ValueError where layer count or schedule do not match.
@@ -363,9 +363,8 @@ def write_summary(folder: str, summary: dict) -> None:
     # FSDP writes sharded weights later, and so makes no folder for whole ones.
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, SUMMARY_NAME)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+    with whole_file(path) as file:
         json.dump(summary, file, indent=2)
-    os.replace(f"{path}.tmp", path)
 
 
 def is_stale(path: str | os.PathLike, summary: Mapping[str, Any]) -> bool:
@@ -376,24 +375,3 @@ def is_stale(path: str | os.PathLike, summary: Mapping[str, Any]) -> bool:
 def read_summary(folder: str) -> dict:
     """The `descent_config.json` of a run; ValueError naming the file when it is missing or unreadable."""
     return read_json(os.path.join(folder, SUMMARY_NAME))
-
-
-def read_json(path: str | os.PathLike) -> dict:
-    """What a json file holds; ValueError naming the file when it is missing or unreadable."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); write it again, or name another run.") from error
-
-
-def find_json(name: str, file: str) -> dict:
-    """A json file of a folder or of a repository on the Hub; empty where there is none. ValueError as above."""
-    quietly = {
-        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
-    }
-    try:
-        path = cached_file(name, file, **quietly)
-    except OSError:  # nor is there such a repository: the model was loaded from a folder that is gone
-        path = None
-    return {} if path is None else read_json(path)

@@ -30,11 +30,12 @@ from .configs import DescentConfig, upper_level
 from .data.alpaca import AlpacaArguments, load_alpaca
 from .data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from .data.video import VideoArguments, load_clips
-from .descent_state import SUMMARY_NAME, find_json, read_json, write_summary
+from .descent_state import SUMMARY_NAME, write_summary
 from .evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from .evaluation.perturbations import Typos, salt_and_pepper
 from .evaluation.sums import weights_fingerprint
 from .evaluation.uncertainty import check_confidence
+from .files import find_json, read_json
 from .loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from .losses import IGNORE_INDEX
 from .privacy import privacy_curve

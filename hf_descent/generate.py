@@ -21,6 +21,7 @@ from .cli import check_least
 from .data.alpaca import PROMPT_FORMATS, check_prompts, format_prompt, is_chat
 from .data.splits import load_file
 from .evaluation.sums import weights_fingerprint
+from .files import whole_file
 from .loading import best_device, load_model, load_tokenizer, position_limit
 from .noise import EmbeddingNoise
 
@@ -130,9 +131,8 @@ def run(args: Namespace) -> None:
             answers += new
             progress.update(len(new))
 
-    with open(partial_file(args) + ".tmp", "w", encoding="utf-8") as file:
+    with whole_file(args.output) as file:
         json.dump(answers, file, indent=2, ensure_ascii=False)
-    os.replace(partial_file(args) + ".tmp", args.output)
     os.remove(partial_file(args))
     print(f"{len(answers)} answers of {args.generator} written to {args.output}")
 

@@ -21,11 +21,12 @@ from matplotlib.figure import Figure
 from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
-from .descent_state import SUMMARY_NAME, is_stale, read_json, write_summary
+from .descent_state import SUMMARY_NAME, is_stale, write_summary
 from .early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from .evaluation import LayerProfile, NoiseCurve
 from .evaluation.comparison import COMMON
 from .evaluation.scoring import Result
+from .files import read_json, whole_file
 from .layer_stack import inner_model
 from .model_card import render
 from .recorded_arguments import training_arguments
@@ -153,11 +154,14 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card["versions"] = descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
-    for split, prefix in (("validation", "eval_"), ("validation", "validation_"), ("test", "test_")):
+    for split, prefix, named in (
+        ("validation", "eval_", "eval_"),
+        ("validation", "validation_", "eval_"),
+        ("test", "test_", "test_"),
+    ):
         # Not from `all_results.json`, to which every training in the folder adds.
         if fresh(f"{prefix}results.json"):
             results = _read(folder / f"{prefix}results.json")
-            named = "test_" if split == "test" else "eval_"
             card["split"] = split
             card["evaluation"] = {
                 named + name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)
@@ -197,8 +201,8 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
         card["figures"].append("exits.png")  # drawn by `hf-descent exit`
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     for name, content in ((CARD_DATA_NAME, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
-        (folder / f"{name}.tmp").write_text(content, encoding="utf-8")
-        os.replace(folder / f"{name}.tmp", folder / name)
+        with whole_file(folder / name) as file:
+            file.write(content)
 
 
 def plain(value: Any) -> Any:

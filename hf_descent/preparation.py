@@ -21,7 +21,8 @@ from torch.utils.data import IterableDataset, Subset
 from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
-from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState, find_json
+from .descent_state import STATE_NAME, SUMMARY_NAME, DescentState
+from .files import find_json
 from .losses import IGNORE_INDEX, aligned, labels_of, shifts_labels
 from .noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from .objectives import MEASURING

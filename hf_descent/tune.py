@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from .cli import parse_recipe
 from .configs import DescentConfig
-from .fingerprints import fingerprint
+from .files import fingerprint, whole_file
 from .problem import LARGEST, as_python
 from .recorded_arguments import training_arguments
 
@@ -201,7 +201,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
         for trial in ranked
     ]
-    with open(os.path.join(args.output_dir, "study.json"), "w", encoding="utf-8") as file:
+    with whole_file(os.path.join(args.output_dir, "study.json")) as file:
         json.dump({"gamma": gamma, "search": tune_args.search, "trials": trials}, file, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):

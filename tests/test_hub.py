@@ -105,7 +105,7 @@ assert not any(name.startswith("hf_descent") for name in sys.modules)
 """
 
 
-def test_a_card_holds_the_validation_results_of_a_denoiser_and_is_whole_or_absent(tmp_path):
+def test_a_card_holds_the_validation_results_of_a_denoiser(tmp_path):
     trainer = trained(tmp_path)
     trainer.save_model()
     trainer.save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})

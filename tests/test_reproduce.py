@@ -195,14 +195,8 @@ def test_what_is_not_given_is_left_out():
 
 
 def test_a_strategy_may_be_no():
-    assert [
-        reproduce.setting(word)[1] for word in ("save_strategy=no", "max_steps=3", "learning_rate=1.0e-3", "seeds=[1]")
-    ] == [
-        "no",
-        3,
-        1e-3,
-        [1],
-    ]
+    given = ("save_strategy=no", "max_steps=3", "learning_rate=1.0e-3", "seeds=[1]")
+    assert [reproduce.setting(word)[1] for word in given] == ["no", 3, 1e-3, [1]]
 
 
 GIVEN = ["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..configs import upper_level
-from ..descent_state import SUMMARY_NAME, find_json, is_stale
+from ..descent_state import SUMMARY_NAME, is_stale
+from ..files import find_json
 from ..objectives import UNCONSTRAINED
 from .profile import LayerProfile
 from .robustness import NoiseCurve

@@ -3,7 +3,6 @@
 import inspect
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
+from ..files import whole_file
 from ..layer_stack import inner_model
 from ..losses import (
     IGNORE_INDEX,
@@ -225,10 +225,8 @@ class Result:
 
     def to_json(self, path: str):
         """Write the attributes, whole or not at all."""
-        # A killed process leaves no half file that a later one would trust.
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        with whole_file(path) as file:
             json.dump(asdict(self), file, default=np.ndarray.tolist)
-        os.replace(f"{path}.tmp", path)
 
     @classmethod
     def from_json(cls, path: str):

@@ -17,6 +17,7 @@ from datasets.fingerprint import Hasher
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..files import whole_file
 from .uncertainty import BLOCKS
 
 
@@ -59,10 +60,9 @@ class BlockSums:
         self._marks.append((index, *marks))
         self.next_index = index + self.step
         if self._path is not None and time.monotonic() - self._saved > SAVE_SECONDS:
-            with open(f"{self._path}.tmp", "wb") as file:
-                marks = [marks for _, *marks in self._marks]
+            marks = [marks for _, *marks in self._marks]
+            with whole_file(self._path, "wb") as file:
                 np.savez(file, blocks=self._blocks, next_index=self.next_index, key=self._key, marks=marks)
-            os.replace(f"{self._path}.tmp", self._path)
             self._saved = time.monotonic()
 
     def total(self) -> np.ndarray:

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import transformers
 
-import hf_descent.fingerprints
+import hf_descent.files
 
 
 ROOT = Path(__file__).parent.parent.parent
-fingerprint = cache(hf_descent.fingerprints.fingerprint)  # every command asks for those of its files
+fingerprint = cache(hf_descent.files.fingerprint)  # every command asks for those of its files
 
 
 def facts() -> dict[str, Any]:

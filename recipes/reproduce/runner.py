@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_descent import cli
 from hf_descent.checkpoints import newest_complete_checkpoint
-from hf_descent.fingerprints import digest
+from hf_descent.files import digest, whole_file
 
 from .facts import facts, fingerprints
 from .scales import ARMS, VIDEO, Scale
@@ -281,5 +281,5 @@ def words(given: Mapping[str, Any]) -> list[str]:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.with_suffix(".tmp").write_text(json.dumps(values, indent=1))
-    path.with_suffix(".tmp").replace(path)
+    with whole_file(path) as file:
+        json.dump(values, file, indent=1)

@@ -185,7 +185,7 @@ TABLES = {
         lambda s, a: [panel for model in ("ut", "dust") for panel in by_depth(s, a, model, s.video[0])],
     ),
     "figure4": Table("Accuracy against the test level", last_level_text),
-    "figure5": Table("Ablation of alpha, RoBERTa on IMDb", lambda scale, arms: ablation(scale, "descent_alpha")),
+    "figure5": Table("Ablation of alpha, RoBERTa on IMDb", lambda s, a: ablation(s, "descent_alpha")),
     "figure6": Table(
         "Layer losses and token accuracy under noise, Llama", lambda s, a: [side_by_side(s, a, "llama", "alpaca")]
     ),
@@ -206,12 +206,10 @@ TABLES = {
     "figure11": Table("An infeasible model", infeasible),
     "figure12": Table("Ratios of consecutive layer losses of samples, with and without relaxation", relaxation),
     "figure13": Table("Layer losses in all settings", lambda s, a: [*all_text(s, a), *all_video(s, a)]),
-    "figure14": Table(
-        "Accuracy at three test levels against alpha", lambda scale, arms: ablation(scale, "descent_alpha")
-    ),
+    "figure14": Table("Accuracy at three test levels against alpha", lambda s, a: ablation(s, "descent_alpha")),
     "figure15": Table(
         "Accuracy at three test levels against the dual rate",
-        lambda scale, arms: ablation(scale, "dual_learning_rate"),
+        lambda s, a: ablation(s, "dual_learning_rate"),
     ),
     "figure16": Table(
         "Completions under noise, Llama", lambda s, a: [side_by_side(s, a, "llama", "alpaca")], "answers"

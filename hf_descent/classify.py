@@ -12,7 +12,7 @@ from transformers.utils import is_peft_available
 
 from .configs import DescentConfig
 from .data.text import DataArguments, load_text_classification, most_tokens, tokenize
-from .loading import load_tokenizer, position_limit
+from .loading import load_tokenizer
 from .metrics.accuracy import Accuracy
 from .models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from .recorded_arguments import json_value
@@ -88,7 +88,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
     with args.main_process_first(desc="loading"):
         dataset = load_text_classification(data_args)
     model = load_model(model_args, dataset["train"].features["labels"].names)
-    limit = most_tokens(tokenizer, data_args.max_seq_length, position_limit(model))
+    limit = most_tokens(tokenizer, model, data_args.max_seq_length)
     with args.main_process_first(desc="tokenising"):
         dataset = tokenize(dataset, tokenizer, limit)
     config = model.config.get_text_config()

@@ -119,7 +119,7 @@ def classification_task(name: str, args: DataArguments) -> Task:
     """Accuracy of a text classifier; typing errors perturb its raw texts."""
     tokenizer, model = load_tokenizer(name), load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
-    limit = most_tokens(tokenizer, args.max_seq_length, position_limit(model))
+    limit = most_tokens(tokenizer, model, args.max_seq_length)
     rows = _held_out(tokenize(texts, tokenizer, limit))
     return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
 

@@ -86,7 +86,7 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
     data_args = DataArguments(**{field.name: getattr(args, field.name) for field in dataclasses.fields(DataArguments)})
     dataset = load_text_classification(data_args)
     dataset["train"] = dataset["train"].select([0])  # all that is left for it to do is to name the columns
-    limit = most_tokens(tokenizer, args.max_seq_length, position_limit(model))
+    limit = most_tokens(tokenizer, model, args.max_seq_length)
     dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
     if "test" not in dataset:
         if len(dataset["validation"]) < 2:

@@ -108,6 +108,12 @@ def position_limit(model: nn.Module) -> int | None:
     return limit - (getattr(prompt, "num_virtual_tokens", None) or 0)
 
 
+def has_position_table(model: nn.Module) -> bool:
+    """Whether the model looks positions up, and has none beyond the limit; rotations and relative positions go on."""
+    tables = (name.split(".") for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return any("pos" in part or part == "wpe" for name in tables for part in name[-2:])  # LoRA's end in "base_layer"
+
+
 def _architecture(name: str, adapter: dict, summary: dict) -> str:
     if not adapter:
         return (getattr(AutoConfig.from_pretrained(name), "architectures", None) or ["unknown"])[0]

@@ -15,7 +15,7 @@ from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .layer_stack import inner_model
-from .loading import position_limit
+from .loading import has_position_table, position_limit
 from .losses import IGNORE_INDEX, aligned
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
@@ -108,8 +108,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _check_positions(self, dataset, name) -> None:
         positions = position_limit(self.model)
-        if positions is None or any("inv_freq" in name for name, _ in self.model.named_buffers()):
-            return  # rotations go on beyond the positions of pretraining, as in TRL's own trainer
+        if positions is None or not has_position_table(self.model):
+            return
         # Positions start afresh with every document where rows hold several.
         documents = self.padding_free and "seq_lengths" in dataset.column_names
         rows = dataset["seq_lengths"] if documents else dataset["input_ids"]

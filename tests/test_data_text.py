@@ -3,7 +3,9 @@ import json
 import datasets
 import pandas as pd
 import pytest
+from architectures import MODELS, build
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from tiny import bert, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -307,12 +309,18 @@ def test_a_text_without_a_token_is_refused(tokenizer):
         tokenize(splits, tokenizer, 6)
 
 
-def test_lengths_beyond_the_tokenizer_s_limit_are_refused(tokenizer):
-    assert (most_tokens(tokenizer), most_tokens(tokenizer, 3), most_tokens(tokenizer, None, 4)) == (6, 3, 4)
-    assert most_tokens(tokenizer, 6, 4) == 6  # DeBERTa's positions are relative, and its config states a number
+def test_lengths_beyond_a_limit_are_refused(tokenizer):
+    looked_up, rotated = bert(), llama()  # with 32 and 64 positions
+    assert [most_tokens(tokenizer, model, given) for model in (looked_up, rotated) for given in (None, 3)] == [
+        6,
+        3,
+    ] * 2
     with pytest.raises(ValueError, match="`max_seq_length` is 7, and the tokenizer's limit is 6"):
-        most_tokens(tokenizer, 7)
+        most_tokens(tokenizer, looked_up, 7)
     tokenizer.model_max_length = int(1e30)
-    assert most_tokens(tokenizer, None, 4) == 4
+    assert [most_tokens(tokenizer, model) for model in (looked_up, rotated)] == [32, 64]
+    assert most_tokens(tokenizer, rotated, 65) == 65
+    with pytest.raises(ValueError, match="`max_seq_length` is 33, and the model has 32 positions"):
+        most_tokens(tokenizer, looked_up, 33)
     with pytest.raises(ValueError, match="neither tokenizer nor model states a limit"):
-        most_tokens(tokenizer)
+        most_tokens(tokenizer, build("BloomForCausalLM", MODELS["BloomForCausalLM"][0]))

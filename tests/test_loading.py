@@ -1,14 +1,16 @@
 """Saved runs, whole and as adapters, against what was saved."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
+from architectures import MODELS, build
 from tiny import bert, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_descent.loading import architecture_of, load_model, load_tokenizer, position_limit
+from hf_descent.loading import architecture_of, has_position_table, load_model, load_tokenizer, position_limit
 
 
 @pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
@@ -76,6 +78,19 @@ def test_the_limit_of_positions_is_the_configs(config, limit):
     assert position_limit(model) == limit
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, (f, _) in MODELS.items() if not {"image_size", "conv_dim"} & f.keys()]
+)
+def test_models_without_a_table_of_positions_take_more_than_they_state(name):
+    model = build(name, MODELS[name][0])
+    length = (position_limit(model) or 40) + 3
+    ids = torch.full((1, 2, length) if "MultipleChoice" in name else (1, length), 5)
+    ids[..., -1] = 2  # BART's end
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if "ConditionalGeneration" in name else {})
+    with pytest.raises((IndexError, RuntimeError)) if has_position_table(model) else nullcontext():
+        model(**given)
+
+
 def test_as_many_tokens_as_the_limit_are_taken_and_no_more():
     """RoBERTa's positions begin behind the padding's; a prompt of PEFT takes some."""
     peft = pytest.importorskip("peft")
@@ -84,8 +99,9 @@ def test_as_many_tokens_as_the_limit_are_taken_and_no_more():
     gpt2 = transformers.GPT2Config(vocab_size=40, n_positions=20, n_embd=8, n_layer=1, n_head=2)
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
     prompted = peft.get_peft_model(transformers.GPT2LMHeadModel(gpt2), tuning)
-    for model, limit in ((transformers.RobertaForCausalLM(config), 18), (prompted, 15)):
-        assert position_limit(model) == limit
+    tuned = peft.get_peft_model(transformers.GPT2LMHeadModel(gpt2), peft.LoraConfig(target_modules=["wpe"]))
+    for model, limit in ((transformers.RobertaForCausalLM(config), 18), (prompted, 15), (tuned, 20)):
+        assert position_limit(model) == limit and has_position_table(model)
         model(torch.full((1, limit), 5))
         with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
             model(torch.full((1, limit + 1), 5))

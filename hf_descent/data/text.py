@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..loading import has_position_table, position_limit
 from .splits import SplitArguments, check_texts, hold_out, load_splits
 
 
@@ -93,19 +94,19 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
     )
 
 
-def most_tokens(
-    tokenizer: PreTrainedTokenizerBase, max_seq_length: int | None = None, positions: int | None = None
-) -> int:
-    """The tokens of a text that are kept: `max_seq_length`, or as many as the tokenizer's limit and the model's
-    `positions` allow. Models without a table of positions take more than these.
+def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None) -> int:
+    """The tokens of a text that are kept: `max_seq_length`, or as many as the limits of tokenizer and model allow.
+    Models without a table of positions take more than the limit that they state.
 
     Raises:
-        ValueError: `max_seq_length` is beyond the tokenizer's limit, or nothing gives a limit.
+        ValueError: `max_seq_length` is beyond a limit, or nothing gives one.
     """
-    limit = tokenizer.model_max_length
+    limit, positions = tokenizer.model_max_length, position_limit(model)
     max_seq_length = max_seq_length or min(limit, positions or limit)
     if max_seq_length > limit:
         raise ValueError(f"`max_seq_length` is {max_seq_length}, and the tokenizer's limit is {limit} tokens.")
+    if positions and max_seq_length > positions and has_position_table(model):
+        raise ValueError(f"`max_seq_length` is {max_seq_length}, and the model has {positions} positions.")
     if max_seq_length > 10**6:  # transformers' way to say that a tokenizer states no limit
         raise ValueError("`max_seq_length` is not given, and neither tokenizer nor model states a limit.")
     return max_seq_length

@@ -3,7 +3,8 @@
     python recipes/benchmarks/denoiser_passes.py [--objective erm] [--max_steps 1200] [--seeds 0 1 2]
 
 Trains the demo's denoiser on pans over two photographs with Gaussian noise and denoises held-out pans
-that were spoilt in several ways of equal power. Printed: RMSE on the 0-255 scale, mean over clips and seeds.
+that were spoilt in several ways of equal power. Printed: RMSE on the 0-255 scale over all clips, mean and standard
+deviation over seeds.
 """
 
 import argparse
@@ -100,10 +101,10 @@ def main():
             estimates += [chosen.output, mixed.output]
             rows.append([255 * (estimate - held_out).square().mean().sqrt().item() for estimate in estimates])
     names = ["input", *(f"{k} pass{'es' if k > 1 else ''}" for k in range(1, PASSES + 1)), "chosen", "mixed"]
-    print(f"{'':24}" + "".join(f"{name:>10}" for name in names))
+    print(f"{'':24}" + "".join(f"{name:>15}" for name in names))
     for (kind, gamma), rows in found.items():
-        means = torch.tensor(rows).mean(0).tolist()
-        print(f"{f'{kind}, {gamma:g}':24}" + "".join(f"{value:10.2f}" for value in means))
+        spreads = zip(*(part.tolist() for part in torch.std_mean(torch.tensor(rows), dim=0)))
+        print(f"{f'{kind}, {gamma:g}':24}" + "".join(f"{f'{mean:.2f} +- {std:.2f}':>15}" for std, mean in spreads))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from hf_descent.models import DustConfig, DustForVideoDenoising, UTConfig, UTFor
 MODELS = {"ut": (UTForVideoDenoising, UTConfig), "dust": (DustForVideoDenoising, DustConfig)}
 
 
-def time_steps(options) -> dict[str, float]:
-    """Median seconds of a step of each objective."""
+def time_steps(options) -> dict[str, list[float]]:
+    """Seconds of a step of each objective: quartiles."""
     clips = torch.rand(options.batch * options.steps, 10, 256)
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
@@ -46,7 +46,7 @@ def time_steps(options) -> dict[str, float]:
         for _, trainer in clocks.values():
             trainer.train()
     # The first round warms up.
-    return {name: statistics.median(clock.seconds[options.steps :]) for name, (clock, _) in clocks.items()}
+    return {name: statistics.quantiles(clock.seconds[options.steps :], n=4) for name, (clock, _) in clocks.items()}
 
 
 def time_preprocessing(video: str) -> tuple[float, float]:
@@ -71,10 +71,12 @@ def main():
     torch.set_num_threads(options.threads)
 
     seconds = time_steps(options)
-    print(
-        f"{options.architecture}-{options.layers}: ERM step {seconds['erm'] * 1e3:.0f} ms, constrained "
-        f"{seconds['descent'] * 1e3:.0f} ms, ratio {seconds['descent'] / seconds['erm']:.2f}"
-    )
+    for name, (low, middle, high) in seconds.items():
+        ratio = middle / seconds["erm"][1]
+        print(
+            f"{options.architecture}-{options.layers} {name:8} {middle:.3f} s a step (quartiles {low:.3f} to "
+            f"{high:.3f}), ratio {ratio:.3f}"
+        )
     if options.video:
         clock, processors = time_preprocessing(options.video)
         print(f"{options.video}: {clock:.0f} s for 10,000 frames, {processors:.0f} s of processor time")

@@ -10,6 +10,7 @@ least as new as the last one that was complete, and its weights and multipliers 
 
 import argparse
 import collections
+import contextlib
 import io
 import os
 import random
@@ -17,17 +18,17 @@ import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import safetensors.torch
 import torch
 import transformers
 from tiny import bert, classification_data, config
 
-from hf_descent import DescentTrainer, checkpoints, descent_state
+from hf_descent import DescentTrainer, checkpoints, descent_state, files
 
 
 STEPS = 24
@@ -71,10 +72,15 @@ def half_saved(thing, file, *args, **kwargs):
     die()
 
 
-def half_saved_tensors(tensors, file, *args, **kwargs):
-    whole = safetensors.torch.save(tensors)
-    Path(file).write_bytes(whole[: len(whole) // 2])
-    die()
+@contextlib.contextmanager
+def half_written(path, mode="w"):
+    def write(content):
+        file.write(content[: len(content) // 2])
+        file.flush()
+        die()
+
+    with files.whole_file(path, mode) as file:
+        yield types.SimpleNamespace(write=write)
 
 
 def arm(site, call, trainer):
@@ -92,7 +98,7 @@ def arm(site, call, trainer):
         if call % 2:
             torch.save = Countdown(call // 2 + 1, half_saved)(torch.save)
         else:
-            descent_state.save_file = Countdown(call // 3 + 1, half_saved_tensors)(descent_state.save_file)
+            descent_state.whole_file = Countdown(call // 3 + 1, half_written)(descent_state.whole_file)
     elif site == "deletion":
         rmtree = transformers.trainer_utils.shutil.rmtree
 

@@ -109,9 +109,15 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def has_position_table(model: nn.Module) -> bool:
-    """Whether the model looks positions up, and has none beyond the limit; rotations and relative positions go on."""
-    tables = (name.split(".") for name, module in model.named_modules() if isinstance(module, nn.Embedding))
-    return any("pos" in part or part == "wpe" for name in tables for part in name[-2:])  # LoRA's end in "base_layer"
+    """Whether the model looks its tokens' positions up, and has none beyond the limit; rotations go on."""
+    tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    tables += [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]  # GPT-J's, CTRL's
+    for parts in (name.split(".") for name in tables):
+        if any(tower in part for part in parts for tower in ("vision", "visual", "image", "audio")):
+            continue  # their positions are no tokens'
+        if any("pos" in part or part == "wpe" for part in parts[-2:]):  # two, since LoRA's end in "base_layer"
+            return True
+    return False
 
 
 def _architecture(name: str, adapter: dict, summary: dict) -> str:

@@ -13,7 +13,7 @@ import pytest
 from hf_descent import cli
 from recipes.reproduce import __main__ as reproduce
 from recipes.reproduce.collect import _comparison, best, published, study
-from recipes.reproduce.runner import Options, evaluate_job, jobs, train_job, tune_job
+from recipes.reproduce.runner import Options, evaluate_job, jobs, search_space, train_job, tune_job
 from recipes.reproduce.scales import ARMS, MODELS, SCALES
 from recipes.reproduce.tables import TABLES, Way, searched
 
@@ -150,6 +150,25 @@ def test_what_is_set_is_not_searched(tmp_path):
     assert tuned == {options.study_folder(way) for (way,) in panel.groups.values() if not way.arm.startswith("erm")}
 
 
+def test_an_arm_may_have_settings_of_its_own_in_place_of_a_search(tmp_path):
+    settings = {"learning_rate": 0.01, "max_steps": 7, "erm+noise.learning_rate": 0.02, "descent.max_steps": 9}
+    settings |= {"descent.dual_learning_rate": 0.03, "descent.resilience": 0.04, "descent.descent_strength": 0.5}
+    options = Options(SCALES["cpu"], tmp_path, {"distilbert": "m"}, settings=settings)
+    ways = {arm: Way("distilbert", "imdb", arm, 0.4) for arm in ARMS}
+    rates = {"erm+noise": 0.02}
+    for arm in ("erm+noise", "erm", "descent"):  # the hinge's and deep supervision's weights are still searched
+        options.study_folder(ways[arm]).mkdir(parents=True)
+        made = {"gamma": 1.0, "trials": [{"settings": {"learning_rate": 0.5}}]}
+        (options.study_folder(ways[arm]) / "study.json").write_text(json.dumps(made))  # of another search
+        assert search_space(ways[arm], options) == study(ways[arm], options) == {}
+        args = cli.parse_arguments(train_job(ways[arm], 0, options).words)[1][-1]
+        assert (args.learning_rate, args.max_steps) == (rates.get(arm, 0.01), 9 if arm == "descent" else 7)
+    assert (args.dual_learning_rate, args.resilience, args.descent_strength) == (0.03, 0.04, 0.5)
+    (panel,) = [each for each in panels_of("cpu", "table4") if each.name == "imdb-distilbert-gamma1"]
+    tuned = {job.folder for job in jobs([panel], options) if job.kind == "tune"}
+    assert tuned == {options.study_folder(ways[arm]) for arm in ("deep_supervision", "hinge")}
+
+
 def test_a_search_that_was_not_asked_for_is_not_shown(tmp_path):
     way, best_trial = Way("ut", "clips", "descent", 0.15, 5), {"value": 1.0, "settings": {"learning_rate": 0.1}}
     options = Options(SCALES["cpu"], tmp_path)
@@ -212,6 +231,12 @@ GIVEN = ["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests"]
         (["--set", "noise_gamma=0.3"], "`--set noise_gamma=0.3`: leave it out"),
         (["--set", "unrolled_layers=2"], "`--set unrolled_layers=2`: leave it out"),
         ([*GIVEN, "--set", "learning_rat=1"], "`--set learning_rat=1`: `hf-descent classify` has no such setting"),
+        ([*GIVEN, "--set", "hinge.learning_rat=1"], "`--set hinge.learning_rat=1`: `hf-descent classify` has no such"),
+        ([*GIVEN, "--set", "erm.seed=1"], "`--set erm.seed=1`: leave it out"),
+        (
+            [*GIVEN, "--set", "hing.max_steps=1"],
+            "`--set hing.max_steps=1`: the arms are deep_supervision, descent, erm,",
+        ),
         (["--data", "imdb", *["setup.cfg"] * 4], "`--data imdb` has 4 files after it: give 1 to 3"),
         (["--data", "clips", *["tests/*.py"] * 3], "`--data clips` has 3 files after it: give 1 to 2"),
         (["--data", "imdb"], "`--data imdb` has 0 files after it"),

@@ -68,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         type=setting,
-        metavar="NAME=VALUE",
-        help="set in every run, and not searched",
+        metavar="[ARM.]NAME=VALUE",
+        help="set in every run, or in those of an arm, and not searched",
     )
     found.add_argument("--dry_run", action="store_true", help="list the commands and what is finished; run nothing")
     found.add_argument("--collect_only", action="store_true", help="collect the panels that are finished; run nothing")
@@ -157,16 +157,20 @@ def possible(panels, options: Options) -> tuple[list[Panel], dict[str, str]]:
 def mistakes(panels: Sequence[Panel], options: Options) -> Iterator[str]:
     """What is wrong with the settings, files and models given, so that no command has to find it out hours later."""
     commands = {way.spec.command for panel in panels for ways in panel.groups.values() for way in ways}
-    for name, value in options.settings.items():
+    arms = sorted({way.arm for panel in panels for ways in panel.groups.values() for way in ways})
+    for given, value in options.settings.items():
+        arm, dot, name = given.rpartition(".")
+        if dot and panels and arm not in arms:
+            yield f"`--set {given}={value}`: the arms are {', '.join(arms)}; one of them, or none, before the dot."
         if name in FIXED:
             yield (
-                f"`--set {name}={value}`: leave it out; `--panels`, `--arms`, `--scale`, `--model`, `--data`, "
+                f"`--set {given}={value}`: leave it out; `--panels`, `--arms`, `--scale`, `--model`, `--data`, "
                 "`--seeds` and `--output_dir` say which runs there are."
             )
         for command in sorted(commands):
             kinds = importlib.import_module(f"hf_descent.{command}").argument_types
             if not any(each.init and each.name == name for kind in kinds for each in dataclasses.fields(kind)):
-                yield f"`--set {name}={value}`: `hf-descent {command}` has no such setting; check the spelling."
+                yield f"`--set {given}={value}`: `hf-descent {command}` has no such setting; check the spelling."
     for name, paths in options.data.items():
         most = {"alpaca_eval": 1, **dict.fromkeys(VIDEO, 2)}.get(name, 3)
         if not 1 <= len(paths) <= most:

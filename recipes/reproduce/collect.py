@@ -15,7 +15,7 @@ from hf_descent import cli
 from hf_descent.evaluation.runs import Run, descent_level
 
 from .facts import facts, fingerprint, fingerprints
-from .runner import Options, jobs
+from .runner import Options, jobs, search_space
 from .tables import Panel, Table, Way
 
 
@@ -74,9 +74,9 @@ def origins(table: Table, panels: Sequence[Panel], options: Options) -> list[dic
 
 def study(found: Way, options: Options) -> dict[str, Any]:
     """The search's best trial, at which level it was judged, and of how many trials; nothing where none was asked
-    for."""
+    for, or all is set."""
     path = options.study_folder(found) / "study.json"
-    if not (options.n_trials and path.is_file()):
+    if not (options.n_trials and search_space(found, options) and path.is_file()):
         return {}
     values = json.loads(path.read_text())
     return {"gamma": values["gamma"], "trials": len(values["trials"]), **values["trials"][0]}

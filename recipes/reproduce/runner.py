@@ -33,7 +33,8 @@ class Options:
         models, data (mapping): name -> path, or paths (training, test and perhaps validation), in place of the Hub.
         seeds (`tuple[int, ...]`): of the training; the search has its recipe's.
         n_trials (`int`): runs of each search; 0 takes the recipes' settings.
-        settings (mapping): set in every run, over everything else but what an ablation fixes; not searched.
+        settings (mapping): set over everything else but what an ablation fixes, and not searched: in every run, or,
+            as "ARM.NAME", in that arm's.
         panels (`tuple[str, ...]`): only those with one of these as a part, or parts, of their name; empty for all.
     """
 
@@ -51,6 +52,12 @@ class Options:
 
     def study_folder(self, found: Way) -> Path:
         return self.folder / searched(self.scale, found).name / "study"
+
+    def set_for(self, found: Way) -> dict[str, Any]:
+        """What is set in this way of training; an arm's own value goes before that of all."""
+        own = {name: value for name, value in self.settings.items() if name.startswith(f"{found.arm}.")}
+        general = {name: value for name, value in self.settings.items() if "." not in name}
+        return general | {name.partition(".")[2]: value for name, value in own.items()}
 
     def missing(self, found: Way) -> str | None:
         """What the command line would have to give for this way of training, where it does not."""
@@ -201,7 +208,7 @@ def flags(found: Way, options: Options) -> dict[str, Any]:
         given |= {"data_layout": found.data, "data_dir": paths[0]}
     else:
         given |= dict(zip(("train_files", "test_files"), (path.split(",") for path in paths)))
-    return given | dict(options.settings)
+    return given | options.set_for(found)
 
 
 def tune_job(found: Way, options: Options) -> Job:
@@ -214,9 +221,9 @@ def tune_job(found: Way, options: Options) -> Job:
 
 
 def search_space(found: Way, options: Options) -> dict[str, tuple[float, float]]:
-    """What is searched, with its ranges: nothing that `--set` fixes."""
+    """What is searched, with its ranges: nothing that `--set` fixes for this arm."""
     space = {"learning_rate": found.spec.learning_rates, **options.scale.search[found.spec.command][found.arm]}
-    return {name: values for name, values in space.items() if name not in options.settings}
+    return {name: values for name, values in space.items() if name not in options.set_for(found)}
 
 
 def train_job(found: Way, seed: int, options: Options) -> Job:
@@ -242,8 +249,8 @@ def evaluate_job(found: Way, seed: int, options: Options) -> Job:
         "profile_gammas": sorted({0.0, *trained, scale.eval_gammas[command][-1]}),
         "draws": scale.draws,
     }
-    if "per_device_eval_batch_size" in options.settings:
-        given["per_device_eval_batch_size"] = options.settings["per_device_eval_batch_size"]
+    if "per_device_eval_batch_size" in options.set_for(found):
+        given["per_device_eval_batch_size"] = options.set_for(found)["per_device_eval_batch_size"]
     return Job(
         ["evaluate", str(folder), "--config", recipe(found), *words(given)], folder, "evaluate", files(found, options)
     )
@@ -263,7 +270,7 @@ def answer_job(found: Way, gamma: float, options: Options) -> Job:
 
 def chosen(found: Way, options: Options) -> dict[str, Any]:
     """The settings of the best trial on validation rows; words that say so where the search is still to be made."""
-    if not options.n_trials:
+    if not (options.n_trials and search_space(found, options)):
         return {}
     path = options.study_folder(found) / "study.json"
     if path.is_file():

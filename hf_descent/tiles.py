@@ -7,11 +7,11 @@ violations; it gives no entropies; and it waits for the device at every tile. Wh
 """
 
 import dataclasses
+import functools
 import math
 
 import torch
 from torch import nn
-from transformers.utils import is_torch_greater_or_equal
 
 
 # Logits alive at once. Fewer rows per tile reread the head, and its gradient, once more per tile.
@@ -269,14 +269,18 @@ def _add_product_(total, left, right) -> torch.Tensor:
     """`total += left @ right`, summed in the dtype of `total`."""
     if total.dtype == right.dtype:
         return total.addmm_(left, right)
-    if _sums_wide(total.device):
+    if _sums_wide(total.device, total.dtype, right.dtype):
         return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     return total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-def _sums_wide(device: torch.device) -> bool:
-    """Whether products of half precision can be added to a float32 matrix there: cuBLAS does so from Ampere on, torch
-    from 2.8 on."""
-    if device.type != "cuda" or not is_torch_greater_or_equal("2.8"):
+@functools.cache
+def _sums_wide(device: torch.device, total: torch.dtype, factors: torch.dtype) -> bool:
+    """Whether torch adds products of these `factors` to a matrix of type `total` there; by trying, since that depends
+    on the device and on the version (CUDA from torch 2.10 on; 2.8 took the argument alone, and ROCm's refuses it)."""
+    matrix, factor = (torch.zeros(8, 8, dtype=dtype, device=device) for dtype in (total, factors))
+    try:
+        torch.addmm(matrix, factor, factor, out_dtype=total, out=matrix)
+    except (RuntimeError, TypeError):
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return True

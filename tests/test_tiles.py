@@ -16,7 +16,6 @@ from naive_head import (
     naive_sums,
     setting,
 )
-from packaging.version import Version
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -164,21 +163,28 @@ def test_sums_over_tokens_are_not_held_in_half_precision(threshold):
     torch.testing.assert_close(head.weight.grad, pushes[:, None].expand(-1, 4), rtol=1e-3, atol=1.0)
 
 
-@pytest.mark.parametrize(
-    ("device", "capability", "torch_version", "wide"),
-    [
-        ("cpu", None, "2.13", False),
-        ("cuda:1", (7, 5), "2.13", False),
-        ("cuda", (8, 0), "2.7", False),
-        ("cuda", (8, 0), "2.8", True),
-    ],
-)
-def test_devices_before_ampere_and_torch_before_28_sum_as_a_cpu_does(
-    monkeypatch, device, capability, torch_version, wide
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(tiles, "is_torch_greater_or_equal", lambda least: Version(torch_version) >= Version(least))
-    assert tiles._sums_wide(torch.device(device)) == wide
+@pytest.mark.parametrize("kind", ["2.13", "2.9", "ROCm", "2.7"])
+def test_products_are_added_in_full_precision_wherever_torch_can(monkeypatch, kind):
+    """Stands for devices that are not here; a CPU has no `out_dtype` at all."""
+    addmm, taken = torch.addmm, []
+
+    def of_device(total, left, right, *, out_dtype=None, out=None):
+        if kind == "2.7":
+            raise TypeError("addmm() got an unexpected keyword argument 'out_dtype'")
+        if kind == "ROCm" or (kind == "2.9" and total.dtype != right.dtype):  # pytorch#167931
+            raise RuntimeError("self and mat2 must have the same dtype")
+        taken.append(left)
+        return addmm(total, left.to(out_dtype), right.to(out_dtype), out=out)
+
+    monkeypatch.setattr(torch, "addmm", of_device)
+    tiles._sums_wide.cache_clear()
+    total, left = torch.randn(3, 4), torch.randn(3, 5, dtype=torch.bfloat16)
+    right = torch.randn(5, 4, dtype=torch.bfloat16)
+    expected = total + left.float() @ right.float()
+    torch.testing.assert_close(tiles._add_product_(total, left, right), expected)
+    torch.testing.assert_close(total, expected)
+    assert any(each is left for each in taken) == (kind == "2.13")
+    tiles._sums_wide.cache_clear()
 
 
 def test_a_workspace_serves_tiles_of_any_size_and_type():

@@ -1,8 +1,9 @@
 """Where a model's stack of layers is: found on a real forward, not by names.
 
-The stack is the container whose members' outputs are the model's hidden states, or, where the model reports none, the
-largest chain of calls in which each output is the next one's input. Layers are CALLS in order, not modules: ALBERT's
-one shared layer counts as often as it runs.
+The stack is the container whose members' outputs are the model's hidden states. Where none of them is reported as it
+is (of one layer, for instance, behind which a norm stands), it is the chain of calls, each output the next one's
+input, that begins with the first hidden state, else the one with the largest layers. Layers are CALLS in order, not
+modules: ALBERT's one shared layer counts as often as it runs.
 """
 
 import inspect
@@ -76,7 +77,9 @@ def find_layer_stack(model, inputs) -> LayerStack:
         path: [call for call in calls if call[0] in {id(child) for child in children}]
         for path, children in members.items()
     }
-    name, hidden_index = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members) or (None, None)
+    name, hidden_index = (
+        _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members, hidden_states) or (None, None)
+    )
     if name is None:
         raise ValueError(
             f"{model_name} has no stack of layers (an nn.ModuleList whose members run one after the other) that could "
@@ -209,18 +212,27 @@ def _by_hidden_states(calls_of, hidden_states):
     return None
 
 
-def _by_chain(calls_of, members):
-    """(name, 0) of the chain of calls that holds most parameters: a decoder before its encoder, no small head."""
+def _by_chain(calls_of, members, hidden_states):
+    """(name, 0) of the chain of calls that begins with the first hidden state, an encoder-decoder's in its decoder;
+    of several, or none, the one with the largest layers: a decoder before its encoder, no small head."""
+
+    def rank(name):
+        size = sum(p.numel() for child in members[name] for p in child.parameters()) / len(members[name])
+        received = calls_of[name][0][1]
+        return any(_equal(tensor, state) for tensor in received for state in hidden_states[:1]), size
+
     chains = [name for name, calls in calls_of.items() if calls and _is_chain(calls, 0)]
-    size = {name: sum(p.numel() for child in members[name] for p in child.parameters()) for name in chains}
-    return (max(chains, key=size.get), 0) if chains else None
+    return (max(chains, key=rank), 0) if chains else None
 
 
 def _is_chain(calls, index):
     """Whether each call receives the hidden state that the call before returned, and keeps its shape."""
-    return all(len(outputs) > index for _, _, outputs in calls) and all(
-        before[index].shape == after[index].shape and any(share_storage(before[index], tensor) for tensor in received)
-        for (_, _, before), (_, received, after) in pairwise(calls)
+    return all(
+        len(outputs) > index and any(tensor.shape == outputs[index].shape for tensor in received)
+        for _, received, outputs in calls
+    ) and all(
+        any(share_storage(before[index], tensor) for tensor in received)
+        for (_, _, before), (_, received, _) in pairwise(calls)
     )
 
 

@@ -99,6 +99,52 @@ MODELS = {
     "Wav2Vec2ForSequenceClassification": (AUDIO, "num_hidden_layers"),
     "HubertForSequenceClassification": (AUDIO, "num_hidden_layers"),
 }
+
+# Encoder-decoders, whose decoder is the stack, with an encoder of three layers: class -> (fields, depth of the decoder).
+NO_DEPTH = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
+ENC_DEC = BART | {"encoder_layers": 3, "num_hidden_layers": 3, "num_experts": 2, "num_global_tokens": 2}
+ENC_DEC |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 8, "attention_window": 4}
+ENC_DEC |= {"attention_type": "original_full", "block_size": 4}
+ENC_DEC |= {f"max_{part}_position_embeddings": 40 for part in ("encoder", "decoder")}
+SPEECH = ENC_DEC | {"num_mel_bins": 8, "input_feat_per_channel": 8, "conv_channels": 16, "conv_kernel_sizes": (3, 3)}
+SPEECH |= {"max_source_positions": 40, "max_target_positions": 40, "pad_token_id": 1}
+SWITCH = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+PROPHET = NO_DEPTH | {"num_encoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+PROPHET |= {"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "decoder_start_token_id": 2}
+MOONSHINE = NO_DEPTH | {
+    f"{part}_{size}": n
+    for part in ("encoder", "decoder")
+    for size, n in (("num_hidden_layers", 3), ("num_attention_heads", 4), ("num_key_value_heads", 4))
+}
+SEAMLESS = ENC_DEC | {"hidden_size": 32, "t2u_vocab_size": 99, "char_vocab_size": 99}
+SEAMLESS |= {f"t2u_{part}_layers": 1 for part in ("encoder", "decoder")} | {"speech_encoder_layers": 1}
+T5_LIKE = ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers")
+BART_LIKE = (
+    "Bart",
+    "MBart",
+    "Pegasus",
+    "PegasusX",
+    "BigBirdPegasus",
+    "Blenderbot",
+    "BlenderbotSmall",
+    "M2M100",
+    "Mvp",
+)
+BART_LIKE += ("PLBart", "LED", "NllbMoe")
+ENCODER_DECODERS = {
+    **{f"{name}ForConditionalGeneration": (T5 | SWITCH, "num_decoder_layers") for name in T5_LIKE},
+    **{f"{name}ForConditionalGeneration": (ENC_DEC, "decoder_layers") for name in BART_LIKE},
+    **{f"{name}ForConditionalGeneration": (SPEECH, "decoder_layers") for name in ("Whisper", "Speech2Text")},
+    "MarianMTModel": (ENC_DEC | {"pad_token_id": 1}, "decoder_layers"),
+    "FSMTForConditionalGeneration": (ENC_DEC | {"src_vocab_size": 99, "tgt_vocab_size": 99}, "decoder_layers"),
+    "ProphetNetForConditionalGeneration": (PROPHET, "num_decoder_layers"),
+    "MoonshineForConditionalGeneration": (MOONSHINE, "decoder_num_hidden_layers"),
+    "SeamlessM4TForTextToText": (SEAMLESS, "decoder_layers"),
+    "SeamlessM4Tv2ForTextToText": (SEAMLESS, "decoder_layers"),
+    "MBartForSequenceClassification": (ENC_DEC, "decoder_layers"),
+    "T5ForSequenceClassification": (T5, "num_decoder_layers"),
+    "T5ForQuestionAnswering": (T5, "num_decoder_layers"),
+}
 REFUSED = {
     "SwinForImageClassification": (
         {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
@@ -142,17 +188,21 @@ def batch_for(model, with_labels=False):
         size = getattr(model.config, "image_size", 32)
         return {"pixel_values": torch.randn(2, 3, size, size)}
     if model.main_input_name == "input_values":
-        return {"input_values": torch.randn(2, 400)}
-    shape = (2, 3, 9) if "MultipleChoice" in name else (2, 9)
-    batch = {"input_ids": torch.randint(5, 99, shape)}  # [batch, (choices,) seq]
-    if "attention_mask" in model.forward.__code__.co_varnames and "Mamba" not in name:
+        batch = {"input_values": torch.randn(2, 1200 if name.startswith("Moonshine") else 400)}
+    elif model.main_input_name == "input_features" and "Text" not in name.split("For")[1]:
+        batch = {"input_features": torch.randn(2, *((8, 80) if name.startswith("Whisper") else (24, 8)))}
+    else:
+        shape = (2, 3, 9) if "MultipleChoice" in name else (2, 9)
+        batch = {"input_ids": torch.randint(5, 99, shape)}  # [batch, (choices,) seq]
+    if "attention_mask" in model.forward.__code__.co_varnames and "Mamba" not in name and "input_ids" in batch:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][-1, ..., -2:] = 0
         batch["input_ids"][-1, ..., -2:] = 1
-    if name == "BartForSequenceClassification":
-        batch["input_ids"][:, 6] = model.config.eos_token_id
-    if "ConditionalGeneration" in name:
-        batch["decoder_input_ids"] = torch.randint(5, 99, (2, 5))
+    if getattr(model.config, "is_encoder_decoder", False):
+        if "SequenceClassification" in name:
+            batch["input_ids"][:, 6] = model.config.eos_token_id
+        elif "QuestionAnswering" not in name and "TokenClassification" not in name:
+            batch["decoder_input_ids"] = torch.randint(5, 99, (2, 5))
     if with_labels:
         batch["labels"] = batch["input_ids"].clone() if "LM" in name else torch.randint(0, 2, (2,))
     return batch

@@ -2,11 +2,22 @@
 
 import pytest
 import torch
-from architectures import BART, LAYERS, MODELS, REFUSED, TEXT, TwoStage, batch_for, build
+from architectures import (
+    BART,
+    ENCODER_DECODERS,
+    LAYERS,
+    MODELS,
+    REFUSED,
+    TEXT,
+    TwoStage,
+    batch_for,
+    build,
+    truncated,
+)
 from torch import nn
 
 from hf_descent.layer_stack import find_layer_stack, intercepted
-from hf_descent.readout import layer_logits
+from hf_descent.readout import layer_logits, output_logits
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -86,12 +97,25 @@ def test_a_decoder_is_the_stack_beside_a_larger_encoder():
     assert (found.name, found.num_layers) == ("model.decoder.layers", LAYERS)
 
 
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
 @torch.no_grad()
-def test_a_decoder_is_the_stack_of_a_plain_encoder_decoder():
+def test_a_decoder_is_the_stack_however_few_layers_it_has(name):
+    fields, depth = ENCODER_DECODERS[name]
+    two = build(name, fields | {depth: 2})
+    one, batch = truncated(two, depth, 1), batch_for(two)
+    expected = [output_logits(model(**batch)) for model in (one, two)]
+    for model, truth in ((one, expected[:1]), (two, expected)):
+        logits = layer_logits(model, batch)
+        assert len(logits) == len(truth) and all(map(torch.equal, logits, truth))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@torch.no_grad()
+def test_a_decoder_is_the_stack_of_a_plain_encoder_decoder(depth):
     class Translator(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = nn.Transformer(8, 2, num_encoder_layers=3, num_decoder_layers=3, dim_feedforward=8)
+            self.body = nn.Transformer(8, 2, num_encoder_layers=3, num_decoder_layers=depth, dim_feedforward=8)
             self.head = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
 
         def forward(self, source, target):

@@ -17,6 +17,8 @@ _EXPORTS = {
     "Multipliers": "multipliers",
     "SFTDescentConfig": "sft_config",
     "SFTDescentTrainer": "sft_trainer",
+    "Seq2SeqDescentConfig": "seq2seq_config",
+    "Seq2SeqDescentTrainer": "seq2seq_trainer",
     "hp_space": "tune",
     "layer_logits": "readout",
     "layer_losses": "losses",
@@ -31,6 +33,8 @@ __all__ = [
     "Multipliers",
     "SFTDescentConfig",
     "SFTDescentTrainer",
+    "Seq2SeqDescentConfig",
+    "Seq2SeqDescentTrainer",
     "hp_space",
     "layer_logits",
     "layer_losses",
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
     from .noise import EmbeddingNoise
     from .problem import DescentProblem
     from .readout import layer_logits
+    from .seq2seq_config import Seq2SeqDescentConfig
+    from .seq2seq_trainer import Seq2SeqDescentTrainer
     from .sft_config import SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer
     from .trainer import DescentTrainer

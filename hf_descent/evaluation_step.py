@@ -42,16 +42,17 @@ class EvaluationMixin:
                 output.metrics.update(self._state.evaluation(losses, metric_key_prefix, self.state.global_step))
         return output
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         if not self._reads_layers:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         self._keeps_logits = not prediction_loss_only
         # Hidden states asked for in the model's config would pile up as predictions.
         if ignore_keys is None:
             ignore_keys = getattr(
                 getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
             )
-        step = partial(super().prediction_step, model, inputs, prediction_loss_only, [*ignore_keys, *HIDDEN_OUTPUTS])
+        ignore_keys = [*ignore_keys, *HIDDEN_OUTPUTS]
+        step = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if self._readout_fn is None or self._count_items(inputs) is not None:
             before = None if self._eval_sums is None else self._eval_sums.clone()
             self._scored = False

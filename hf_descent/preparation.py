@@ -68,8 +68,7 @@ class PreparationMixin:
                 ) from error
         if getattr(args, "predict_with_generate", False) and not isinstance(self, transformers.Seq2SeqTrainer):
             raise ValueError(
-                "`predict_with_generate=True` is of Seq2SeqTrainer; use a trainer of your own, `class "
-                "Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer)`."
+                f"`predict_with_generate=True` has no effect in {type(self).__name__}; use Seq2SeqDescentTrainer."
             )
         if args.n_gpu > 1:
             raise ValueError(

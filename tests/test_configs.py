@@ -8,7 +8,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
-from hf_descent import DescentConfig
+from hf_descent import DescentConfig, Seq2SeqDescentConfig
 from hf_descent.configs import DescentArguments
 
 
@@ -24,15 +24,21 @@ PARSED = {
 }
 
 
-def test_python_values_command_line_and_yaml_agree(tmp_path):
-    parser = HfArgumentParser(DescentConfig)
-    flags = [f"--{name}={str(value).replace(' ', '')}" for name, value in PARSED.items()]
+GENERATION = {"predict_with_generate": True, "generation_max_length": 9, "generation_num_beams": 2}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "given"), [(DescentConfig, PARSED), (Seq2SeqDescentConfig, PARSED | GENERATION)]
+)
+def test_python_values_command_line_and_yaml_agree(tmp_path, config_class, given):
+    parser = HfArgumentParser(config_class)
+    flags = [f"--{name}={str(value).replace(' ', '')}" for name, value in given.items()]
     (by_flags,) = parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", *flags])
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), **PARSED}))
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), **given}))
     (by_file,) = parser.parse_yaml_file(str(file))
-    by_hand = DescentConfig(str(tmp_path), **PARSED)
-    for name, value in PARSED.items():
+    by_hand = config_class(str(tmp_path), **given)
+    for name, value in given.items():
         assert getattr(by_hand, name) == getattr(by_flags, name) == getattr(by_file, name) == value, name
 
 

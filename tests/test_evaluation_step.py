@@ -6,21 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import T5, build
 from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
 from transformers import (
     DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
     default_data_collator,
 )
 
-from hf_descent import DescentConfig, DescentTrainer, layer_profile
+from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
 from hf_descent.evaluation_step import EvaluationMixin
-from hf_descent.trainer import DescentMixin
 
 
 DATA = classification_data()
@@ -122,27 +118,6 @@ def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(
     rows = EvaluationMixin._rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
     assert rows == (3 if remainder == 3 and not warned else None)
     assert ("may count twice" in caplog.text) == warned
-
-
-class Seq2Seq(DescentMixin, Seq2SeqTrainer):
-    pass
-
-
-def test_layers_are_read_where_the_evaluation_generates(tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(5, 90, (12, 6), generator=generator)
-    data = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row.flip(0)} for row in ids]
-    found = []
-    for generates in (False, True):
-        args = Seq2SeqTrainingArguments(
-            tmp_path, predict_with_generate=generates, generation_max_length=8, report_to="none", use_cpu=True,
-            disable_tqdm=True, per_device_eval_batch_size=8,
-        )  # fmt: skip
-        args = DescentConfig.from_training_arguments(args, descent_alpha=0.3, initial_loss_bound=3.0)
-        trainer = Seq2Seq(build("T5ForConditionalGeneration", T5), args, train_dataset=data, eval_dataset=data)
-        metrics = trainer.evaluate()
-        found.append({name: value for name, value in metrics.items() if "second" not in name and "time" not in name})
-    assert "eval_layer_loss_1" in found[0] and found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):

@@ -293,7 +293,7 @@ def test_compilation_by_accelerate_s_config_is_refused_too(tmp_path, monkeypatch
 
 def test_generating_in_evaluation_wants_the_trainer_that_does(tmp_path):
     args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, report_to="none", use_cpu=True)
-    with pytest.raises(ValueError, match=r"class Seq2SeqDescentTrainer\(DescentMixin, Seq2SeqTrainer\)"):
+    with pytest.raises(ValueError, match="use Seq2SeqDescentTrainer"):
         DescentTrainer(bert(), args)
 
 

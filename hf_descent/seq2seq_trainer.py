@@ -1,0 +1,37 @@
+"""Sequence-to-sequence training with layerwise descent constraints: `Seq2SeqTrainer`, every decoder layer read."""
+
+from transformers import Seq2SeqTrainer
+
+from .seq2seq_config import Seq2SeqDescentConfig
+from .trainer import DescentMixin
+
+
+class Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer):
+    """[`~transformers.Seq2SeqTrainer`] whose decoder lowers the token loss with every layer (arXiv 2601.17257).
+
+    With `predict_with_generate=True`, `evaluate` and `predict` give what the whole model generates, and beside it the
+    losses of all layers under teacher forcing, as without it.
+
+    Args:
+        model, args, ...:
+            As for [`~transformers.Seq2SeqTrainer`]; plain `Seq2SeqTrainingArguments` and `TrainingArguments` get the
+            defaults of [`Seq2SeqDescentConfig`].
+        readout, layer_loss_fn:
+            As for [`DescentTrainer`].
+
+    Raises:
+        ValueError, TypeError: as [`DescentTrainer`].
+
+    Example:
+
+    ```python
+    args = Seq2SeqDescentConfig(output_dir="out", predict_with_generate=True)
+    trainer = Seq2SeqDescentTrainer(
+        model, args, DataCollatorForSeq2Seq(tokenizer, model), train_dataset=train, eval_dataset=test
+    )
+    trainer.train()
+    trainer.predict(test, num_beams=4).predictions  # token ids [rows, length]
+    ```
+    """
+
+    config_class = Seq2SeqDescentConfig

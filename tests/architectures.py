@@ -100,9 +100,9 @@ MODELS = {
     "HubertForSequenceClassification": (AUDIO, "num_hidden_layers"),
 }
 
-# Encoder-decoders, whose decoder is the stack, with an encoder of three layers: class -> (fields, depth of the decoder).
+# Encoder-decoders with an encoder of three layers; the decoder is the stack. class -> (fields, depth of the decoder).
 NO_DEPTH = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
-ENC_DEC = BART | {"encoder_layers": 3, "num_hidden_layers": 3, "num_experts": 2, "num_global_tokens": 2}
+ENC_DEC = BART | {"encoder_layers": 3, "num_experts": 2, "num_global_tokens": 2}
 ENC_DEC |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 8, "attention_window": 4}
 ENC_DEC |= {"attention_type": "original_full", "block_size": 4}
 ENC_DEC |= {f"max_{part}_position_embeddings": 40 for part in ("encoder", "decoder")}

@@ -11,17 +11,17 @@ __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
     "DescentConfig": "configs",
-    "DescentProblem": "problem",
+    "DescentProblem": "constraints.problem",
     "DescentTrainer": "trainer",
-    "EmbeddingNoise": "noise",
-    "Multipliers": "multipliers",
+    "EmbeddingNoise": "noise.embedding_noise",
+    "Multipliers": "constraints.multipliers",
     "SFTDescentConfig": "sft_config",
     "SFTDescentTrainer": "sft_trainer",
     "Seq2SeqDescentConfig": "seq2seq_config",
     "Seq2SeqDescentTrainer": "seq2seq_trainer",
-    "hp_space": "tune",
-    "layer_logits": "readout",
-    "layer_losses": "losses",
+    "hp_space": "commands.tune",
+    "layer_logits": "readout.replay",
+    "layer_losses": "losses.task",
     "layer_profile": "evaluation",
     "noise_curve": "evaluation",
 }
@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .commands.tune import hp_space
     from .configs import DescentConfig
+    from .constraints.multipliers import Multipliers
+    from .constraints.problem import DescentProblem
     from .evaluation import layer_profile, noise_curve
-    from .losses import layer_losses
-    from .multipliers import Multipliers
-    from .noise import EmbeddingNoise
-    from .problem import DescentProblem
-    from .readout import layer_logits
+    from .losses.task import layer_losses
+    from .noise.embedding_noise import EmbeddingNoise
+    from .readout.replay import layer_logits
     from .seq2seq_config import Seq2SeqDescentConfig
     from .seq2seq_trainer import Seq2SeqDescentTrainer
     from .sft_config import SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer
     from .trainer import DescentTrainer
-    from .tune import hp_space
 
 
 def __getattr__(name: str):

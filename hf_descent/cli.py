@@ -4,7 +4,7 @@ A command is a module of this package. It either trains from a recipe and expose
 give the flags, and whose values a `--config` file may set) with `run(*dataclass_instances)`, or is a plain tool and
 exposes `add_arguments(parser)` with `run(args)`, or parses a grammar of its own by `parse(argv, prog, description)`
 for `run(*parsed)`. Modules are imported only when their command is called. `--launch` starts a training in
-several processes (`launch.py`).
+several processes (`commands/launch.py`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from .launch import TRAINING, check_processes, launch, launch_arguments
+from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
 
 COMMANDS = {
@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     if "LOCAL_RANK" in os.environ:  # some clusters set the size alone, in every container
         check_processes(args.command, int(os.environ.get("WORLD_SIZE", 1)))
 
-    module = importlib.import_module(f"hf_descent.{args.command}")
+    module = importlib.import_module(f"hf_descent.commands.{args.command}")
     prog, summary = f"hf-descent {args.command}", COMMANDS[args.command]
     if hasattr(module, "parse"):
         return module, module.parse(args.arguments, prog=prog, description=summary)

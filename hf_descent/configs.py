@@ -13,8 +13,15 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .objectives import MEASURING, OBJECTIVES, UNCONSTRAINED
-from .problem import LARGEST, SMALLEST, as_python, check_alpha, check_constrained_layers, check_initial_loss_bound
+from .constraints.objectives import MEASURING, OBJECTIVES, UNCONSTRAINED
+from .constraints.problem import (
+    LARGEST,
+    SMALLEST,
+    as_python,
+    check_alpha,
+    check_constrained_layers,
+    check_initial_loss_bound,
+)
 
 
 # Take a number, a list or a word; on a command line, as JSON. Those that are lists alone take several words as well.

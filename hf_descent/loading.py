@@ -12,7 +12,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .descent_state import SUMMARY_NAME
+from .constraints.state import SUMMARY_NAME
 from .files import find_json
 from .models import LinearReadoutForSequenceClassification  # and registers the package's other architectures
 

@@ -30,9 +30,9 @@ from torch import nn
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
 from .evaluation.sums import weights_fingerprint
-from .layer_stack import inner_model
-from .lookups import look_up
-from .noise import EmbeddingNoise
+from .noise.embedding_noise import EmbeddingNoise
+from .noise.lookups import look_up
+from .readout.stack import inner_model
 
 
 class PrivateEmbeddings(EmbeddingNoise):

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from .configs import DescentArguments
-from .problem import as_python
+from .constraints.problem import as_python
 
 
 # Recorded at their defaults, too, beside the arguments of this package.

@@ -14,9 +14,9 @@ from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 from trl.trainer.utils import FusedCausalLMOutput
 
-from .layer_stack import inner_model
 from .loading import has_position_table, position_limit
-from .losses import IGNORE_INDEX, aligned
+from .losses.task import IGNORE_INDEX, aligned
+from .readout.stack import inner_model
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 

@@ -2,9 +2,8 @@
 
 Per micro-batch, `compute_loss` runs the model once with its readout attached: inside that forward the tail of the
 model is replayed on every layer's hidden state, which gives f_1..f_L. The objective is their weighted sum
-(`objectives.py`). After the optimizer's step the layer losses of all micro-batches and processes are added up, and the
-multipliers take one step (`descent_state.py`). Evaluation is in `evaluation_step.py`, checkpoints are in
-`checkpoints.py`; everything else is Trainer's.
+(`constraints/objectives.py`). After the optimizer's step the layer losses of all micro-batches and processes are added
+up, and the multipliers take one step (`constraints/state.py`). Everything else is Trainer's.
 """
 
 import contextlib
@@ -20,20 +19,20 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
 
-from .callbacks import DescentProgressCallback, StepCallback, show_messages
-from .checkpoints import CheckpointMixin
 from .configs import DescentConfig
-from .descent_state import DescentState
-from .evaluation_step import EvaluationMixin
-from .fused_step import FusedStepMixin
-from .hub import ModelCardMixin
-from .layer_stack import inner_model
-from .losses import averages_over_rows, count_items, loss_from_logits, loss_of_ones_own, predicted_labels
-from .multipliers import Multipliers
-from .noise import EmbeddingNoise
-from .preparation import PreparationMixin
-from .readout import Readout, has_router_loss, output_logits, output_loss
-from .search import SearchMixin
+from .constraints.multipliers import Multipliers
+from .constraints.state import DescentState
+from .hub.push import ModelCardMixin
+from .losses.task import averages_over_rows, count_items, loss_from_logits, loss_of_ones_own, predicted_labels
+from .noise.embedding_noise import EmbeddingNoise
+from .readout.replay import Readout, has_router_loss, output_logits, output_loss
+from .readout.stack import inner_model
+from .training.callbacks import DescentProgressCallback, StepCallback, show_messages
+from .training.checkpoints import CheckpointMixin
+from .training.evaluation_step import EvaluationMixin
+from .training.fused_step import FusedStepMixin
+from .training.preparation import PreparationMixin
+from .training.search import SearchMixin
 
 
 class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, CheckpointMixin, SearchMixin, ModelCardMixin):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_descent import tiles
+from hf_descent.readout import tiles
 
 
 LAYERS, BATCH, SEQ, HIDDEN, VOCAB = 4, 3, 7, 8, 29

@@ -12,7 +12,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from hf_descent.noise import EmbeddingNoise
+from hf_descent.noise.embedding_noise import EmbeddingNoise
 
 
 def batch(side="right", length=7, real=(7, 4, 2)):

@@ -108,7 +108,7 @@ def test_main_calls_the_command_with_its_arguments(monkeypatch):
     tool = SimpleNamespace(
         add_arguments=lambda parser: parser.add_argument("--seed", type=int), run=lambda args: calls.append(args.seed)
     )
-    modules = {"hf_descent.classify": job, "hf_descent.demo": tool}
+    modules = {"hf_descent.commands.classify": job, "hf_descent.commands.demo": tool}
     monkeypatch.setattr(cli, "importlib", SimpleNamespace(import_module=modules.__getitem__))
     cli.main(["classify", "--name", "a", "--steps", "4"])
     cli.main(["demo", "--seed", "3"])

@@ -13,7 +13,6 @@ from transformers import MBartConfig, MBartForSequenceClassification
 from hf_descent import noise_curve
 from hf_descent.evaluation.comparison import check_comparable
 from hf_descent.evaluation.perturbations import salt_and_pepper
-from hf_descent.evaluation.runs import Run
 from hf_descent.privacy import (
     PrivacyCurve,
     PrivateEmbeddings,
@@ -22,6 +21,7 @@ from hf_descent.privacy import (
     median_norm,
     privacy_curve,
 )
+from hf_descent.runs import Run
 
 
 def delta_of(epsilon, deviation, sensitivity):

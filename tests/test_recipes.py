@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from hf_descent import cli
-from hf_descent.launch import launch_arguments
+from hf_descent.commands.launch import launch_arguments
 
 
 ROOT = Path(__file__).parent.parent

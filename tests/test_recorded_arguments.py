@@ -10,9 +10,9 @@ from tiny import bert, classification_data, config
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.evaluation.comparison import group_runs
-from hf_descent.evaluation.runs import Run
-from hf_descent.model_card import render
+from hf_descent.hub.card import render
 from hf_descent.recorded_arguments import training_arguments
+from hf_descent.runs import Run
 
 
 def recorded(args):

@@ -14,7 +14,8 @@ from test_generate import save_model
 from test_recipes import save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
-from hf_descent import cli, generate
+from hf_descent import cli
+from hf_descent.commands import generate
 from hf_descent.evaluation import LayerProfile
 from recipes.reproduce import __main__ as reproduce
 from recipes.reproduce.collect import render

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer, fused_step
-from hf_descent.fused_readout import FusedReadout
+from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
+from hf_descent.readout.head import FusedReadout
+from hf_descent.training import fused_step
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.utils import ModelOutput
 
 from ..evaluation.scoring import Result, evaluating, read_layers
-from ..layer_stack import intercepted
-from ..losses import IGNORE_INDEX, labels_of
-from ..readout import Readout, output_logits, probing
-from ..tape import Tape, off_in_replay, switched_off, taped
+from ..losses.task import IGNORE_INDEX, labels_of
+from ..readout.replay import Readout, output_logits, probing
+from ..readout.stack import intercepted
+from ..readout.tape import Tape, off_in_replay, switched_off, taped
 from .profile import load_batches, rows_of, turns
 
 

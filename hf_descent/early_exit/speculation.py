@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ..evaluation.scoring import Result, evaluating
-from ..readout import layer_logits, probing
+from ..readout.replay import layer_logits, probing
 from .profile import turns
 from .truncation import check_merged, truncate
 

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_peft_available
 
-from .. import random_state
-from ..layer_stack import _called_children
-from ..readout import Readout, output_logits, probing
+from ..readout import random_state
+from ..readout.replay import Readout, output_logits, probing
+from ..readout.stack import _called_children
 
 
 # A config field that counts layers has one of these in its name.
@@ -33,7 +33,7 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.
-        ValueError: `num_layers` is out of range; the model has no shared readout (see [`~readout.Readout.probe`]); or
+        ValueError: `num_layers` is out of range; the model has no shared readout (see [`Readout.probe`]); or
             no change of its config gives exactly its first layers.
     """
     check_merged(model)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from .runs import Run
+from ..runs import Run
 from .uncertainty import check_confidence
 
 

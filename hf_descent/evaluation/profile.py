@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from ..configs import levels_of
-from ..noise import EmbeddingNoise
-from ..problem import DescentProblem
-from ..readout import Readout
+from ..constraints.problem import DescentProblem
+from ..noise.embedding_noise import EmbeddingNoise
+from ..readout.replay import Readout
 from .scoring import (
     Metric,
     Result,

@@ -18,8 +18,8 @@ from tqdm.auto import tqdm
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
-from ..noise import EmbeddingNoise
-from ..problem import as_python
+from ..constraints.problem import as_python
+from ..noise.embedding_noise import EmbeddingNoise
 from .scoring import (
     Metric,
     Result,

@@ -21,8 +21,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
 from ..files import whole_file
-from ..layer_stack import inner_model
-from ..losses import (
+from ..losses.task import (
     IGNORE_INDEX,
     aligned,
     averages_over_rows,
@@ -32,7 +31,8 @@ from ..losses import (
     shifts_labels,
     with_named_outputs,
 )
-from ..readout import Readout, output_logits, output_loss, probing
+from ..readout.replay import Readout, output_logits, output_loss, probing
+from ..readout.stack import inner_model
 from .sums import fingerprint_of_tensors
 
 

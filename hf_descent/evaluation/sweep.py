@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 
-from ..readout import Readout
-from ..tape import config_flags, switched_off
+from ..readout.replay import Readout
+from ..readout.tape import config_flags, switched_off
 from .scoring import noise_key, read_layers
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.commands.demo import PROBLEM
 from hf_descent.data.pans import photo_pans
-from hf_descent.demo import PROBLEM
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.passes import denoise_in_passes, estimate_sigma
 

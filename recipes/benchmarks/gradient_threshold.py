@@ -16,7 +16,7 @@ import torch
 from lm_step import token_ids
 from transformers import AutoModelForCausalLM
 
-from hf_descent.fused import HeadLoss, Workspace, fused_layer_losses, labelled_tokens
+from hf_descent.readout.linear_cross_entropy import HeadLoss, Workspace, fused_layer_losses, labelled_tokens
 
 
 def seconds_of(call, *arguments):

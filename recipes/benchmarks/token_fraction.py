@@ -14,7 +14,7 @@ import torch
 import transformers
 from lm_step import token_ids
 
-from hf_descent.fused_readout import FusedReadout
+from hf_descent.readout.head import FusedReadout
 
 
 @torch.no_grad()

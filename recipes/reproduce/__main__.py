@@ -168,7 +168,7 @@ def mistakes(panels: Sequence[Panel], options: Options) -> Iterator[str]:
                 "`--seeds` and `--output_dir` say which runs there are."
             )
         for command in sorted(commands):
-            kinds = importlib.import_module(f"hf_descent.{command}").argument_types
+            kinds = importlib.import_module(f"hf_descent.commands.{command}").argument_types
             if not any(each.init and each.name == name for kind in kinds for each in dataclasses.fields(kind)):
                 yield f"`--set {given}={value}`: `hf-descent {command}` has no such setting; check the spelling."
     for name, paths in options.data.items():

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_descent import cli
-from hf_descent.checkpoints import newest_complete_checkpoint
 from hf_descent.files import digest, whole_file
+from hf_descent.training.checkpoints import newest_complete_checkpoint
 
 from .facts import facts, fingerprints
 from .scales import ARMS, VIDEO, Scale
@@ -239,7 +239,7 @@ def train_job(found: Way, seed: int, options: Options) -> Job:
 def evaluate_job(found: Way, seed: int, options: Options) -> Job:
     """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
     scale, command, folder = options.scale, found.spec.command, options.run_folder(found, seed)
-    data_arguments = importlib.import_module(f"hf_descent.{command}").argument_types[1]
+    data_arguments = importlib.import_module(f"hf_descent.commands.{command}").argument_types[1]
     names = {each.name for each in dataclasses.fields(data_arguments)}
     given = {name: value for name, value in flags(found, options).items() if name in names}
     levels = scale.gammas[command]

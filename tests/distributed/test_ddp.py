@@ -7,8 +7,8 @@ from launching import assert_same, job, launch, start
 from tiny import llama
 from train_steps import recorded_noise, train
 
-from hf_descent.fused_step import FusedStepMixin
-from hf_descent.noise import EmbeddingNoise
+from hf_descent.noise.embedding_noise import EmbeddingNoise
+from hf_descent.training.fused_step import FusedStepMixin
 
 
 LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}

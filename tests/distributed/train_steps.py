@@ -17,7 +17,7 @@ from accelerate_on_cpu import keep_sharding_on_cpu
 from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
-from hf_descent.classify import train_and_report
+from hf_descent.commands.classify import train_and_report
 
 
 keep_sharding_on_cpu()

@@ -28,7 +28,9 @@ import torch
 import transformers
 from tiny import bert, classification_data, config
 
-from hf_descent import DescentTrainer, checkpoints, descent_state, files
+from hf_descent import DescentTrainer, files
+from hf_descent.constraints import state as descent_state
+from hf_descent.training import checkpoints
 
 
 STEPS = 24

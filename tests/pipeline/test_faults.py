@@ -21,9 +21,9 @@ from tiny import InOrder, bert, classification_data, config
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
-from hf_descent.checkpoints import newest_complete_checkpoint
-from hf_descent.descent_state import STATE_NAME
+from hf_descent.constraints.state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
+from hf_descent.training.checkpoints import newest_complete_checkpoint
 
 
 DATA = classification_data(40)

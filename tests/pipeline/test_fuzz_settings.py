@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import config
 
-from hf_descent.descent_state import DescentState
-from hf_descent.schedule import ConstantPredictor
+from hf_descent.constraints.auto import ConstantPredictor
+from hf_descent.constraints.state import DescentState
 
 
 NUMBERS = st.one_of(

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from tiny import VOCAB, bert, classification_data, config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_descent import DescentTrainer, checkpoints
-from hf_descent.checkpoints import faults, newest_complete_checkpoint
-from hf_descent.descent_state import STATE_NAME, SUMMARY_NAME, read_summary
+from hf_descent import DescentTrainer
+from hf_descent.constraints.state import STATE_NAME, SUMMARY_NAME, read_summary
+from hf_descent.training import checkpoints
+from hf_descent.training.checkpoints import faults, newest_complete_checkpoint
 
 
 SETTINGS = {

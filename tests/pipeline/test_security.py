@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer, SFTDescentConfig
-from hf_descent.descent_state import STATE_NAME, read_state, read_summary
-from hf_descent.evaluate import _results_folder
+from hf_descent.commands.evaluate import _results_folder
+from hf_descent.constraints.state import STATE_NAME, read_state, read_summary
 
 
 ROOT = Path(__file__).parent.parent.parent

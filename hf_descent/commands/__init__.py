@@ -1,0 +1,1 @@
+"""The commands of `hf-descent`, one module each. Nothing in the library imports from here."""

@@ -1,0 +1,226 @@
+"""`hf-descent classify`: fine-tune a text classifier, then report it per layer and under noise."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from datasets import DatasetDict
+from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
+from transformers.utils import is_peft_available
+
+from ..configs import DescentConfig
+from ..data.text import DataArguments, load_text_classification, most_tokens, tokenize
+from ..loading import load_tokenizer
+from ..metrics.accuracy import Accuracy
+from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
+from ..recorded_arguments import json_value
+from ..trainer import DescentMixin, DescentTrainer
+
+
+# Arguments of the commands that say nothing of the training.
+OF_REPORTS = (
+    "cache_dir", "classical_clips", "compare_with", "max_eval_samples", "noise_draws", "overwrite_output_dir",
+    "picture_gamma", "test_file", "test_files", "test_split",
+)  # fmt: skip
+POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
+
+
+@dataclass
+class ModelArguments:
+    """Which model, how its layers are read out, and whether it is adapted by LoRA."""
+
+    model_name_or_path: str = field(metadata={"help": "Model on the Hub or in a local folder."})
+    pooling: str = field(
+        default="head",
+        metadata={
+            "help": "Readout of every layer: `head` (the model's own), or one linear layer on the first token "
+            "(`cls_linear`, the paper's) or on the mean of the tokens (`mean_linear`)."
+        },
+    )
+    unrolled_layers: int | None = field(
+        default=None,
+        metadata={"help": "Train an unrolled transformer (UT) of this depth on the token embeddings of that model."},
+    )
+    freeze_embeddings: bool = field(
+        default=False,
+        metadata={
+            "help": "Leave the token embeddings as they are. Trained at a large rate they outgrow the noise, whose "
+            "scale is theirs before training."
+        },
+    )
+    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters and the head, not the whole model."})
+    lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
+    lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
+    )
+
+    def __post_init__(self):
+        if self.pooling not in POOLING:
+            raise ValueError(f"`pooling` is {self.pooling!r}; choose one of {', '.join(POOLING)}.")
+        if self.unrolled_layers is not None and (self.unrolled_layers < 1 or self.pooling != "head"):
+            raise ValueError(
+                f"`unrolled_layers` is {self.unrolled_layers} and `pooling` {self.pooling!r}; give a depth of at "
+                "least 1 and `head`: a UT reads out the mean of its tokens by one linear layer."
+            )
+        if self.unrolled_layers is not None and self.use_peft:
+            raise ValueError("`use_peft` with `unrolled_layers`: a UT has no linear layers to adapt. Leave one out.")
+
+
+argument_types = (ModelArguments, DataArguments, DescentConfig)
+
+
+def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
+    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (metrics and layer losses on
+    the validation and test rows), `noise_curve.json` and `layer_profile.json` (on the test rows where there are any),
+    the latter also at the training level, as `layer_profile_gamma_LEVEL.json`.
+
+    Raises:
+        ValueError: the data does not fit the arguments, or the output folder is not empty.
+    """
+    resume = resume_choice(args, model_args.overwrite_output_dir)
+    set_seed(args.seed)  # the head is drawn before the trainer sets it
+    tokenizer = load_tokenizer(model_args.model_name_or_path)
+    with args.main_process_first(desc="loading"):
+        dataset = load_text_classification(data_args)
+    model = load_model(model_args, dataset["train"].features["labels"].names)
+    limit = most_tokens(tokenizer, model, data_args.max_seq_length)
+    with args.main_process_first(desc="tokenising"):
+        dataset = tokenize(dataset, tokenizer, limit)
+    config = model.config.get_text_config()
+    if getattr(config, "pad_token_id", None) is None:  # causal models find the last token of a row by it
+        config.pad_token_id = tokenizer.pad_token_id
+
+    trainer = DescentTrainer(
+        model,
+        args,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["validation"],
+        processing_class=tokenizer,
+        compute_metrics=accuracy_of,
+    )
+    train_and_report(trainer, resume, partial(report, trainer, dataset), model_args, data_args)
+
+
+def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
+    """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch).
+
+    Raises:
+        ValueError: the output folder holds something, and the arguments say neither to resume nor to overwrite.
+    """
+    # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
+    resume = {"true": True, "false": None, "none": None}.get(
+        str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint
+    )
+    if not (resume or overwrite) and os.path.isdir(args.output_dir) and os.listdir(args.output_dir):
+        raise ValueError(
+            f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
+            "afresh in it with `--overwrite_output_dir`, or name another."
+        )
+    return resume
+
+
+def train_and_report(
+    trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None], *arguments: Any
+) -> None:
+    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
+
+    `arguments` are those of the command beside the trainer's; the run's `descent_config.json` gets what they say of
+    the training, since runs that differ in it are not seeds of one.
+    """
+    given = {name: value for each in arguments for name, value in vars(each).items() if name not in OF_REPORTS}
+    trainer.command = {name: json_value(value) for name, value in given.items()}
+    metrics = trainer.train(resume_from_checkpoint=resume).metrics
+    if trainer.is_fsdp_enabled:
+        # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", metrics)
+    report()
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()  # what was saved before is without the results
+
+
+def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
+    """The classifier that `args` names, with one output for each of `classes`.
+
+    Raises:
+        ImportError: `use_peft` without PEFT.
+    """
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
+    if args.unrolled_layers is not None:
+        model = UTForSequenceClassification.from_embeddings(
+            args.model_name_or_path, num_hidden_layers=args.unrolled_layers, **labels
+        )
+    elif args.pooling == "head":
+        model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **labels)
+    else:
+        model = LinearReadoutForSequenceClassification.from_encoder(
+            args.model_name_or_path, POOLING[args.pooling], **labels
+        )
+    if args.freeze_embeddings:
+        model.get_input_embeddings().requires_grad_(False)
+    if not args.use_peft:
+        return model
+    if not is_peft_available():
+        raise ImportError("`use_peft` needs PEFT: `pip install hf_descent[peft]`.")
+    from peft import LoraConfig, get_peft_model
+
+    # The head is new, and often more than the one layer that PEFT would think of.
+    head = [
+        name for name, child in model.named_children() if name != model.base_model_prefix and list(child.parameters())
+    ]
+    config = LoraConfig(
+        task_type="SEQ_CLS",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear",
+        exclude_modules=rf"({'|'.join(head)})(\..*)?",
+        modules_to_save=head,
+    )
+    return get_peft_model(model, config)
+
+
+def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
+    """`compute_metrics` of a classifier: its accuracy."""
+    metric = Accuracy(keep_in_memory=True)  # no cache file, so no lock between processes
+    logits = prediction.predictions
+    logits = logits[0] if isinstance(logits, tuple) else logits  # BART's come with the states of its encoder
+    return metric.compute(predictions=logits.argmax(-1), references=prediction.label_ids)
+
+
+def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> None:
+    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
+    args = trainer.args
+    tables = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
+    prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
+    for split, prefix in prefixes.items():
+        metrics = trainer.evaluate(dataset[split], metric_key_prefix=prefix)
+        # TRL calls its own metrics `eval_...` whatever the prefix.
+        metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
+        trainer.save_metrics(prefix, metrics)
+        tables[0] += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
+
+    # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
+    results = {}
+    for gamma in sorted({args.gamma_train, 0.0}, reverse=True):  # last without noise: metrics and card have that one
+        profile = trainer.evaluate_layers(dataset[split], gamma=gamma)
+        results[f"layer_profile{profile.ending}"] = profile
+    if args.eval_gammas:
+        results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
+    for result in results.values():
+        metrics |= {f"{prefix}_{name}": value for name, value in result.to_dict().items()}
+    trainer.save_metrics(prefix, metrics)
+    if trainer.is_world_process_zero():
+        for name, result in results.items():
+            result.to_json(os.path.join(args.output_dir, f"{name}.json"))
+            if name == "noise_curve":
+                result.to_csv(os.path.join(args.output_dir, f"{name}.csv"))
+            tables.append(f"{name.replace('_', ' ')}, {split} rows\n{result}")
+        print("\n\n".join([*tables, f"Written to {args.output_dir}"]))

@@ -1,0 +1,52 @@
+"""`hf-descent compare RUN...`: a table, paired tests with a verdict in words, and the paper's figures."""
+
+import argparse
+import json
+import os
+
+from ..evaluation.comparison import compare
+from ..evaluation.plots import save_figures
+from ..files import whole_file
+from ..hub.push import plain
+
+
+def add_arguments(parser: argparse.ArgumentParser):
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="[GROUP=]RUN",
+        help="folders of evaluated runs; grouped by what they were trained with, or by the names given before `=`",
+    )
+    parser.add_argument("--baseline", help="the group to compare with; the first one where not given")
+    parser.add_argument("--confidence", type=float, default=0.95, help="level at which all verdicts hold together")
+    parser.add_argument(
+        "--curve",
+        default="noise_curve",
+        help="the curve to compare: noise_curve, typos_curve or salt_and_pepper_curve",
+    )
+    parser.add_argument("--output_dir", default="comparison", help="folder for comparison.json and the figures")
+
+
+def run(args: argparse.Namespace):
+    """Compares the runs, prints the table and the verdicts, and writes both and the figures into `args.output_dir`.
+
+    Raises:
+        ValueError: runs that cannot be compared, or only some of them with a group's name.
+    """
+    named = [word for word in args.runs if "=" in word and not os.path.isdir(word)]  # sweeps name folders so
+    runs = args.runs
+    if named:
+        if len(named) < len(args.runs):
+            raise ValueError(f"`runs` is {args.runs}; give all of them as GROUP=RUN, or none.")
+        runs = {}
+        for word in named:
+            group, _, folder = word.partition("=")
+            runs.setdefault(group, []).append(folder)
+    comparison = compare(runs, args.baseline, args.confidence, args.curve)
+    os.makedirs(args.output_dir, exist_ok=True)
+    with whole_file(os.path.join(args.output_dir, "comparison.json")) as file:
+        json.dump(plain(comparison.to_dict()), file, indent=1)
+    with whole_file(os.path.join(args.output_dir, "comparison.txt")) as file:
+        file.write(f"{comparison}\n")
+    files = save_figures(comparison, args.output_dir)
+    print(f"{comparison}\n\nWritten to {args.output_dir}: comparison.json, comparison.txt, {', '.join(files)}")

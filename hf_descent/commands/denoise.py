@@ -1,0 +1,320 @@
+"""`hf-descent denoise`: train a video denoiser, then report it per layer, under noise and in pictures.
+
+UT and DUST denoise the patches that the frames of a clip show at one place; a ViT denoises each frame by itself.
+"""
+
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel, set_seed
+
+from ..configs import DescentConfig
+from ..data.patches import check_patch_size, collate, collate_images, frame_rows, from_patches, patch_rows, to_patches
+from ..data.video import VideoArguments, load_clips
+from ..evaluation.scoring import Result
+from ..models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
+from ..noise.embedding_noise import deviation_from_moments, moments_of
+from ..trainer import DescentTrainer
+from .classify import resume_choice, train_and_report
+from .denoise_report import classical_rmse, import_restoration, plot_strip, restore, save_gif, table
+
+
+ARCHITECTURES = ("ut", "dust", "vit")
+SIGMA_ROWS = 4096  # rows from which the deviation of the clean signal is measured
+SHUFFLE_BUFFER = 10_000  # rows held to draw from where videos are streamed
+
+
+@dataclass
+class ModelArguments:
+    """Which denoiser, and what is printed and drawn beside it."""
+
+    architecture: str = field(metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
+    num_layers: int = field(default=5, metadata={"help": "Depth of UT and DUST. A ViT has its own."})
+    attention_step: float | None = field(
+        default=None,
+        metadata={
+            "help": "UT: share of the way to the attention output that a layer goes; 2 / `num_layers` where not given."
+        },
+    )
+    dictionary_size: int = field(default=512, metadata={"help": "DUST: columns of the dictionary."})
+    shared_dictionary: bool = field(default=False, metadata={"help": "DUST: one dictionary for all layers."})
+    sparsity: float = field(default=0.01, metadata={"help": "DUST: weight of the codes' absolute values."})
+    coupling: float = field(default=5.0, metadata={"help": "DUST: weight of the attention energy."})
+    curvature: float = field(default=3.0, metadata={"help": "DUST: c, the inverse step size."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "ViT: pretrained encoder on the Hub or in a local folder."}
+    )
+    readout: str = field(default="patches", metadata={"help": "ViT: `patches`, or `linear` where the sizes differ."})
+    loss_gamma: float | None = field(
+        default=None,
+        metadata={
+            "help": "Give the losses in units of the noisy input's own at this noise level. Where not given, they "
+            "are half the sum of squares over a sample, as in the paper."
+        },
+    )
+    noise_draws: int = field(default=1, metadata={"help": "Draws of the noise at each level of the final report."})
+    classical_clips: int = field(
+        default=4, metadata={"help": "Clips of each split for the classical denoisers; 0 leaves these out."}
+    )
+    compare_with: str | None = field(
+        default=None, metadata={"help": "Folder of another denoiser, of the same patches or images, for the pictures."}
+    )
+    picture_gamma: float = field(default=0.25, metadata={"help": "Noise level of the pictures."})
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
+    )
+
+    def __post_init__(self):
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"`architecture` is {self.architecture!r}; choose one of {', '.join(ARCHITECTURES)}.")
+        if (self.architecture == "vit") != (self.model_name_or_path is not None):
+            raise ValueError(
+                f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}: a ViT "
+                "needs a pretrained encoder, and the others take none."
+            )
+        if self.loss_gamma is not None and not self.loss_gamma > 0:
+            raise ValueError(f"`loss_gamma` is {self.loss_gamma}; give a positive noise level or leave it out.")
+        for name, least in (("num_layers", 1), ("noise_draws", 1), ("classical_clips", 0), ("picture_gamma", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; give at least {least}.")
+
+
+argument_types = (ModelArguments, VideoArguments, DescentConfig)
+
+
+class PatchTask:
+    """Rows are the patches `[frames, values]` of a clip at one place; a clip is a batch of them."""
+
+    pixel_range = 1.0  # of the model's input
+
+    def __init__(self, data_args: VideoArguments):
+        self.patch_size, self.frame_size = data_args.patch_size, data_args.frame_size
+        check_patch_size(self.frame_size, self.patch_size)
+        self.collate = collate
+
+    def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        """The rows of a split of clips."""
+        return patch_rows(clips, self.patch_size)
+
+    def preprocess(self, frames: np.ndarray) -> np.ndarray:
+        """The frames of a video, uint8, as the model is to restore them: in [0, 1], `[frames, height, width]`."""
+        return frames / 255
+
+    def inputs(self, clip: np.ndarray) -> torch.Tensor:
+        """What the model is given for a clip of such frames, noisy or not."""
+        return to_patches(torch.from_numpy(clip).float(), self.patch_size)
+
+    def frames(self, outputs: torch.Tensor) -> np.ndarray:
+        """The inverse of `inputs`."""
+        return from_patches(outputs, self.frame_size).numpy()
+
+
+class ImageTask:
+    """Rows are frames, made into images by the model's own processor; a clip is a batch of them. As [`PatchTask`]."""
+
+    def __init__(self, model_name_or_path: str):
+        self.processor = processor = AutoImageProcessor.from_pretrained(model_name_or_path)
+        self.mean, self.std = 0.0, 1.0
+        if processor.do_normalize:
+            # One scale for all channels, or the RMSE would weigh them differently.
+            self.mean, self.std = float(np.mean(processor.image_mean)), float(np.mean(processor.image_std))
+            processor.image_mean, processor.image_std = [self.mean] * 3, [self.std] * 3
+        self.pixel_range = 1 / self.std
+        self.collate = partial(collate_images, image_processor=self.processor)
+
+    def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
+        return frame_rows(clips)
+
+    def preprocess(self, frames: np.ndarray) -> np.ndarray:
+        # A processor sets the size of its images: they are restored in that.
+        return self.frames(self.collate([{"pixel_values": frame} for frame in torch.tensor(frames)])["pixel_values"])
+
+    def inputs(self, clip: np.ndarray) -> torch.Tensor:
+        images = (torch.from_numpy(clip).float() - self.mean) / self.std  # [frames, height, width]
+        return images[:, None].expand(-1, 3, -1, -1)
+
+    def frames(self, outputs: torch.Tensor) -> np.ndarray:
+        return (outputs.mean(1) * self.std + self.mean).numpy()
+
+
+def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
+    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
+    mean, layer losses, baselines); on the test rows where there are any, else on the validation rows,
+    `layer_profile.json` (at the training level) and `noise_curve.json`; and for the last split a strip and an
+    animation, `strip.png` and `clip.gif`.
+
+    Raises:
+        ValueError: the videos do not fit the arguments, the output folder is not empty, or the other denoiser takes
+            another input.
+    """
+    resume = resume_choice(args, model_args.overwrite_output_dir)
+    if model_args.classical_clips:
+        import_restoration()  # which is needed after the training
+    set_seed(args.seed)
+    task = ImageTask(model_args.model_name_or_path) if model_args.architecture == "vit" else PatchTask(data_args)
+    if model_args.compare_with is not None:
+        check_input(model_args.compare_with, task)  # of a model that is loaded after the training
+    with args.main_process_first(desc="decoding the videos"):
+        clips = load_clips(data_args)
+        rows = {name: draw_rows(task.rows(split), name, data_args) for name, split in clips.items()}
+    if args.noise_sigma is None:
+        args.noise_sigma = measure_sigma(rows["train"], task)
+    model = build_model(model_args, data_args, task, args.noise_sigma, next(iter(rows["train"])))
+    model.config.noise_sigma = args.noise_sigma  # also where training is without noise: the tests are not
+    args.remove_unused_columns = False  # there are none, and a stream's cannot be told
+
+    trainer = DescentTrainer(
+        model,
+        args,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        data_collator=task.collate,
+        processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
+    )
+    report = partial(report_all, trainer, task, rows, clips, model_args)
+    train_and_report(trainer, resume, report, model_args, data_args)
+
+
+def check_input(name: str, task: PatchTask | ImageTask) -> None:
+    """ValueError unless the model saved in `name` is a denoiser that takes what `task` gives."""
+    config = AutoConfig.from_pretrained(name)
+    kind = (config.architectures or ["model of no known class"])[0]
+    if isinstance(task, PatchTask):
+        wanted = f"UT or DUST of `patch_size` {task.patch_size}"
+        fits = kind.endswith("ForVideoDenoising") and config.hidden_size == task.patch_size**2
+    else:
+        wanted, fits = "ViT with the same image processor", kind == ViTForDenoising.__name__
+        if fits:
+            row = {"pixel_values": torch.arange(256, dtype=torch.uint8).view(16, 16)}
+            ours, theirs = (each.collate([row])["pixel_values"] for each in (task, ImageTask(name)))
+            fits = ours.shape == theirs.shape and torch.allclose(ours, theirs)
+    if not fits:
+        raise ValueError(
+            f"`compare_with` is {name!r}, a {kind} that does not take this model's input; give a {wanted}, saved by "
+            "`hf-descent denoise`."
+        )
+
+
+def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:
+    """Reports on every split but the training one. Of the test split, or else the validation split, there are result
+    files and the drawing of a clip."""
+    folder, is_main = trainer.args.output_dir, trainer.is_world_process_zero()
+    kept = "test" if "test" in rows else "validation"
+    # It comes last, since the trainer's card is of what was measured last.
+    for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
+        results = report(trainer, task, name, rows[name], clips[name], model_args)
+    if is_main:
+        for kind, result in results.items():
+            result.to_json(os.path.join(folder, f"{kind}.json"))
+    draw(trainer, task, clips[kept], model_args)
+    if is_main:
+        print(f"Written to {folder}")
+
+
+def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset | list:
+    """The rows of a split in random order, as many as the arguments allow."""
+    limit = args.max_train_samples if split == "train" else args.max_eval_samples
+    if isinstance(rows, Dataset):
+        rows = rows.shuffle(seed=args.split_seed)
+        return rows if limit is None else rows.select(range(min(limit, len(rows))))
+    rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
+    # A part is held, since a stream is shuffled anew for every epoch: its first rows would be others.
+    return rows if limit is None else list(rows.take(limit))
+
+
+def measure_sigma(rows: Dataset | IterableDataset, task: PatchTask | ImageTask) -> float:
+    """Deviation of the clean signal in the model's units, from the first rows."""
+    batches = (task.collate(list(batch))["pixel_values"] for batch in _batched(islice(rows, SIGMA_ROWS), 64))
+    return deviation_from_moments(sum(moments_of(batch) for batch in batches))
+
+
+def build_model(
+    args: ModelArguments, data_args: VideoArguments, task: PatchTask | ImageTask, sigma: float, row: dict
+) -> PreTrainedModel:
+    """The denoiser that `args` names, for rows like `row`."""
+    num_values = task.collate([row])["pixel_values"].numel()
+    loss_scale = 0.5 if args.loss_gamma is None else 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
+    if args.architecture == "vit":
+        model = ViTForDenoising.from_encoder(args.model_name_or_path, readout=args.readout, loss_scale=loss_scale)
+        return model.train()
+    sizes = {"hidden_size": data_args.patch_size**2, "num_hidden_layers": args.num_layers, "loss_scale": loss_scale}
+    if args.architecture == "ut":
+        # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.
+        step = min(1.0, 2 / args.num_layers) if args.attention_step is None else args.attention_step
+        return UTForVideoDenoising(UTConfig(**sizes, attention_step=step))
+    names = ("dictionary_size", "shared_dictionary", "sparsity", "coupling", "curvature")
+    return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
+
+
+def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: ModelArguments) -> dict[str, Result]:
+    """Measures the model on a split at every noise level and at every layer, and prints the tables."""
+    args = trainer.args
+    shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
+    profile = trainer.evaluate_layers(rows, gamma=args.gamma_train, **shared)
+    results = {"layer_profile": profile}
+    metrics = {f"{split}_{name}": value for name, value in profile.to_dict().items()}
+    tables = [f"{split}: loss of every layer at noise level {args.gamma_train:g}\n{profile}"]
+    if args.eval_gammas:
+        results["noise_curve"] = curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
+        metrics |= {f"{split}_{name}": value for name, value in curve.to_dict().items()}
+        metrics[f"{split}_mean_rmse"] = float(curve.mean.mean())
+        gammas = curve.gammas.tolist()
+        columns = {}
+        if model_args.classical_clips:
+            few = [row["frames"] for row in some_clips(clips, model_args.classical_clips)]
+            # They see gray frames in [0, 1], and are given the deviation of those.
+            columns = classical_rmse(np.stack(few) / 255, gammas, args.noise_sigma / task.pixel_range)
+        for name, values in columns.items():
+            metrics |= {f"{split}_{name}_rmse@{gamma:g}": value for gamma, value in zip(gammas, values)}
+        columns["this model"] = curve.mean.tolist()
+        tables.append(f"{split}: RMSE (0-255) against the noise level\n{table(columns, gammas)}")
+    trainer.save_metrics(split, metrics)
+    if trainer.is_world_process_zero():
+        print("\n\n".join(tables), end="\n\n")
+    return results
+
+
+def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
+    """Draws one clip: `strip.png` and `clip.gif`."""
+    models = {"this model": trainer.accelerator.unwrap_model(trainer.model)}
+    if args.compare_with is not None:
+        other = AutoModelForImageToImage.from_pretrained(args.compare_with).to(trainer.args.device)
+        models = {os.path.basename(os.path.normpath(args.compare_with)): other} | models
+    clip = task.preprocess(some_clips(clips, 1)[0]["frames"])  # [frames, height, width]
+    deviation = args.picture_gamma * trainer.args.noise_sigma / task.pixel_range
+    functions = {name: partial(_denoise, model.eval(), task) for name, model in models.items()}
+    pictures = restore(functions, clip, deviation, trainer.args.seed)
+    middle = len(clip) // 2
+    if not trainer.is_world_process_zero():  # but a sharded model runs on all together
+        return
+    strip = plot_strip(
+        clip[middle],
+        {name: frames[middle] for name, frames in pictures.items()},
+        f"noise level {args.picture_gamma:g}",
+    )
+    strip.savefig(os.path.join(trainer.args.output_dir, "strip.png"), dpi=120)
+    save_gif(os.path.join(trainer.args.output_dir, "clip.gif"), [*pictures.values(), clip])
+
+
+def some_clips(clips: Dataset | IterableDataset, count: int) -> list[dict]:
+    """Rows spread evenly over a split; the first ones of a stream."""
+    if isinstance(clips, Dataset):
+        clips = clips.select(np.linspace(0, len(clips), 2 * min(count, len(clips)) + 1).astype(int)[1::2])
+    return list(islice(clips.with_format("numpy"), count))
+
+
+@torch.no_grad()
+def _denoise(model, task, noisy: np.ndarray) -> np.ndarray:
+    return task.frames(model(task.inputs(noisy).to(model.device)).logits.float().cpu())
+
+
+def _batched(rows, size: int):
+    rows = iter(rows)
+    while batch := list(islice(rows, size)):
+        yield batch

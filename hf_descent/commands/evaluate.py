@@ -1,0 +1,321 @@
+"""`hf-descent evaluate MODEL...`: how good models are under noise and at every layer, on the same held-out rows.
+
+The task is read off the models' architecture; the data comes from the recipe that trained them (`--config`) or from
+flags. All models see the same batches and, per batch and level, the same noise, so that `hf-descent compare` can pair
+them. Results go into each model's folder: `noise_curve.json` and `.csv`; `layer_profile.json` and, of a constrained
+run, `certificate.json`, both also at noise levels (`..._gamma_<level>.json`); `shift_growth.json`; with
+`--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`. A results folder
+elsewhere also gets the model's `descent_config.json`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from transformers import (
+    AutoModelForImageToImage,
+    DataCollatorForSeq2Seq,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from ..cli import check_least, parse_recipe, writable_folder
+from ..configs import DescentConfig, upper_level
+from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
+from ..constraints.state import SUMMARY_NAME, write_summary
+from ..data.alpaca import AlpacaArguments, load_alpaca
+from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
+from ..data.video import VideoArguments, load_clips
+from ..evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
+from ..evaluation.perturbations import Typos, salt_and_pepper
+from ..evaluation.sums import weights_fingerprint
+from ..evaluation.uncertainty import check_confidence
+from ..files import find_json, read_json
+from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
+from ..losses.task import IGNORE_INDEX
+from ..privacy import privacy_curve
+
+
+logger = logging.get_logger(__name__)
+
+CURVES = ("noise_curve", "privacy_curve", *(f"{kind.name}_curve" for kind in (Typos, salt_and_pepper)))
+
+
+@dataclass
+class EvaluateArguments:
+    """What is measured."""
+
+    eval_gammas: list[float] = field(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0],
+        metadata={"help": "Noise levels of the curve."},
+    )
+    draws: int = field(default=3, metadata={"help": "Draws of the noise at each level."})
+    noise_seed: int = field(
+        default=0, metadata={"help": "Seed of the noise. Not `seed`: runs that differ by that share their noise."}
+    )
+    noise_sigma: float | None = field(
+        default=None,
+        metadata={"help": "Deviation of the clean signal, for all models; the one saved with each where not given."},
+    )
+    profile_gammas: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Noise levels of the layer profiles. Without noise, at the training level and at the largest of "
+            "`eval_gammas` where not given."
+        },
+    )
+    perturbation_rates: list[float] | None = field(
+        default=None,
+        metadata={"help": "Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."},
+    )
+    epsilons: list[float] | None = field(
+        default=None,
+        metadata={"help": "Also measure the metric where the embeddings are noisy enough for these epsilons."},
+    )
+    delta: float = field(default=1e-5, metadata={"help": "Delta of that (epsilon, delta) privacy."})
+    private_tokens: int = field(default=1, metadata={"help": "Tokens that an epsilon protects together."})
+    confidence: float = field(default=0.95, metadata={"help": "Confidence of the certificates."})
+    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Rows in a batch; it fixes the noise."})
+    feasibility_tolerance: float | None = field(
+        default=None,
+        metadata={
+            "help": "A layer is feasible when its violation is at most this fraction of f_0; as in the model's "
+            "training where not given."
+        },
+    )
+    results_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folder for the results, one folder a model in it; the models' own if not given."},
+    )
+
+    def __post_init__(self):
+        check_confidence(self.confidence)
+        check_least(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
+        check_least(self, {"noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST})
+        for name, most in (("eval_gammas", LARGEST), ("profile_gammas", LARGEST), ("perturbation_rates", 1)):
+            levels = getattr(self, name)
+            if levels is not None and not all(0 <= level <= most for level in levels):
+                raise ValueError(f"`{name}` is {levels}; give numbers from 0 to {most:g}.")
+
+
+@dataclass
+class Task:
+    """A model with the held-out rows that it is measured on."""
+
+    model: PreTrainedModel
+    rows: Dataset
+    settings: dict[str, Any]  # of `noise_curve` and `layer_profiles`
+    perturbed_rows: Dataset | None = None  # as a perturbation takes them
+    perturbation: Any = None
+
+
+def classification_task(name: str, args: DataArguments) -> Task:
+    """Accuracy of a text classifier; typing errors perturb its raw texts."""
+    tokenizer, model = load_tokenizer(name), load_model(name)
+    texts = align_classes(load_text_classification(args), model.config.id2label)
+    limit = most_tokens(tokenizer, model, args.max_seq_length)
+    rows = _held_out(tokenize(texts, tokenizer, limit))
+    return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
+
+
+def language_task(name: str, args: AlpacaArguments) -> Task:
+    """Mean token accuracy of a causal language model on the completions of held-out prompts."""
+    tokenizer = load_tokenizer(name)
+    model = load_model(name)
+    rows = _held_out(load_alpaca(args, tokenizer))
+    settings = {"tokenizer": tokenizer, "limit": position_limit(model)}
+    rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
+    rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
+    return Task(model, rows, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
+
+
+def denoising_task(name: str, args: VideoArguments) -> Task:
+    """RMSE of a denoiser on the 0-255 scale."""
+    from .denoise import ImageTask, PatchTask, draw_rows
+
+    model = AutoModelForImageToImage.from_pretrained(name)
+    task = ImageTask(name) if model.config.model_type.startswith("vit") else PatchTask(args)
+    clips = load_clips(args)
+    split = "test" if "test" in clips else "validation"
+    rows = draw_rows(task.rows(clips[split]), split, args)
+    settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
+    return Task(model, rows, settings, rows, dead_pixels)
+
+
+def dead_pixels(row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
+    """[`salt_and_pepper`] in what a denoiser is given; what it is to restore stays clean."""
+    return {**salt_and_pepper(row, level, generator), "labels": row["pixel_values"]}
+
+
+dead_pixels.name = salt_and_pepper.name
+
+
+# Ending of the architecture's name -> (arguments of its data, how to build the task).
+TASKS = {
+    "ForSequenceClassification": (DataArguments, classification_task),
+    "ForCausalLM": (AlpacaArguments, language_task),
+    "LMHeadModel": (AlpacaArguments, language_task),
+    "Denoising": (VideoArguments, denoising_task),
+}
+
+
+def task_of(model: str) -> tuple[type, Any]:
+    """The data arguments and the builder for a model's architecture; ValueError where there is none."""
+    architecture = architecture_of(model)
+    for ending, task in TASKS.items():
+        if architecture.endswith(ending):
+            return task
+    raise ValueError(
+        f"{model} is a {architecture}; `hf-descent evaluate` serves architectures that end in {', '.join(TASKS)}. Use "
+        "`noise_curve` and `layer_profile` in a script of your own."
+    )
+
+
+def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], EvaluateArguments, Any]:
+    """Models up to the first flag, then flags and `--config`; a recipe's training arguments are passed over."""
+    names = list(takewhile(lambda word: not word.startswith("-"), argv))
+    data_arguments = task_of(names[0])[0] if names else DataArguments
+    args, data_args = parse_recipe(
+        (EvaluateArguments, data_arguments),
+        argv[len(names) :],
+        ignore_unknown_keys=True,
+        prog=prog,
+        usage=f"{prog} MODEL... [--config RECIPE] [flags]",
+        description=description,
+    )
+    if not names:
+        raise ValueError(f"No models: `{prog} MODEL... --config RECIPE`.")
+    return names, args, data_args
+
+
+def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
+    """Evaluates the models one after the other; see the module.
+
+    Raises:
+        ValueError: models of different tasks, or no folder (of its own) to write the results of a model into.
+    """
+    kinds = {name: task_of(name) for name in names}
+    if len({data_arguments for data_arguments, _ in kinds.values()}) > 1:
+        raise ValueError(f"The models {names} have different tasks; evaluate them one task at a time.")
+    folders = [_results_folder(name, args.results_dir) for name in names]
+    if len(set(folders)) < len(folders):
+        raise ValueError(f"Models of one name would overwrite each other's results: {folders}; evaluate them apart.")
+    for folder in folders:
+        writable_folder("results_dir", folder)
+    for name, folder in zip(names, folders):
+        print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
+
+
+def _results_folder(name: str, results_dir: str | None) -> str:
+    """Where the results of the model `name` go; never outside `results_dir`, also for ".."."""
+    if results_dir is not None:
+        return os.path.join(results_dir, os.path.basename(os.path.abspath(name)))
+    if not os.path.isdir(name):
+        raise ValueError(f"{name} is no local folder; say where its results go by `--results_dir`.")
+    return name
+
+
+def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str:
+    """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
+    if args.perturbation_rates is not None and task.perturbation is None:
+        raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
+    summary = find_json(name, SUMMARY_NAME)
+    gamma_train = upper_level(summary.get("noise_gamma"))
+    shared = {
+        **task.settings,
+        "batch_size": args.per_device_eval_batch_size,
+        "seed": args.noise_seed,
+        "sigma": args.noise_sigma,
+        "progress": True,
+    }
+    model = task.model.to(best_device())
+
+    def curve(file: str, rows, gammas, **settings) -> NoiseCurve:
+        path = os.path.join(folder, f"{file}.json")
+        return noise_curve(model, rows, gammas, draws=args.draws, path=path, **shared | settings)
+
+    tables, private = [], None
+    if args.epsilons is not None:  # first, since it refuses the most
+        private = privacy_curve(
+            model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
+        )
+    # Before anything is written: a killed call would leave them beside new ones.
+    _remove_former_results(folder, model)
+    if os.path.abspath(folder) != os.path.abspath(name):
+        if summary:
+            write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
+        else:
+            Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
+    if private is not None:
+        private.to_json(os.path.join(folder, "privacy_curve.json"))
+        tables.append(f"Privacy of the input\n{private}")
+    found = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
+    tables.append(f"Noise curve\n{found}")
+    if args.perturbation_rates is not None:
+        kind = task.perturbation.name
+        found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
+        tables.append(f"{kind}, by their rate\n{found}")
+
+    problem, tolerance = None, 0.0
+    if "alpha" in summary:
+        names = ("alpha", "initial_loss_bound", "num_layers", "constrained_layers")
+        problem = DescentProblem(**{name: summary[name] for name in names})
+        share = args.feasibility_tolerance
+        if share is None:
+            share = summary.get("arguments", {}).get("feasibility_tolerance", DescentConfig.feasibility_tolerance)
+        tolerance = share * problem.initial_loss_bound
+    gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
+    profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
+    results = {}
+    for profile in profiles:
+        results[f"layer_profile{profile.ending}"] = profile
+        tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
+        if problem is not None:
+            results[f"certificate{profile.ending}"] = certificate = certify(profile, args.confidence)
+            tables.append(str(certificate))
+    if 0.0 in gammas and len(gammas) > 1:
+        results["shift_growth"] = growth = shift_growth(profiles)
+        tables.append(f"Growth under the shift\n{growth}")
+    for file, result in results.items():
+        result.to_json(os.path.join(folder, f"{file}.json"))
+    return "\n\n".join(tables)
+
+
+def _remove_former_results(folder: str, model: PreTrainedModel) -> None:
+    """Removes the profiles and what was made of them, and every curve that is not known to be of these weights."""
+    for path in Path(folder).glob("*.json"):
+        if path.name.startswith(("layer_profile", "certificate", "shift_growth")):
+            path.unlink()  # perhaps of other rows or levels, which this evaluation need not have
+    curves = [path for name in CURVES if (path := Path(folder, f"{name}.json")).is_file()]
+    weights = weights_fingerprint(model) if curves else None  # reads every weight
+    for path in curves:
+        curve = read_json(path)
+        if curve.get("settings", curve).get("weights") != weights:
+            path.unlink()
+            path.with_suffix(".csv").unlink(missing_ok=True)
+
+
+def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:
+    """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
+    `SFTTrainer` makes them; cut to `limit` tokens."""
+    if isinstance(row["prompt"], str):
+        prompt, end = tokenizer(row["prompt"])["input_ids"], tokenizer.eos_token or ""
+        ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
+    else:
+        messages = row["prompt"]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template([*messages, *row["completion"]], return_dict=False)
+    # A token may join the end of the prompt and what follows.
+    start = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
+    labels = [IGNORE_INDEX] * start + ids[start:]
+    return {"input_ids": ids[:limit], "attention_mask": [1] * len(ids[:limit]), "labels": labels[: len(ids[:limit])]}
+
+
+def _held_out(splits) -> Dataset:
+    return splits["test"] if "test" in splits else splits["validation"]

@@ -1,0 +1,63 @@
+"""`hf-descent sft`: fine-tune a language model on instructions, then report it per layer and under noise."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from ..data.alpaca import AlpacaArguments, load_alpaca
+from ..loading import load_tokenizer
+from ..sft_config import SFTDescentConfig
+from ..sft_trainer import SFTDescentTrainer
+from .classify import report, resume_choice, train_and_report
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's model arguments: name, precision, LoRA, quantisation."""
+
+    overwrite_output_dir: bool = field(
+        default=False,
+        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
+    )
+
+
+argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)
+
+
+def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
+    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (metrics and layer losses on
+    the validation and test rows), `layer_profile.json` and, where noise levels are given, `noise_curve.json` (on the
+    test rows where there are any).
+
+    Raises:
+        ValueError: the data does not fit the arguments, or the output folder is not empty.
+    """
+    if model_args.model_name_or_path is None:
+        raise ValueError("`model_name_or_path` is not given; name a model on the Hub or in a local folder.")
+    resume = resume_choice(args, model_args.overwrite_output_dir)
+    tokenizer = load_tokenizer(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=args.trust_remote_code,
+    )
+    with args.main_process_first(desc="loading"):
+        dataset = load_alpaca(data_args, tokenizer, gets_template=args.chat_template_path is not None)
+    args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(args.model_init_kwargs or {}),
+    }
+    trainer = SFTDescentTrainer(
+        model_args.model_name_or_path,
+        args,
+        train_dataset=dataset["train"],
+        eval_dataset=dataset["validation"],
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.accelerator.print(trainer.preview())
+    tables = partial(report, trainer, dataset, "mean_token_accuracy")
+    train_and_report(trainer, resume, tables, model_args, data_args)

@@ -1,0 +1,377 @@
+"""The dual side of one training run: warm-up, problem, multipliers, running averages; what a checkpoint must hold."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from accelerate.logging import get_logger
+from safetensors import safe_open
+from safetensors.torch import save
+
+import hf_descent
+
+from ..configs import DescentArguments
+from ..files import find_json, read_json, whole_file
+from . import objectives
+from .auto import ConstantPredictor, geometric_alpha
+from .multipliers import Multipliers
+from .problem import LARGEST, DescentProblem, check_alpha, check_constrained_layers
+from .reports import ReportMixin
+
+
+logger = get_logger(__name__)
+
+STATE_NAME = "descent_state.safetensors"
+SUMMARY_NAME = "descent_config.json"
+AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
+
+
+class DescentState(ReportMixin):
+    """Everything that descent training carries from step to step beside the model and its optimizer.
+
+    Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
+
+    Args:
+        args (`DescentArguments`): the checked arguments.
+        num_layers (`int`): number of layers L.
+        max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
+        start_step (`int`): the step at which the duals start; warm-up is counted from here.
+        constant_predictor (`ConstantPredictor`, *optional*): takes the label statistics of warm-up; `None` where no
+            f_0 can be measured for the loss.
+        reduce (`Callable`): sums a tensor over processes.
+        device (`torch.device`): where the losses arrive.
+    """
+
+    def __init__(
+        self,
+        args: DescentArguments,
+        num_layers: int,
+        max_steps: int,
+        start_step: int,
+        constant_predictor: ConstantPredictor | None,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device | str = "cpu",
+    ):
+        self.args = args
+        self.num_layers = num_layers
+        self.device = device
+        warmup = args.dual_warmup_steps
+        warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
+        self.active_from = start_step + warmup
+        self.labels_until = 1.0  # the epoch until which labels are counted: each row once
+        check_constrained_layers(args.constrained_layers, num_layers)
+        if args.descent_alpha != "auto":
+            check_alpha(args.descent_alpha, num_layers)
+        if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:
+            logger.warning(
+                f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
+                "never act. Lower `dual_warmup_steps` or train longer."
+            )
+        self.constant_predictor = constant_predictor
+        self.reduce = reduce
+        self.multipliers = Multipliers(
+            num_layers,
+            args.dual_learning_rate,
+            optim=args.dual_optim,
+            resilience=args.resilience,
+            resilience_form=args.resilience_form,
+            slack_learning_rate=args.slack_learning_rate,
+            maximum=args.multiplier_max,
+            device=device,
+        )
+        self.problem: DescentProblem | None = None
+        # Whether warm-up is to find the problem, for which a given f_0 needs no statistics of labels.
+        self._warmed_up = args.objective not in objectives.MEASURING
+        given = max_steps > 0 and args.initial_loss_bound != "auto" and not self._warmed_up
+        self.awaits_problem = given or constant_predictor is not None
+        self._index: torch.Tensor | None = None
+        if args.objective == "fixed":
+            self._load_fixed_multipliers()
+        elif not args.is_auto:
+            self._set_problem(args.descent_alpha, args.initial_loss_bound)
+        # Running averages of the layer losses, and the weight that makes up for their start at zero.
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
+        self.averages, self.average_weight = zeros(num_layers), zeros(1)
+        self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
+        self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
+        self._said = set()
+        self._released: torch.Tensor | None = None  # what slacks relaxed before they started afresh
+
+    # ---- primal side ----
+
+    def inactive(self, step: int) -> bool:
+        """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
+        objective = self.args.objective
+        if objective in objectives.UNCONSTRAINED:
+            return objective == "erm"
+        return self.problem is None or step < self.active_from
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether the label statistics of this step are taken: for f_0, or to judge one that was given."""
+        return self.constant_predictor is not None and not self._warmed_up
+
+    @property
+    def trained_layers(self) -> list[int]:
+        """The layers (1-based) whose losses the objective depends on at some step."""
+        if self.args.objective == "erm":
+            return [self.num_layers]
+        layers = self.args.constrained_layers or range(1, self.num_layers + 1)
+        constrained = self.problem.constrained_layers if self.problem else layers
+        return sorted({*constrained, self.num_layers})
+
+    def weighted_layers(self, step: int) -> list[int]:
+        """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
+        return [self.num_layers] if self.inactive(step) else self.trained_layers
+
+    def objective(self, layer_losses: torch.Tensor, step: int, share: torch.Tensor) -> torch.Tensor:
+        """The scalar to minimise, from a micro-batch's part of the layer losses `[L]` and its share of the items.
+
+        The parts of all micro-batches add up to the layer losses of the step; a part divided by its share is the
+        micro-batch's own mean, on which the penalties are evaluated.
+        """
+        if self.inactive(step):
+            return layer_losses[-1]
+        if self.args.objective in ("hinge", "quadratic"):
+            own = layer_losses / torch.where(share > 0, share, 1.0)
+            return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
+        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
+        return self.weights()[self._trained] @ layer_losses[self._trained]
+
+    def weights(self) -> torch.Tensor:
+        """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
+        return objectives.linear_weights(
+            self.args.objective,
+            self.problem,
+            self.multipliers.values,
+            self.args.penalty_coefficient,
+            self.args.negative_weights,
+            self._trained,
+        )
+
+    @property
+    def _trained(self) -> torch.Tensor:
+        """Indices of the trained layers; kept, since new ones would be copied from the host at every step."""
+        if self._index is None:
+            self._index = torch.tensor(self.trained_layers, device=self.device) - 1
+        return self._index
+
+    # ---- dual side ----
+
+    def dual_step(self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None) -> None:
+        """One step of averages and multipliers on the layer losses `[L]` of an optimizer step; no host reads.
+
+        Losses that are not finite, and those of a step without `items` (0), change neither.
+        """
+        finite = torch.isfinite(layer_losses)  # [layers]
+        self._nonfinite += ~finite
+        usable = finite.all() if items is None else finite.all() & (items > 0)
+        counted = torch.where(usable, layer_losses, 0.0)
+        weight = (1 - AVERAGE_DECAY) * usable
+        self.averages = (1 - weight) * self.averages + weight * counted
+        self.average_weight = (1 - weight) * self.average_weight + weight
+        self._logged += torch.cat([counted, usable[None]])
+
+        if self.args.objective == "descent" and not self.inactive(step):
+            violations = self.problem.violations(layer_losses)
+            if self.args.normalize_violations:
+                violations = violations / self.problem.initial_loss_bound
+            self.multipliers.step(torch.where(usable, violations, torch.nan))
+            self._released = None
+        if step + 1 >= self.active_from and not self._warmed_up:
+            self._end_warmup()
+
+    def restart_slacks(self) -> None:
+        """See [`Multipliers`]; the verdict, which may come before the next step, still tells of them."""
+        self._released = self.multipliers.relaxation.clone()
+        self.multipliers.restart_slacks()
+
+    @property
+    def mean_losses(self) -> torch.Tensor:
+        """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
+        return self.averages / self.average_weight
+
+    def _end_warmup(self) -> None:
+        """Freeze a schedule that was to be measured; say where a given f_0 is above chance."""
+        predictor, bound = self.constant_predictor, self.args.initial_loss_bound
+        try:
+            chance = None if predictor is None else predictor.loss(self.reduce)
+        except ValueError:
+            if bound == "auto":
+                raise
+            chance = None  # it would only judge the f_0 that was given
+        if self.problem is None:
+            self._freeze_schedule(chance if bound == "auto" else bound)
+        if bound != "auto" and chance is not None and bound > 1.001 * chance:
+            logger.info(
+                f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
+                "prediction: a layer that is worse than chance can meet the first constraint."
+            )
+        self._warmed_up = True
+
+    def _freeze_schedule(self, bound: float) -> None:
+        alpha = self.args.descent_alpha
+        if alpha == "auto":
+            layers = self.args.constrained_layers or range(self.num_layers)
+            alpha = geometric_alpha(bound, self.mean_losses[-1].item(), len(layers), self.args.descent_strength)
+        self._set_problem(alpha, bound)
+        logger.info(
+            f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha if isinstance(alpha, list) else f'{alpha:.4g}'}, "
+            f"measured in the warm-up up to step {self.active_from}, at f_L = {self.mean_losses[-1].item():.4g}."
+        )
+
+    def _set_problem(self, alpha, initial_loss_bound, constrained_layers=None) -> None:
+        layers = constrained_layers or self.args.constrained_layers
+        self.problem = DescentProblem(alpha, initial_loss_bound, self.num_layers, layers).to(self.device)
+        self._index = None
+
+    def take_saved_problem(self, name: str) -> None:
+        """For a model that is only evaluated: the problem that it was trained on, where `name`'s files tell."""
+        if self.problem is not None:
+            return
+        summary = find_json(name, SUMMARY_NAME)
+        if summary.get("num_layers") == self.num_layers:  # it may have been cut since
+            self._set_problem(summary["alpha"], summary["initial_loss_bound"], summary["constrained_layers"])
+
+    def _load_fixed_multipliers(self) -> None:
+        args = self.args
+        values, alpha, bound, layers = args.fixed_multipliers, args.descent_alpha, args.initial_loss_bound, None
+        if isinstance(values, str):
+            summary = read_summary(values)
+            if "alpha" not in summary:
+                raise ValueError(
+                    f"The run in {values} has no multipliers: it is not constrained, or was saved in its warm-up."
+                )
+            values, alpha, bound = summary["multipliers"], summary["alpha"], summary["initial_loss_bound"]
+            layers = summary["constrained_layers"]
+        elif args.is_auto:
+            raise ValueError(
+                "`fixed_multipliers` as a list needs `descent_alpha` and `initial_loss_bound` as numbers, not 'auto'."
+            )
+        if len(values) != self.num_layers:
+            raise ValueError(
+                f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
+            )
+        if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
+            raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
+        self._set_problem(alpha, bound, layers)
+        if free := [n for n, value in enumerate(values, 1) if value and n not in self.problem.constrained_layers]:
+            raise ValueError(f"`fixed_multipliers` is {values}, but layers {free} have no constraint; set 0 there.")
+        self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    # ---- checkpoints ----
+
+    def summary(self) -> dict:
+        """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
+        summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
+        if self.problem is not None:
+            summary |= self.problem.state_dict()
+        if self.average_weight.item():
+            summary["train_layer_losses"] = self.mean_losses.tolist()
+        return summary | self.train_feasibility
+
+    def save(self, folder: str, write: bool = True) -> None:
+        """Write the state into a checkpoint folder, whole or not at all. All processes call, one writes."""
+        tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
+        tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
+        if not self._warmed_up and self.constant_predictor is not None and self.constant_predictor.moments is not None:
+            tensors["label_moments"] = self.reduce(self.constant_predictor.moments).cpu()
+        meta = {
+            "active_from": self.active_from,
+            "labels_until": self.labels_until,
+            "problem": None if self.problem is None else self.problem.state_dict(),
+            "schedule": self._schedule(),
+        }
+        if write:
+            path = os.path.join(folder, STATE_NAME)
+            with whole_file(path, "wb") as file:
+                file.write(save(tensors, metadata={"state": json.dumps(meta)}))
+
+    def load(self, folder: str, is_main: bool = True) -> None:
+        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match.
+
+        The label statistics, a sum over processes, go to the main one.
+        """
+        path = os.path.join(folder, STATE_NAME)
+        tensors, meta = read_state(folder)
+        saved, own = meta["schedule"], self._schedule()
+        for name, value in own.items():
+            if saved.get(name) != value:
+                raise ValueError(
+                    f"{path} was saved with {name}={saved.get(name)!r} but this run has {value!r}; resume with the "
+                    "saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
+                )
+        try:
+            self.multipliers.load_state_dict(
+                {
+                    name.removeprefix("multipliers."): t
+                    for name, t in tensors.items()
+                    if name.startswith("multipliers.")
+                }
+            )
+            self.averages = tensors["averages"].to(self.averages)
+            self.average_weight = tensors["average_weight"].to(self.average_weight)
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{path} does not hold a complete dual state ({error}); resume from another one."
+            ) from error
+        self.active_from, self.labels_until = meta["active_from"], meta["labels_until"]
+        if meta["problem"] is not None:
+            problem = meta["problem"]
+            self._set_problem(problem["alpha"], problem["initial_loss_bound"], problem["constrained_layers"])
+        self._warmed_up |= meta["problem"] is not None and "label_moments" not in tensors
+        if self.constant_predictor is not None and "label_moments" in tensors:
+            # Zeros elsewhere rather than nothing, so that all processes have a part in the next sum.
+            self.constant_predictor.moments = tensors["label_moments"].to(self.device) * is_main
+
+    def _schedule(self) -> dict:
+        """The settings that a checkpoint must share with the run that resumes from it."""
+        names = (
+            "objective",
+            "descent_alpha",
+            "initial_loss_bound",
+            "descent_strength",
+            "constrained_layers",
+            "dual_warmup_steps",
+            "fixed_multipliers",
+        )
+        return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in names}
+
+
+def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
+    """Tensors and settings of the state file in a checkpoint folder; ValueError naming the file when unreadable."""
+    path = os.path.join(folder, STATE_NAME)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            meta = {"labels_until": 1.0} | json.loads(file.metadata()["state"])  # which older files do not name
+            return tensors, {name: meta[name] for name in ("active_from", "labels_until", "problem", "schedule")}
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+
+
+def write_summary(folder: str, summary: dict) -> None:
+    """Write `descent_config.json` beside the weights, whole or not at all: `summary` and, where it has none, the
+    libraries' versions."""
+    libraries = (hf_descent, torch, transformers)
+    summary = {"versions": {library.__name__: str(library.__version__) for library in libraries}} | summary
+    # FSDP writes sharded weights later, and so makes no folder for whole ones.
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, SUMMARY_NAME)
+    with whole_file(path) as file:
+        json.dump(summary, file, indent=2)
+
+
+def is_stale(path: str | os.PathLike, summary: Mapping[str, Any]) -> bool:
+    """Whether a result was left in a run's folder by a training before the one that the run's `summary` tells of."""
+    return os.path.getmtime(path) < summary.get("training_started", 0.0)
+
+
+def read_summary(folder: str) -> dict:
+    """The `descent_config.json` of a run; ValueError naming the file when it is missing or unreadable."""
+    return read_json(os.path.join(folder, SUMMARY_NAME))

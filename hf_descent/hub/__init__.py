@@ -1,0 +1,1 @@
+"""Model cards and what lies beside the weights on the Hub."""

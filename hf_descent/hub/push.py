@@ -1,0 +1,299 @@
+"""Model cards and what lies beside the weights on the Hub.
+
+`collect` gathers what a run's folder says into plain values, kept as `model_card.json`; `model_card.render` turns them
+into the card. The trainer does both when it pushes or saves a checkpoint's card, `hf-descent card RUN` does both again
+once more was measured.
+"""
+
+import inspect
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from matplotlib.figure import Figure
+from transformers.modelcard import TrainingSummary
+from transformers.utils import CONFIG_NAME, logging
+
+from ..constraints.state import SUMMARY_NAME, is_stale, write_summary
+from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
+from ..evaluation import LayerProfile, NoiseCurve
+from ..evaluation.comparison import COMMON
+from ..evaluation.scoring import Result
+from ..files import read_json, whole_file
+from ..readout.stack import inner_model
+from ..recorded_arguments import training_arguments
+from .card import render
+
+
+logger = logging.get_logger(__name__)
+
+CARD_DATA_NAME = "model_card.json"
+# Beginnings of the classes in `hf_descent.models`.
+OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
+RESULTS: dict[str, type[Result]] = {
+    "noise_curve": NoiseCurve,
+    "layer_profile": LayerProfile,
+    "exit_profile": ExitProfile,
+    "confidence_exit": ConfidenceReport,
+    "speculation_profile": SpeculationProfile,
+}
+# What people say of a model; the rest of a card is of one training.
+SAID = (
+    "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
+    "limits",
+)  # fmt: skip
+
+
+class ModelCardMixin:
+    """The part of [`DescentMixin`] that writes its model card."""
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
+
+        Takes the arguments of the trainer that it is mixed into: `transformers.Trainer`'s (`language`, `license`,
+        `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset`, ...) or TRL's (`model_name`, `dataset_name`,
+        `tags`).
+        """
+        if not self.is_world_process_zero():
+            return
+        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
+        folder = self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        write_summary(folder, self._run_summary())
+        for name, result in (("noise_curve", self._noise_curve), ("layer_profile", self._layer_profile)):
+            if result is not None:
+                result.to_json(os.path.join(folder, f"{name}.json"))
+        write_card(folder, **self._card_facts(given))
+
+    def _card_facts(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What this trainer knows of its run that no file in the folder says."""
+        trained = self._training_started is not None  # else the settings are not the model's
+        if "dataset_name" in given:
+            given["dataset"] = given.pop("dataset_name")
+        tags = given.pop("tags", None) or []
+        tags = dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *self._tag_names])
+        summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
+        model = inner_model(self.model)
+        # Each of a dict of data sets is logged by itself, under its own name.
+        history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
+        evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+        # Training may end by loading the best model, which was evaluated at a step of its own.
+        loaded = self.args.load_best_model_at_end and history and "train_runtime" in history[-1]
+        best = self.state.best_global_step if loaded else None
+        last = [entry for entry in evaluations if entry["step"] == (best or evaluations[-1]["step"])]
+        return {
+            "model_name": summary.model_name,
+            "repo_id": self.hub_model_id,
+            "base_model": _hub_id(summary.finetuned_from),
+            "datasets": _listed(summary.dataset),
+            "language": summary.language,
+            "license": summary.license,
+            "tags": summary.tags,
+            "pipeline_tag": (_listed(summary.tasks) or [None])[0],
+            "architecture": type(model).__name__,
+            "objective": self.args.objective if trained else None,
+            "settings": training_arguments(self.args) if trained else None,
+            "paper": self._paper,
+            "evaluation": {name: value for entry in last for name, value in entry.items()} or None,
+        }
+
+
+def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> dict[str, Any]:
+    """What is known of a run, in plain JSON values: what its `model_card.json` says, `facts`, and its result files.
+
+    Results are those of the files that are there: what a card has said of one that is gone is not said again.
+
+    Args:
+        folder (`str` or `Path`): output folder of a run.
+        baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
+        facts: what replaces what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data`
+            (its name, where it is not the first of these), `license`, `language`, `tags`, `split`, `limits` (a list of
+            sentences), ...; `None` replaces nothing.
+
+    Raises:
+        ValueError: the folder holds no model, or a file of it cannot be read.
+    """
+    folder = Path(folder)
+    config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
+    if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
+        raise ValueError(
+            f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
+        )
+    descent = _read(folder / SUMMARY_NAME)
+    from ..trainer import DescentMixin  # which has this module's mixin among its bases
+
+    card = {
+        "model_name": folder.resolve().name,
+        "architecture": (config.get("architectures") or [descent.get("model", "AutoModel")])[0],
+        "tags": DescentMixin._tag_names,
+        "paper": DescentMixin._paper,
+    }
+    fresh = partial(_is_fresh, folder, descent)
+    known = {
+        name: value
+        for name, value in _read(folder / CARD_DATA_NAME).items()
+        if name in SAID or (name not in RESULTS and fresh(CARD_DATA_NAME))
+    }
+    card |= known | {name: value for name, value in facts.items() if value is not None}
+    card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
+    card["library_name"] = "peft" if adapter else "transformers"
+    card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
+    card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
+    base = adapter.get("base_model_name_or_path") or descent.get("encoder")
+    if base := _hub_id(base):
+        card["base_model"] = facts.get("base_model") or base
+    # `base_model` names the encoder; this may be a folder of the machine.
+    card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
+    card["versions"] = descent.get("versions") or card.get("versions")
+    card["settings"] = card.get("settings") or descent.get("arguments")
+    card["objective"] = card.get("objective") or descent.get("objective") or "erm"
+    for split, prefix, named in (
+        ("validation", "eval_", "eval_"),
+        ("validation", "validation_", "eval_"),
+        ("test", "test_", "test_"),
+    ):
+        # Not from `all_results.json`, to which every training in the folder adds.
+        if fresh(f"{prefix}results.json"):
+            results = _read(folder / f"{prefix}results.json")
+            card["split"] = split
+            card["evaluation"] = {
+                named + name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)
+            }
+    for name, kind in RESULTS.items():
+        if fresh(f"{name}.json"):
+            card[name] = _summary(name, kind.from_json(str(folder / f"{name}.json")))
+    if baseline is not None:
+        known = collect(baseline)
+        names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
+        card["baseline"] = {name: known.get(name) for name in names}
+    elif card.get("baseline"):  # an older card does not say its split, which was that of the run
+        card["baseline"] = {"split": known.get("split")} | card["baseline"]
+    beside = card.get("baseline") or {}
+    for name, values in _measured(card).items():
+        for what, other in _measured(beside)[name].items():
+            own = values[what]
+            unknown = what == "data" and None in (own, other)  # in older files
+            if beside.get(name) and card.get(name) and other != own and not unknown:
+                logger.warning(
+                    f"The card leaves out the `{name}` of {beside['model_name']}: its {what} is {other}, this run's "
+                    f"{own}."
+                )
+                beside[name] = None
+    return plain(card)
+
+
+def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> None:
+    """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
+    folder = Path(folder)
+    card = collect(folder, baseline, **facts)
+    figures = _figures(card)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=120)
+    card["figures"] = list(figures)
+    if card.get("exit_profile") and _is_fresh(folder, card["descent"], "exits.png"):
+        card["figures"].append("exits.png")  # drawn by `hf-descent exit`
+    text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
+    for name, content in ((CARD_DATA_NAME, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
+        with whole_file(folder / name) as file:
+            file.write(content)
+
+
+def plain(value: Any) -> Any:
+    """`value` in what JSON and YAML know: scalars of numpy and torch converted, not-a-numbers and infinities None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or type(value) in (bool, int, str):
+        return value
+    return getattr(value, "value", str(value))  # an enumeration's
+
+
+def _summary(name: str, result: Any) -> dict[str, Any]:
+    """What a card shows of a result; samples and blocks stay in its own file."""
+    if name == "noise_curve":
+        fields = ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "auc_id", "auc_ood", "gamma_train")
+        measured = {name: result.settings.get(name) for name in COMMON}
+        return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1], **measured}
+    if name == "layer_profile":
+        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "data")
+        fields += ("descending_share",)
+        median = np.median(result.ratios) if result.ratios.size else None
+        return {field: getattr(result, field) for field in fields} | {"ratio_median": median}
+    if name == "exit_profile":
+        fields = ("metric", "values", "speedups", "batch_size", "device")
+        return {field: getattr(result, field) for field in fields} | {"cheapest": result.cheapest()}
+    if name == "confidence_exit":
+        return {"text": str(result), "accuracy": result.accuracy, "speedup": result.speedup}
+    speedups = result.tokens_per_second / result.greedy_tokens_per_second
+    return {"acceptance": result.acceptance, "speedups": speedups, "best": result.best}
+
+
+def _measured(card) -> dict[str, dict[str, Any]]:
+    """Of each result that a baseline may have beside it, what it was measured on and how."""
+    noise, layers = (card.get(name) or {} for name in ("noise_curve", "layer_profile"))
+    return {
+        "evaluation": {"split": card.get("split")},
+        "noise_curve": {name: noise.get(name) for name in ("metric", *COMMON)},
+        "layer_profile": {name: layers.get(name) for name in ("gamma", "data")},
+    }
+
+
+def _figures(card) -> dict[str, Figure]:
+    baseline, figures = card.get("baseline") or {}, {}
+    for file, name, x, y, axis in (
+        ("layers.png", "layer_profile", None, "losses", "layer"),
+        ("noise.png", "noise_curve", "gammas", "mean", "noise level gamma"),
+    ):
+        own, other = card.get(name), baseline.get(name)
+        if not own:
+            continue
+        figure = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = figure.subplots()
+        for result, label, style in ((own, card["model_name"], "o-"), (other, baseline.get("model_name"), "s--")):
+            if result:
+                axes.plot(result[x] if x else range(1, len(result[y]) + 1), result[y], style, label=label)
+        axes.set(xlabel=axis, ylabel="task loss" if y == "losses" else own["metric"])
+        axes.legend()
+        figures[file] = figure
+    return figures
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _is_fresh(folder: Path, summary: Mapping[str, Any], name: str) -> bool:
+    """Whether the file is there, and was not left in the folder by a former training."""
+    path = folder / name
+    if path.is_file() and is_stale(path, summary):
+        logger.warning_once(f"{path} is older than the training of this folder's model: its card leaves it out.")
+        return False
+    return path.is_file()
+
+
+def _hub_id(name: str | None) -> str | None:
+    """`name` where it may be one on the Hub, not a folder of this machine or of another."""
+    if not name or os.path.isdir(name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
+
+
+def _listed(value: str | list[str] | None) -> list[str] | None:
+    # A data set in memory has no name, for which the summary holds None.
+    return [value] if isinstance(value, str) else [item for item in value or [] if item] or None

@@ -1,0 +1,1 @@
+"""The task loss, of the model and of every layer."""

@@ -1,0 +1,366 @@
+"""The shared readout of language models with a large vocabulary: final norm and linear head, read in tiles of logits.
+
+Where the tail of a model is one module that acts on each position alone (the final norm) and one linear head, the
+layer losses need no replay: [`FusedReadout`] records the hidden states of a forward whose head is given nothing to do,
+and reads all of them with `fused_layer_losses`. Whether a tail is of that kind is found out on a real batch, and the
+losses are checked against those of the replay; every other tail raises, and the replay remains.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.utils import logging
+
+from ..losses.task import ignores_masked_labels, needs_decoder_inputs, shifts_labels, with_decoder_inputs
+from .linear_cross_entropy import (
+    HeadLoss,
+    LabelledTokens,
+    LayerLossSums,
+    Workspace,
+    fused_layer_losses,
+    labelled_tokens,
+)
+from .replay import Readout, output_logits, probing
+from .stack import LayerStack, intercepted, share_storage, tensors
+from .tape import present_autocast
+
+
+logger = logging.get_logger(__name__)
+
+# Read by the model's own loss, or by a forward that TRL or Liger patched: none has a part in one without logits.
+_WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "skip_logits")
+
+
+class FusedReadout:
+    """Reads the layers of one language model in tiles. [`FusedReadout.probe`] builds it.
+
+    Attributes:
+        num_layers (`int`): L.
+        vocab_size (`int`): Classes of the head.
+        shifts_labels (`bool`): Whether position t predicts label t+1.
+        head_loss ([`HeadLoss`]): How head outputs become losses.
+        router_loss_weight (`float`): Factor of `outputs["aux_loss"]` in the model's own loss; 0 without a router.
+    """
+
+    def __init__(self, model: nn.Module, stack: LayerStack, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss):
+        self.model, self.num_layers, self.vocab_size = model, stack.num_layers, head.out_features
+        self.head_loss, self.shifts_labels, self.router_loss_weight = head_loss, True, 0.0
+        self._stack, self._norm, self._head, self._workspace = stack, norm, head, Workspace()
+
+    @classmethod
+    def probe(
+        cls,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        label_smoothing: float = 0.0,
+        gradient_threshold: float | None = None,
+    ) -> "FusedReadout":
+        """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
+
+        Args:
+            model: The unwrapped `nn.Module` (a `PeftModel`, too).
+            inputs: The dict given to `model(**inputs)`, with labels.
+            label_smoothing, gradient_threshold: see [`HeadLoss`].
+
+        Raises:
+            ValueError: if the tail is not norm and linear head, or the losses differ from the replay's.
+        """
+        name = type(model).__name__
+        if inputs.get("labels") is None or inputs["labels"].is_floating_point():
+            raise ValueError("`inputs` hold no class labels to score tokens with.")
+        if needs_decoder_inputs(model, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            raise ValueError(f"{name} makes the decoder's input from its labels, which cannot be withheld from it.")
+        stack = Readout.probe(model, inputs)._stack
+        if stack.clones:
+            raise ValueError(f"{name} modifies hidden states in place.")
+        with probing(model):
+            # In train mode, so that dropout by a function in the tail shows as a difference; by a module it is a part.
+            model.train()
+            for module in model.modules():
+                module.training &= not isinstance(module, nn.Dropout)
+            norm, head, head_loss, precision = _find_tail(model, stack, inputs)
+        self = cls(model, stack, norm, head, head_loss)
+        with probing(model):
+            self._check(inputs, precision)
+        self.head_loss = replace(
+            self.head_loss, label_smoothing=label_smoothing, gradient_threshold=gradient_threshold
+        )
+        return self
+
+    def tokens(
+        self, inputs: Mapping[str, Any], fraction: float = 1.0, generator: torch.Generator | None = None
+    ) -> LabelledTokens:
+        """The labelled tokens of a batch, with the sample on which its layers are read."""
+        shifted = inputs.get("shift_labels")
+        if shifted is not None:
+            return labelled_tokens(shifted, shift=False, fraction=fraction, generator=generator)
+        return labelled_tokens(inputs["labels"], self.shifts_labels, fraction=fraction, generator=generator)
+
+    @contextmanager
+    def attach(self, on_forward: Callable[..., torch.Tensor | None], keep_logits: bool = False):
+        """Read the layers in every `model(...)` call while attached, inside that very call.
+
+        Args:
+            on_forward: `on_forward(read, outputs, hidden_states)`, where `read(tokens, weights=None, ...)` is
+                [`fused_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`. A scalar that it
+                returns becomes `outputs["loss"]`.
+            keep_logits: Whether the model still makes its own logits (for metrics). By default its head sees no
+                position, `outputs["logits"]` is `[batch, 0, vocab]`, and labels are withheld from the model.
+        """
+        hidden_states, depth, head_ran = [], 0, False
+
+        def record(module, call, *args, **kwargs):
+            nonlocal depth, head_ran
+            if module is self._head:
+                head_ran = True
+                # Mixed precision ends with the model's forward, before the layers are read.
+                self._autocast = present_autocast(args[0].device.type)
+                return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
+            depth += 1  # `__call__` on its way to `forward`, or a layer inside a layer
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                depth -= 1
+            if depth == 0:
+                hidden_states.append(self._stack.hidden_state(output))
+            return output
+
+        def start(module, args, kwargs):
+            nonlocal head_ran
+            head_ran = False
+            hidden_states.clear()
+            return args, _without_labels(self.model, kwargs)
+
+        def finish(module, args, kwargs, outputs):
+            if len(hidden_states) != self.num_layers:
+                raise ValueError(
+                    f"{type(self.model).__name__} ran {len(hidden_states)} layers of `{self._stack.name}`, not the "
+                    f"{self.num_layers} found by the probe: layers must not be dropped at random."
+                )
+            if not head_ran:
+                raise ValueError(f"{type(self.model).__name__} did not run the head found by the probe.")
+            states = hidden_states.copy()
+            hidden_states.clear()
+            loss = on_forward(partial(self._read, states), outputs, states)
+            if loss is not None:
+                outputs["loss"] = loss
+
+        handles = (
+            self.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
+        )
+        try:
+            with intercepted([*self._stack.layers, self._head], record):
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _read(self, hidden_states, tokens: LabelledTokens, weights=None, **kwargs) -> LayerLossSums:
+        # The backward pass of the norm, inside the forward, is no business of what offloads activations.
+        with self._autocast, saved_tensors_hooks(_unchanged, _unchanged):
+            return fused_layer_losses(
+                hidden_states,
+                tokens,
+                self._norm,
+                self._head,
+                weights,
+                head_loss=self.head_loss,
+                workspace=self._workspace,
+                **kwargs,
+            )
+
+    def _check(self, inputs, precision):
+        """Compare the first, a middle and the last layer with their replay; find the shift and the router's weight."""
+        name = type(self.model).__name__
+        layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
+        replayed, fused = [], []
+
+        def keep(layer, outputs, hidden):
+            if not isinstance(outputs, dict) or outputs.get("loss") is None:
+                raise ValueError(f"{name} returns no loss by name.")
+            replayed.append(outputs["loss"].float())
+
+        with Readout.probe(self.model, inputs).attach(keep, layers=layers):
+            own = self.model(**inputs)
+        own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
+        del own  # with its logits
+        if inputs["labels"].dim() < 2:
+            raise ValueError(f"{name}: its labels are of no tokens.")
+        self.shifts_labels = shifts_labels(self.model, inputs)
+        if ignores_masked_labels(self.model, inputs):
+            raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
+
+        def score(read, outputs, hidden_states):
+            sums = read(self.tokens(inputs))
+            fused.append(sums.sums[[layer - 1 for layer in layers]] / max(sums.num_tokens, 1))
+
+        try:
+            with self.attach(score):
+                self.model(**inputs)
+        except Exception as error:
+            if should_reduce_batch_size(error):
+                raise  # for `auto_find_batch_size`
+            raise ValueError(f"{name} fails when its head is given no position: {error!r}.") from error
+
+        replayed = torch.stack(replayed)
+        _require_close(
+            fused[0],
+            replayed,
+            precision,
+            f"{name}: losses read by norm and head differ from the replay's",
+        )
+        expected = replayed[-1]
+        if aux_loss is not None:
+            self.router_loss_weight = getattr(_text_config(self.model), "router_aux_loss_coef", 0.0)
+            expected = expected + self.router_loss_weight * aux_loss
+        _require_close(own_loss, expected, precision, f"{name}: its loss is not the cross-entropy of tokens")
+
+
+class _Norm(nn.Sequential):
+    """What stands between the last layer and the head, past the hooks of its modules.
+
+    The reads take its backward pass inside the model's forward. FSDP would take that for the end of its own backward
+    pass, and shard norm and head, to gather them again for the next read.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = module.forward(x)
+        return x
+
+
+def _text_config(model):
+    """The config of the language model; a model that is not from transformers may have none."""
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _without_labels(model, inputs) -> dict[str, Any]:
+    """The inputs for a forward that makes no loss; with what an encoder-decoder would have made from its labels."""
+    return {name: value for name, value in with_decoder_inputs(model, inputs).items() if name not in _WITHHELD}
+
+
+def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, float]:
+    """Norm, head, logit transform and relative precision of `model`; ValueError if its tail is anything else."""
+    name = type(model).__name__
+    inside = {id(module) for layer in stack.layers for module in layer.modules()} - {id(x) for x in stack.layers}
+    outside = [module for module in model.modules() if module is not model and id(module) not in inside]
+    layer_ids, running, tail = {id(layer) for layer in stack.layers}, set(), []
+    last = autocast = None
+
+    def log(module, call, *args, **kwargs):
+        nonlocal last, autocast
+        if id(module) in running:
+            return call(*args, **kwargs)
+        running.add(id(module))
+        began_with = last
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            running.discard(id(module))
+        if isinstance(module, nn.Dropout):
+            output = output.clone()  # switched off it hands its input on, and could not be told from it
+        if id(module) in layer_ids:
+            last = stack.hidden_state(output)  # [batch, seq, hidden]
+            autocast = present_autocast(last.device.type)
+            tail.clear()
+        elif began_with is last:
+            tail.append((module, tensors((args, kwargs)), tensors(output)))
+        return output
+
+    with intercepted(outside, log):
+        logits = output_logits(model(**_without_labels(model, inputs)))
+
+    shape = (*last.shape[:-1], logits.shape[-1])
+    # By what it computes: FSDP2 gives it a class of its own.
+    heads = [
+        call
+        for call in tail
+        if type(call[0]).forward is nn.Linear.forward and call[2][0].shape == logits.shape == shape
+    ]
+    if not heads:
+        raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
+    head, (reached, *_), (scores, *_) = heads[-1]
+    chain = []
+    for module, received, made in reversed(tail):
+        if share_storage(reached, last):
+            break
+        if received and made and share_storage(made[0], reached):
+            chain.insert(0, module)
+            reached = received[0]
+    if not share_storage(reached, last):
+        raise ValueError(f"{name}: no chain of modules leads from the last layer to the head.")
+    norm = _Norm(*chain)
+    known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
+    for module, _, _ in tail:
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        # An adapter may keep its parameters in a container, which is never called.
+        trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        if not own | trained <= known:
+            raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head.")
+
+    # Before the call below, out of turn, which has ZeRO-3 forget an order of calls that it recorded without these.
+    for part in (norm, head):
+        _gather_with(model, part)
+    precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
+    rows = last.flatten(0, -2)  # [batch * seq, hidden]
+    with autocast:
+        own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)  # outside a forward, where hooks gather shards
+    _require_close(own_scores, scores, precision, f"{name}: norm and head differ on single positions")
+    return norm, head, _logit_transform(model, inputs, head, scores.dtype, precision), precision
+
+
+def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
+    """The scale or softcap that turns head outputs into logits: a number of the config, or an inverse, by trial."""
+    name = type(model).__name__
+    # Scores far apart in the place of the head's: of a cap, nothing but rounding may show on those of a fresh model.
+    scores = torch.linspace(-100, 100, head.out_features, dtype=dtype, device=head.weight.device)  # [vocab]
+    try:
+        with intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)):
+            logits = output_logits(model(**_without_labels(model, inputs))).float()  # [batch, 1, vocab]
+    except Exception as error:
+        if should_reduce_batch_size(error):
+            raise  # for `auto_find_batch_size`
+        raise ValueError(f"{name} fails when its head is given one position: {error!r}.") from error
+    scores = scores.float()
+    config = getattr(_text_config(model), "__dict__", {})
+    numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}
+    scales = [HeadLoss(logit_scale=scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
+
+    def transformed(transform):
+        scaled = transform.logit_scale * scores
+        return scaled if transform.softcap is None else transform.softcap * torch.tanh(scaled / transform.softcap)
+
+    def error(transform):
+        return (transformed(transform) - logits).abs().max().item()
+
+    best = min([*scales, *(HeadLoss(softcap=number) for number in numbers)], key=error)
+    _require_close(transformed(best), logits, precision, f"{name}: its logits are not scaled or capped head outputs")
+    return best
+
+
+def _require_close(value, expected, precision, message):
+    error, size = (value - expected).abs().max().item(), expected.abs().max().item()
+    if not error <= precision * size:
+        raise ValueError(f"{message} (largest error {error:.3g}, at values up to {size:.3g}).")
+
+
+def _gather_with(model, part):
+    """Have ZeRO-3, which gathers parameters for the call of their module alone, keep those of `part` for `model`."""
+    for parameter in part.parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(model, parameter)
+
+
+def _unchanged(tensor):
+    return tensor

@@ -1,0 +1,212 @@
+"""Layer losses of a large-vocabulary head without its logits: norm, linear head and cross-entropy in one tiled pass.
+
+A stack of L layers read by one head costs L products with a `[vocab, hidden]` matrix and, written naively, holds L
+tensors of logits. Two facts make it cheaper. Only labelled positions count, so only they are projected. And the
+weights w_l in the objective sum_l w_l f_l are known before the forward pass (Algorithm 1 of the paper fixes the
+multipliers during the primal step), so the gradients with respect to hidden states, norm and head are computed beside
+the loss, while a tile of logits is at hand, and nothing is recomputed in the backward pass. What stays alive is one
+gradient per hidden state, and one accumulated gradient of the head where the head is trained.
+
+Nonlinear objectives take two passes: values first (`weights=None`), then the weights, then the weighted pass.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..losses.task import IGNORE_INDEX
+from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Workspace
+
+
+# A token's weight multiplies its hidden state in the dtype of the head: float16 ends at 65504.
+LARGEST_COEFFICIENT = 64.0
+
+
+class LabelledTokens(NamedTuple):
+    """The positions that carry a label, and the random part of them on which intermediate layers are read.
+
+    Attributes:
+        rows (`torch.LongTensor` of shape `[tokens]`): positions in the flattened `[batch * seq]`.
+        targets (`torch.LongTensor` of shape `[tokens]`): their classes.
+        sample (`torch.LongTensor` of shape `[sampled]`, *optional*): indices into `rows`; `None` stands for all.
+    """
+
+    rows: torch.Tensor
+    targets: torch.Tensor
+    sample: torch.Tensor | None = None
+
+
+def labelled_tokens(
+    labels: torch.Tensor,
+    shift: bool = True,
+    ignore_index: int = IGNORE_INDEX,
+    fraction: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> LabelledTokens:
+    """Find the labelled positions of `labels` `[batch, seq]`, and draw `fraction` of them without replacement.
+
+    Args:
+        shift (`bool`): Whether position t predicts label t+1 (causal models); `False` for labels shifted already.
+        fraction (`float`): Share of the labelled positions in the sample, in (0, 1]; at least one position.
+        generator (`torch.Generator`, *optional*): A CPU generator for the draw.
+
+    Raises:
+        ValueError: when `fraction` is outside (0, 1].
+    """
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"`fraction` is {fraction}; give a share of the labelled tokens in (0, 1].")
+    if shift:
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)  # [batch, seq]
+    labels = labels.flatten()  # [batch * seq]
+    rows = labels.ne(ignore_index).nonzero().squeeze(1)  # [tokens]
+    count = len(rows)
+    size = min(count, max(1, round(fraction * count)))
+    sample = None
+    if size < count:
+        drawn = torch.randperm(count, generator=generator)[:size].sort().values  # [sampled]
+        sample = drawn.to(rows.device)
+    return LabelledTokens(rows, labels[rows], sample)
+
+
+class LayerLossSums(NamedTuple):
+    """Losses of all layers on one micro-batch, summed over its labelled tokens.
+
+    Attributes:
+        objective (`torch.Tensor`): `sum_l w_l f_l`, a scalar that carries the graph; `None` without weights.
+        sums (`torch.Tensor` of shape `[L]`): Layer losses. Where tokens were sampled, an unbiased estimate of the sum
+            over all labelled tokens, from the same tokens for every layer, the last included.
+        final_sum (`torch.Tensor`): Loss of the last layer over all labelled tokens, a scalar.
+        num_tokens (`int`): Labelled tokens N, the count that goes with both.
+        token_losses (`torch.Tensor` of shape `[N]`): The terms of `final_sum`.
+        token_entropies, token_hits (`torch.Tensor` of shape `[N]`, *optional*): Entropy of the last layer's
+            prediction, and whether its most likely class is the label; on request.
+        skipped (`torch.Tensor`): Share of the logits' gradient (sum of absolute entries) that `gradient_threshold`
+            approximated, a scalar; 0 without a threshold.
+    """
+
+    objective: torch.Tensor | None
+    sums: torch.Tensor
+    final_sum: torch.Tensor
+    num_tokens: int
+    token_losses: torch.Tensor
+    token_entropies: torch.Tensor | None
+    token_hits: torch.Tensor | None
+    skipped: torch.Tensor
+
+
+def fused_layer_losses(
+    hidden_states: Sequence[torch.Tensor],
+    tokens: LabelledTokens,
+    norm: Callable[[torch.Tensor], torch.Tensor],
+    head: nn.Linear,
+    weights: torch.Tensor | None = None,
+    *,
+    head_loss: HeadLoss = PLAIN_CROSS_ENTROPY,
+    num_items: torch.Tensor | int | None = None,
+    value_only: Sequence[int] = (),
+    token_statistics: bool = False,
+    workspace: Workspace | None = None,
+) -> LayerLossSums:
+    """Cross-entropy of every layer's hidden state read by `head(norm(h_l))`, with the gradient of their weighted sum.
+
+    The gradients are ready when the call returns: a backward pass through `objective` scales them by its own incoming
+    gradient, which carries loss scaling. It can run once.
+
+    Args:
+        hidden_states (sequence of L tensors `[batch, seq, hidden]`): h_1..h_L, whole outputs of the layers.
+        tokens ([`LabelledTokens`]): The positions to score.
+        norm (module or callable): What stands between the last layer and the head, acting on each position alone, on
+            `[tokens, hidden]`. Its parameters get their gradient where it is a module.
+        head (`nn.Linear`): The output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
+        weights (`torch.Tensor` of shape `[L]`, *optional*): w_l, on the hidden states' device. `None`: values only.
+            Where tokens were sampled, 1 of w_L is spent on all labelled tokens (the objective is f_L + ...) and the
+            rest on the sample.
+        num_items (`torch.Tensor` or `int`, *optional*): The count that the objective divides by, over all
+            micro-batches and processes where there are several. Default: this micro-batch's labelled tokens.
+        value_only (sequence of `int`): Layers (1-based) whose weight is zero by construction: they cost one product
+            instead of three. Nothing here looks at the value of a weight, which would wait for the device.
+        token_statistics (`bool`): Whether to return entropies and hits of the last layer.
+        workspace ([`Workspace`], *optional*): Keeps the tile's memory from one call to the next.
+
+    Raises:
+        ValueError: when the shapes disagree, or a layer in `value_only` does not exist.
+    """
+    num_layers = len(hidden_states)
+    positions = math.prod(hidden_states[0].shape[:-1])
+    if weights is not None and weights.shape != (num_layers,):
+        raise ValueError(f"`weights` has shape {tuple(weights.shape)}; give one per hidden state, ({num_layers},).")
+    if not all(1 <= layer <= num_layers for layer in value_only):
+        raise ValueError(f"`value_only` is {tuple(value_only)}; give layers between 1 and {num_layers}.")
+    if any(math.prod(hidden.shape[:-1]) != positions for hidden in hidden_states):
+        raise ValueError("`hidden_states` differ in their number of positions; give whole outputs of one stack.")
+
+    rows, targets, sample = tokens
+    num_tokens = len(rows)
+    picked = slice(None) if sample is None else sample
+    expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
+    reads = [LayerRead(hidden, rows[picked], targets[picked]) for hidden in hidden_states[:-1]]
+    reads.append(LayerRead(hidden_states[-1], rows, targets))
+    if weights is not None:
+        spread = weights.detach() * expansion  # [layers]
+        for layer in value_only:
+            spread[layer - 1].zero_()  # an assignment would copy from the host
+        unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
+        for read, weight in zip(reads, spread / unit):
+            read.coefficients = weight.expand(len(read.rows))
+        if sample is not None:
+            reads[-1].coefficients = (1 / unit).repeat(num_tokens)
+            reads[-1].coefficients[sample] += (spread[-1] - expansion) / unit
+        for layer in value_only:
+            reads[layer - 1].coefficients = None
+
+    trains = weights is not None and torch.is_grad_enabled()
+    reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
+    with torch.no_grad():
+        entropies, hits = reader.run(reads, token_statistics)
+        sums = [expansion * read.losses.sum() for read in reads[:-1]]
+        sums.append(expansion * reads[-1].losses[picked].sum())
+        value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
+
+    objective = None
+    if weights is not None:
+        value = torch.as_tensor(value, dtype=sums[0].dtype, device=rows.device)
+        gradients = [(read.gradient, read.rows) for read in reads] + [(grad, None) for grad in reader.gradients]
+        objective = _KnownGradients.apply(value, gradients, *hidden_states, *reader.parameters)
+        # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
+        objective = objective * (unit.to(value) / (max(num_tokens, 1) if num_items is None else num_items))
+    losses = reads[-1].losses
+    return LayerLossSums(
+        objective, torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits, reader.skipped_share()
+    )
+
+
+class _KnownGradients(torch.autograd.Function):
+    """Gives `value` the gradients that were computed beside it; those of hidden states are held at some rows only."""
+
+    @staticmethod
+    def forward(ctx, value, gradients, *tensors):
+        ctx.gradients, ctx.shapes = gradients, [None if tensor is None else tensor.shape for tensor in tensors]
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_value):
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "The gradients of the fused layer losses are spent after one backward pass; call the model again "
+                "instead of `backward(retain_graph=True)`."
+            )
+        gradients, ctx.gradients = ctx.gradients, None
+        for index, (shape, (gradient, rows)) in enumerate(zip(ctx.shapes, gradients)):
+            if gradient is not None:
+                # A GPU would cast the factor (1 / tokens, loss scaling) to half precision before it multiplies.
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                gradient = wide.mul_(grad_value).to(gradient.dtype)
+                if rows is not None:
+                    full = gradient.new_zeros(shape.numel() // shape[-1], shape[-1])  # [batch * seq, hidden]
+                    gradient = full.index_copy_(0, rows, gradient).view(shape)
+            gradients[index] = gradient
+        return None, None, *gradients

@@ -1,0 +1,302 @@
+"""The shared readout psi of every layer, by replay: exact for every architecture with a stack of equal-width layers.
+
+The readout of layer l is what the model itself would return if its stack ended after layer l; final norm, pooler,
+head, softcap and loss are the model's own code. One forward is recorded. For each layer the model's own forward then
+runs again: every call that had finished before the last layer is answered from the record, the last layer answers with
+layer l's whole output, and only what follows is computed.
+"""
+
+from collections.abc import Mapping
+from contextlib import contextmanager, nullcontext
+from weakref import WeakKeyDictionary
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from torch.distributed.tensor import DTensor
+from transformers.utils import ModelOutput, logging
+
+from . import random_state
+from .stack import find_layer_stack, map_tensors, tensors
+from .tape import Tape, check_layerdrop, clone, quiet, taped
+
+
+logger = logging.get_logger(__name__)
+
+_stacks = WeakKeyDictionary()  # model -> (fingerprint, LayerStack)
+
+
+def output_logits(outputs) -> torch.Tensor:
+    """The prediction tensor of a model's `outputs`.
+
+    `logits` where present; `start_logits` and `end_logits` stacked on the last dimension; else the first floating
+    tensor that is not a scalar.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if isinstance(outputs, dict):
+        if isinstance(outputs.get("logits"), torch.Tensor):
+            return outputs["logits"]
+        if outputs.get("start_logits") is not None and outputs.get("end_logits") is not None:
+            return torch.stack((outputs["start_logits"], outputs["end_logits"]), dim=-1)  # [batch, seq, 2]
+    for tensor in tensors(outputs):
+        if tensor.is_floating_point() and tensor.dim() > 0:
+            return tensor
+    raise ValueError(
+        f"`outputs` ({type(outputs).__name__}) hold no logits, nor another floating tensor with a dimension; have the "
+        "model return its prediction as `logits`."
+    )
+
+
+def output_loss(outputs):
+    """What a model's `outputs` have as the loss: by name, else in the first place."""
+    return outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+
+
+def layer_logits(model, inputs) -> list[torch.Tensor]:
+    """The logits of `model` at each of its L layers, through its own readout.
+
+    Gradients and dropout follow the ambient grad mode and the model's train/eval mode.
+
+    Args:
+        model: unwrapped `nn.Module` with a stack of equal-width layers.
+        inputs: the dict given to `model(**inputs)`.
+
+    Returns:
+        L tensors shaped like the model's own logits, layer 1..L; the last equals the model's own.
+
+    Raises:
+        ValueError: where no shared readout exists (see [`Readout.probe`]).
+    """
+    logits = []
+    with Readout.probe(model, inputs).attach(lambda layer, outputs, hidden: logits.append(output_logits(outputs))):
+        model(**inputs)
+    return logits
+
+
+class Readout:
+    """The readout that the L layers of one model share. [`Readout.probe`] builds it, [`Readout.attach`] uses it.
+
+    Attributes:
+        num_layers (`int`): L, the CALLS of the stack in one forward (a layer shared by 12 calls counts 12 times).
+    """
+
+    def __init__(self, model, stack, readout):
+        self.model, self.readout, self.num_layers, self._stack = model, readout, stack.num_layers, stack
+        self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
+        self._head, self._active = _output_embeddings(model), self._active_adapters()
+
+    def is_of(self, model) -> bool:
+        """Whether this is still a readout of `model`: no more once its head is another, or its active adapters are."""
+        same = model is self.model and _output_embeddings(model) is self._head
+        return same and self._active_adapters() == self._active
+
+    def _active_adapters(self):
+        return [not module.disable_adapters and list(module.active_adapters) for module in self._adapters]
+
+    @classmethod
+    def probe(cls, model, inputs, readout=None) -> "Readout":
+        """Find the layer stack of `model` on a real batch and check that the readout at layer L is the model's own.
+
+        Runs in eval mode without gradients; train/eval mode, random states and config are left as they were. The stack
+        is remembered per model until its module tree or its config changes.
+
+        Args:
+            model: the unwrapped `nn.Module` (a `PeftModel`, too).
+            inputs: the dict given to `model(**inputs)`, with or without labels.
+            readout: `readout(model, hidden, inputs) -> logits`, for every layer in place of the model's own.
+
+        Raises:
+            ValueError: if there is no stack of equal-width layers; if the replay at layer L differs from the model's
+                own outputs, or needs more than the last layer's; if the model is in train mode and drops layers; if
+                `readout` does not return finite logits.
+        """
+        known, stack = _stacks.get(model, (None, None))
+        if known != _fingerprint(model):
+            with probing(model):
+                stack = find_layer_stack(model, inputs)
+                _check_replay(model, stack, inputs)
+            _stacks[model] = (_fingerprint(model), stack)
+            logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
+        check_layerdrop(model, stack)
+        self = cls(model, stack, readout)
+        if readout is not None:
+            with probing(model), self.attach(_check_finite):
+                model(**inputs)
+        return self
+
+    @contextmanager
+    def attach(self, on_layer, layers=None, no_grad_layers=()):
+        """Read out the layers in every `model(...)` call while attached, inside that very call.
+
+        Args:
+            on_layer: `on_layer(layer, outputs, hidden)`, called for each layer in increasing order with the outputs
+                that the model would give if it stopped after `layer`, and that layer's hidden state with its graph.
+                For layer L these are the model's own outputs, unless they carry an auxiliary router loss: then layer L
+                is replayed too, so that its loss is the task loss alone. With a `readout`, its logits of layer L take
+                the place of the model's own.
+            layers: which of 1..L; all by default.
+            no_grad_layers: layers that are replayed without gradient.
+
+        Raises:
+            ValueError: for layers out of range; during a call, if the stack does not run L times with gradient.
+        """
+        layers = range(1, self.num_layers + 1) if layers is None else sorted(set(layers))
+        for layer in (*layers, *no_grad_layers):
+            if not 1 <= layer <= self.num_layers:
+                raise ValueError(f"Layer {layer} is out of range: this model has 1..{self.num_layers}.")
+        tape = Tape(self.model, self._stack, layers_only=self.readout is not None)
+
+        def read_out(args, kwargs, outputs):
+            self._autocast = tape.autocast
+            for layer in layers:
+                hidden = self._stack.hidden_state(tape.layer_outputs[layer - 1])  # [batch, seq, width]
+                if self.readout is None and layer == self.num_layers and not has_router_loss(outputs):
+                    on_layer(layer, outputs, hidden)
+                    continue
+                with torch.no_grad() if layer in no_grad_layers else nullcontext():
+                    if self.readout is None:
+                        layer_outputs = tape.replay(args, kwargs, layer)
+                    else:
+                        layer_outputs = self._user_outputs(hidden, kwargs)
+                        if layer == self.num_layers and isinstance(outputs, dict):
+                            # Within the forward: after it DDP waits for the parameters behind what it returned.
+                            outputs["logits"] = layer_outputs["logits"]
+                on_layer(layer, layer_outputs, hidden)
+
+        with taped(tape, read_out):
+            yield self
+
+    def check_parameters(self, inputs):
+        """ValueError where `readout` trains parameters that are not the model's; `inputs` as for [`Readout.probe`]."""
+        own = set(self.model.parameters())
+        if any(isinstance(parameter, DTensor) for parameter in own):
+            return  # FSDP computes with others, which it gathers from these
+
+        def check(layer, outputs, hidden):
+            with torch.enable_grad():
+                foreign = set(_leaves(self._user_outputs(hidden.detach(), inputs)["logits"])) - own
+            if foreign:
+                raise ValueError(
+                    f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have, so they "
+                    "would be neither trained nor saved. Make them a part of the model before the trainer gets it, "
+                    "or freeze them (`requires_grad_(False)`)."
+                )
+
+        with probing(self.model), self.attach(check, layers=[self.num_layers]):
+            self.model(**inputs)
+
+    def _user_outputs(self, hidden, inputs):
+        with self._autocast:  # as if the model called it
+            logits = self.readout(self.model, hidden, inputs)
+            mixed = torch.is_autocast_enabled(hidden.device.type)
+        if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+            got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+            raise ValueError(f"`readout` returned {got}: return a floating tensor of logits, [batch, ...].")
+        return ModelOutput(logits=logits.float() if mixed else logits)
+
+
+def _check_replay(model, stack, inputs):
+    """Replay every layer once, and see to it that layer L gives the model's own logits, from the last layer alone."""
+    name = f"{type(model).__name__}, read out at layer {{}} of `{stack.name}`,"
+    tape, given = Tape(model, stack), []
+
+    def give(output):
+        # Clones, so that a write in place shows in their version and cannot spoil the record.
+        output = clone(output)
+        given.extend((tensor, tensor._version) for tensor in tensors(output))
+        return output
+
+    def compare(logits, own_logits, what):
+        # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
+        rows = zip(logits.split(1), own_logits.split(1))
+        if not all(torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True) for row, own in rows):
+            error = (logits - own_logits).abs().max().item()
+            raise ValueError(f"{name.format(stack.num_layers)} {what} (largest error {error:.3g}). Pass `readout=`.")
+
+    def check(args, kwargs, own):
+        try:
+            own_logits = output_logits(own)
+        except ValueError as error:
+            raise ValueError(f"{type(model).__name__}: {error}") from None
+        for layer in range(1, stack.num_layers + 1):
+            logits = None  # gone before the next ones are made
+            try:
+                logits = output_logits(tape.replay(args, kwargs, layer))
+            except Exception as error:
+                if should_reduce_batch_size(error):
+                    raise  # for `auto_find_batch_size`
+                raise ValueError(f"{name.format(layer)} fails with {error!r}. Pass `readout=`.") from error
+            if logits.shape != own_logits.shape:
+                shapes = f"{list(logits.shape)}, not {list(own_logits.shape)}"
+                raise ValueError(f"{name.format(layer)} has logits of shape {shapes}. Pass `readout=`.")
+        compare(logits, own_logits, "differs from its own outputs")
+        # The true early exit has one layer's output; what a tail takes from others would be the full model's.
+        tape.give_within_stack, logits = _poisoned, None
+        logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
+        compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
+
+    tape.give = tape.give_within_stack = give
+    with taped(tape, check):
+        model(**inputs)
+    stack.clones = any(tensor._version != version for tensor, version in given) or any(
+        getattr(module, "inplace", False) for module in stack.neighbours
+    )
+    # In train mode alone, which is not tried here: speech models mask their features in place.
+    stack.clones |= any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
+
+
+def _check_finite(layer, outputs, hidden):
+    if not outputs["logits"].isfinite().all():
+        raise ValueError(f"`readout` returned logits that are not finite at layer {layer}: see to its weights.")
+
+
+def _output_embeddings(model):
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _leaves(tensor):
+    """The tensors that a backward pass through `tensor` gives a gradient."""
+    nodes, seen = [tensor.grad_fn], {None}
+    while nodes:
+        if (node := nodes.pop()) not in seen:
+            seen.add(node)
+            nodes += [parent for parent, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable
+
+
+def has_router_loss(outputs) -> bool:
+    """Whether a mixture of experts gives an auxiliary loss of its router beside the task loss."""
+    return isinstance(outputs, dict) and any(
+        key.endswith(("aux_loss", "router_loss", "z_loss")) and value is not None for key, value in outputs.items()
+    )
+
+
+def _fingerprint(model):
+    """Differs once modules were added, cut or replaced, or a number or flag in a config changed."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "__dict__")}
+    counts = [value for config in configs.values() for value in vars(config).values() if isinstance(value, int)]
+    return tuple(map(id, model.modules())), tuple(counts)
+
+
+@contextmanager
+def probing(model):
+    """Eval mode without gradients and input noise; modes and random states are put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    states = random_state.preserved(random_state.accelerators(model))
+    with states, quiet(), torch.inference_mode(False), torch.no_grad():
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def _poisoned(output):
+    return map_tensors(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, output)

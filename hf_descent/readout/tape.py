@@ -1,0 +1,209 @@
+"""One forward on record, and its replays: the model's own forward again, with layer l in the place of the last layer.
+
+Every call that had finished before the last layer is answered from the record; the last layer answers with layer l's
+whole output, and only what follows is computed.
+"""
+
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from . import random_state
+from .stack import intercepted, map_tensors
+
+
+# Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
+_EXTRA_OUTPUTS = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
+
+_quiet = False
+
+
+def is_quiet() -> bool:
+    """True while a replay or a probe runs: what perturbs a forward (input noise) must not fire then."""
+    return _quiet
+
+
+@contextmanager
+def quiet():
+    """Without input noise, whose draws are those of the forward that counts."""
+    global _quiet
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before
+
+
+class Tape:
+    """The calls of one forward around its stack, and the answers they become in the replays.
+
+    `phase` is None (wrappers off), "record", "replay", or "idle" (wrappers on, passing through).
+    """
+
+    def __init__(self, model, stack, layers_only=False):
+        self.model, self.stack, self.phase = model, stack, None
+        self.devices = random_state.accelerators(model)
+        self.modules = stack.layers if layers_only else stack.neighbours
+        self.layer_ids = {id(layer) for layer in stack.layers}
+        # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
+        self.give = self.give_within_stack = clone if stack.clones else _rewrapped
+
+    def record(self):
+        self._wrappers = ExitStack()
+        self._wrappers.enter_context(intercepted(self.modules, self._call))
+        self.answers = {id(module): [] for module in self.modules}
+        self.layer_outputs = []
+        self.has_grad = torch.is_grad_enabled()
+        self.off_in_replay = off_in_replay(self.model, self.stack)
+        self._begin("record")
+
+    def end_record(self):
+        self.phase = "idle"
+        if self.layer_calls != self.stack.num_layers:
+            raise ValueError(
+                f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
+                f"{self.stack.num_layers}: layers must not be dropped at random (set layerdrop to 0), added or cut."
+            )
+
+    def replay(self, args, kwargs, layer):
+        """The outputs of the model with `layer` in the place of the last one."""
+        self.answer = self.layer_outputs[layer - 1]
+        self.pending = {module: iter(outputs) for module, outputs in self.answers.items()}
+        kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
+        if self.stack.clones:  # what the model would write into, the recorded graph may need
+            args, kwargs = clone((args, kwargs))
+        self._begin("replay")
+        with random_state.preserved(self.devices), switched_off(self.off_in_replay), quiet():
+            try:
+                return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
+            finally:
+                self.phase = "idle"
+
+    def stop(self):
+        if self.phase is not None:
+            self._wrappers.close()
+            self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.random_states = None
+
+    def _begin(self, phase):
+        self.phase, self.layer_calls, self.nested, self.in_tail = phase, 0, False, False
+
+    def _call(self, module, call, *args, **kwargs):
+        if self.phase == "idle" or self.nested:
+            return call(*args, **kwargs)
+        is_layer = id(module) in self.layer_ids
+        self.layer_calls += is_layer
+        is_last = is_layer and self.layer_calls == self.stack.num_layers
+        if self.phase == "replay" and not self.in_tail:
+            if is_last:
+                self.in_tail = True
+                random_state.set_torch_states(self.random_states, self.devices)
+                return self.give(self.answer)
+            for output in self.pending[id(module)]:
+                return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
+        if is_layer and self.has_grad and not torch.is_grad_enabled():
+            raise ValueError(
+                f"The layers of `{self.stack.name}` run without gradient in a function of their own (Reformer's "
+                "reversible layers, or reentrant activation checkpointing), where no loss can be taken. Set "
+                "activation_checkpointing_kwargs={'use_reentrant': False}, or use another architecture."
+            )
+        # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
+        self.nested = True
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self.nested = False
+        if self.phase == "record" and not self.in_tail:
+            kept = _rewrapped(output)
+            self.answers[id(module)].append(kept)
+            if is_layer:
+                self.layer_outputs.append(kept)
+            if is_last:
+                self.in_tail = True
+                self.autocast = present_autocast(self.stack.hidden_state(output).device.type)
+                self.random_states = random_state.torch_states(self.devices)
+        return output
+
+
+@contextmanager
+def taped(tape, on_record):
+    """Record each call of the tape's model; inside that call, `on_record(args, kwargs, outputs)` may replay it."""
+
+    def start(module, args, kwargs):
+        if tape.phase != "idle":  # else `on_record` calls the model
+            tape.stop()  # the last call may have raised before `finish`
+            check_layerdrop(tape.model, tape.stack)
+            tape.record()
+
+    def finish(module, args, kwargs, outputs):
+        if tape.phase == "record":
+            try:
+                tape.end_record()
+                on_record(args, kwargs, outputs)
+            finally:
+                tape.stop()
+
+    # First of the root's hooks: record and replays lie inside of what others do around a call (gathering shards).
+    handles = (
+        tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
+        tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        tape.stop()
+
+
+def present_autocast(device_type: str) -> torch.autocast:
+    """Mixed precision as it is now, to be entered again once the model's forward has left it."""
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+
+def check_layerdrop(model, stack):
+    """ValueError where the model, as it is now, drops whole layers at random."""
+    modules = (model, *stack.ancestors) if model.training else ()
+    sources = [*modules, *(module.config for module in modules if hasattr(module, "config"))]
+    rates = [rate for rate in (getattr(source, "layerdrop", 0.0) for source in sources) if isinstance(rate, float)]
+    if any(rates):
+        raise ValueError(
+            f"{type(model).__name__} drops whole layers in training (layerdrop={max(rates)}): none has a loss of "
+            "its own. Set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the config, then build the model."
+        )
+
+
+def off_in_replay(model, stack):
+    """(object, name of its flag) pairs: outputs that need the layers, and statistics that a replay must not update."""
+    norms = [m for child in stack.neighbours for m in child.modules() if isinstance(m, _NormBase)]
+    flags = config_flags((model, *stack.ancestors), _EXTRA_OUTPUTS)
+    return flags + [(norm, "track_running_stats") for norm in norms if norm.training]
+
+
+def config_flags(modules, names):
+    """(config, name of its flag) pairs of modules that may share configs, each once."""
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}.values()
+    return [(config, name) for config in configs for name in names]
+
+
+@contextmanager
+def switched_off(flags):
+    """The flags that are on, of pairs as from [`off_in_replay`] or [`config_flags`], are off inside."""
+    changed = [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
+    try:
+        for owner, name in changed:
+            setattr(owner, name, False)
+        yield
+    finally:
+        for owner, name in changed:
+            setattr(owner, name, True)
+
+
+def _rewrapped(output):
+    """A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower."""
+    return map_tensors(lambda tensor: tensor, output)
+
+
+def clone(output):
+    """A module's output with its tensors copied."""
+    return map_tensors(torch.clone, output)

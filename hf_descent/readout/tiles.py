@@ -1,0 +1,286 @@
+"""The arithmetic of `linear_cross_entropy.py`: hidden states to losses and gradients, one tile of logits at a time.
+
+Gradients beside the loss: the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Skipping negligible ones: that of
+Cut Cross-Entropy (Wijmans et al., arXiv 2411.09009). Liger's Triton kernel for the softmax of a tile is not used:
+`cross_entropy_forward` (0.8) gives the losses of tokens in the dtype of the logits, and bfloat16's three digits blur
+violations; it gives no entropies; and it waits for the device at every tile. What it launches is no public function.
+"""
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import nn
+
+
+# Logits alive at once. Fewer rows per tile reread the head, and its gradient, once more per tile.
+TILE_ELEMENTS = {"cpu": 2**25}
+DEFAULT_TILE_ELEMENTS = 2**27
+# Elementwise work inside a tile goes by slices that stay in the last-level cache.
+SLICE_ELEMENTS = {"cpu": 2**20}
+DEFAULT_SLICE_ELEMENTS = 2**26
+# Gathering the classes above the threshold stops paying when most of them are.
+DENSE_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadLoss:
+    """How head outputs become losses: `cross_entropy(softcap * tanh(logit_scale * head(x) / softcap))`.
+
+    Args:
+        logit_scale (`float`): Factor on the head's output (Cohere; the inverse of Granite's `logits_scaling`).
+        softcap (`float`, *optional*): Gemma's `final_logit_softcapping`.
+        label_smoothing (`float`): The epsilon of transformers' `LabelSmoother`.
+        gradient_threshold (`float`, *optional*): In the two backward products of a tile, approximate the classes that
+            together hold less than this share of the gradient of its logits (sum of absolute entries). In a trained
+            model that is most of the vocabulary; a tile whose distributions are flat takes the dense products.
+            `LayerLossSums.skipped` tells the share approximated.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    gradient_threshold: float | None = None
+
+    def __post_init__(self):
+        if self.gradient_threshold is not None and self.label_smoothing:
+            raise ValueError(
+                f"`gradient_threshold` is {self.gradient_threshold}, but `label_smoothing` ({self.label_smoothing}) "
+                "gives every class a gradient; use one of the two."
+            )
+
+
+PLAIN_CROSS_ENTROPY = HeadLoss()
+
+
+class Workspace:
+    """Memory for one tile of logits, kept between calls: on a CPU, touching fresh pages costs more than a softmax."""
+
+    def __init__(self):
+        self._memory = None
+
+    def tile(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised `[rows, columns]` tensor, valid until the next call."""
+        memory = self._memory
+        if memory is None or memory.numel() < rows * columns or memory.dtype != dtype or memory.device != device:
+            self._memory = memory = None  # gone before its successor is allocated
+            self._memory = memory = torch.empty(rows * columns, dtype=dtype, device=device)
+        return memory[: rows * columns].view(rows, columns)
+
+
+@dataclasses.dataclass
+class LayerRead:
+    """One layer's part: what to read, the weight of each token up to a factor that all share, and what comes of it."""
+
+    hidden: torch.Tensor  # [batch, seq, hidden]
+    rows: torch.Tensor  # [tokens]
+    targets: torch.Tensor  # [tokens]
+    coefficients: torch.Tensor | None = None  # [tokens]; None: value only
+    losses: torch.Tensor | None = None  # [tokens]
+    gradient: torch.Tensor | None = None  # [tokens, hidden]
+
+
+class TiledReader:
+    """Reads hidden states tile by tile, and accumulates the gradients of the parameters that all layers share."""
+
+    def __init__(self, norm, head, head_loss: HeadLoss, workspace: Workspace, trains: bool):
+        self.norm, self.head_loss, self.workspace, self.trains = norm, head_loss, workspace, trains
+        device = head.weight.device
+        self.autocast_off = torch.autocast(device.type, enabled=False)
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else head.weight.dtype
+        self.weight = head.weight.detach().to(dtype)  # [vocab, hidden]
+        self.bias = None if head.bias is None else head.bias.detach().to(dtype)  # [vocab]
+        self.accumulator_dtype = torch.promote_types(dtype, torch.float32)
+        self.rows_per_tile = max(1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight))
+        self.rows_per_slice = max(1, SLICE_ELEMENTS.get(device.type, DEFAULT_SLICE_ELEMENTS) // len(self.weight))
+
+        norm_parameters = norm.parameters() if isinstance(norm, nn.Module) else ()
+        self.norm_parameters = [parameter for parameter in norm_parameters if parameter.requires_grad]
+        self.parameters = [head.weight, head.bias, *self.norm_parameters]
+        self.gradients = [
+            torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+            if trains and parameter is not None and parameter.requires_grad
+            else None
+            for parameter in self.parameters
+        ]
+        self.skipped, self.total = torch.zeros(2, dtype=self.accumulator_dtype, device=device)
+
+    def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Fill in losses and gradients of all `reads`; entropies and hits of the last one where asked for."""
+        *inner, final = reads
+        for trains in (False, True):
+            self._run_packed(
+                [read for read in inner if (self.trains and read.coefficients is not None) == trains], trains
+            )
+        statistics = [self.weight.new_empty(len(final.rows), dtype=self.accumulator_dtype) for _ in range(2)]
+        statistics = statistics if token_statistics else None
+        self._run_group([final], self.trains and final.coefficients is not None, statistics)
+        return (None, None) if statistics is None else (statistics[0], statistics[1].bool())
+
+    def _run_packed(self, reads: list[LayerRead], trains: bool):
+        """Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate."""
+        group = []
+        for read in reads:
+            if group and sum(len(other.rows) for other in [*group, read]) > self.rows_per_tile:
+                self._run_group(group, trains)
+                group = []
+            group.append(read)
+        if group:
+            self._run_group(group, trains)
+
+    def _run_group(self, group: list[LayerRead], trains: bool, statistics: list[torch.Tensor] | None = None):
+        with torch.set_grad_enabled(trains):
+            inputs = [read.hidden.detach().flatten(0, -2).index_select(0, read.rows) for read in group]
+            normed = [self.norm(x.requires_grad_(trains)) for x in inputs]  # each [tokens, hidden]
+        with self.autocast_off:
+            x = torch.cat([y.detach() for y in normed]).to(self.weight.dtype)  # [group tokens, hidden]
+            targets = torch.cat([read.targets for read in group])  # [group tokens]
+            coefficients = torch.cat([read.coefficients for read in group])[:, None] if trains else None
+            losses = x.new_empty(len(x), dtype=self.accumulator_dtype)  # [group tokens]
+            x_grad = torch.empty_like(x, dtype=self.accumulator_dtype) if trains else None
+            num_tiles = max(1, math.ceil(len(x) / self.rows_per_tile))
+            columns = [x, targets, losses, coefficients, x_grad, *(statistics or (None, None))]
+            tiles = [[None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns]
+            for tile in zip(*tiles):
+                self._tile(*tile)
+
+        sizes = [len(read.rows) for read in group]
+        for read, layer_losses in zip(group, losses.split(sizes)):
+            read.losses = layer_losses
+        if trains:
+            x_grads = [grad.to(y.dtype) for grad, y in zip(x_grad.split(sizes), normed)]
+            gradients = torch.autograd.grad(normed, [*inputs, *self.norm_parameters], x_grads)
+            for read, gradient in zip(group, gradients):
+                read.gradient = gradient
+            for total, gradient in zip(self.gradients[2:], gradients[len(group) :]):
+                total.add_(gradient)
+
+    def _tile(self, x, targets, losses, coefficients, x_grad, entropies, hits):
+        logits = self.workspace.tile(len(x), len(self.weight), x.dtype, x.device)  # [rows, vocab]
+        scale = self.head_loss.logit_scale
+        if self.bias is None:
+            logits.addmm_(x, self.weight.t(), beta=0, alpha=scale)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), beta=scale, alpha=scale, out=logits)
+        slices = [
+            None if t is None else t.split(self.rows_per_slice) for t in (logits, targets, losses, entropies, hits)
+        ]
+        for slice_ in zip(*(t or [None] * len(slices[0]) for t in slices)):
+            self._cross_entropy_(*slice_)
+        if x_grad is not None:
+            self._products(logits, targets, x, scale * coefficients, x_grad)
+
+    def _cross_entropy_(self, logits, targets, losses, entropies, hits):
+        """Turn `logits` into the gradient of the losses with respect to them, before `logit_scale`, in place."""
+        softcap, smoothing = self.head_loss.softcap, self.head_loss.label_smoothing
+        targets = targets[:, None]  # [rows, 1]
+        scores = logits.to(self.accumulator_dtype)  # [rows, vocab]
+        if softcap is not None:
+            tanh = torch.tanh(scores / softcap)
+            scores = torch.mul(tanh, softcap, out=scores)
+        label_scores, highest = scores.gather(1, targets), scores.amax(1, keepdim=True)  # [rows, 1]
+        mean = scores.mean(1, keepdim=True) if smoothing else 0.0
+        if entropies is not None:
+            hits.copy_(scores.argmax(1, keepdim=True).eq(targets).squeeze(1))
+            probabilities = torch.softmax(scores, 1)
+            expected = torch.linalg.vecdot(probabilities, scores)[:, None]
+        else:
+            probabilities = torch.softmax(scores, 1, out=scores)
+        # The largest probability is at least 1 / vocab, so its logarithm is exact where the label's may underflow.
+        normaliser = highest - probabilities.amax(1, keepdim=True).log()  # [rows, 1], log sum exp
+        losses.copy_((normaliser - (1 - smoothing) * label_scores - smoothing * mean).squeeze(1))
+        if entropies is not None:
+            entropies.copy_((normaliser - expected).squeeze(1))
+
+        gradient = probabilities.scatter_add_(1, targets, torch.full_like(label_scores, smoothing - 1))
+        if smoothing:
+            gradient.sub_(smoothing / gradient.shape[1])
+        if softcap is not None:
+            gradient.mul_(tanh.square_().neg_().add_(1))
+        if gradient is not logits:
+            logits.copy_(gradient)
+
+    def _products(self, logits_grad, targets, x, coefficients, x_grad):
+        """Both backward products of a tile; the weights of tokens go on their short sides `[rows, hidden]`."""
+        head_grad, bias_grad = self.gradients[:2]
+        scaled = (x * coefficients).to(x.dtype)
+        if bias_grad is not None:
+            bias_grad.add_((logits_grad.t() @ coefficients.to(x.dtype)).squeeze(1))
+        split = None if self.head_loss.gradient_threshold is None else self._split_classes(logits_grad, targets)
+        if split is not None:
+            self._sparse_products(logits_grad, *split, scaled, x_grad)
+        else:
+            x_grad.copy_(logits_grad @ self.weight)
+            if head_grad is not None:
+                _add_product_(head_grad, logits_grad.t(), scaled)
+        x_grad.mul_(coefficients)
+
+    def _split_classes(self, logits_grad, targets) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The classes that take part in the products `[kept]`, and the share of each other one in the rest `[vocab]`.
+
+        The labels always take part. `None` where leaving out the others would not pay.
+        """
+        # Only the labels' entries are negative.
+        mass = logits_grad.t().mv(logits_grad.new_ones(len(targets))).to(self.accumulator_dtype)  # [vocab]
+        total = mass.sum() - 2 * logits_grad.gather(1, targets[:, None]).sum()
+        self.total += total
+        ascending, order = mass.index_fill(0, targets, torch.inf).sort()
+        cumulative = ascending.cumsum(0)
+        first_kept = torch.searchsorted(cumulative, self.head_loss.gradient_threshold * total).item()
+        if len(order) - first_kept > DENSE_SHARE * len(order):
+            return None
+        rest = cumulative[first_kept - 1]
+        self.skipped += rest
+        classes = order[first_kept:].sort().values
+        # It is zero where the probabilities of all others underflow.
+        return classes, mass.index_fill_(0, classes, 0.0).div_(rest.clamp(min=torch.finfo(rest.dtype).tiny))
+
+    def _sparse_products(self, logits_grad, classes, shares, scaled, x_grad):
+        """The products over `classes`; the rest of each row is spread over the other classes as over all rows.
+
+        This keeps each token's and each class's sum of the gradient, so that no rare class is left without its push.
+        """
+        rest = logits_grad @ (shares > 0).to(logits_grad.dtype)  # [rows]
+        kept = self._compacted_(logits_grad, classes)  # [rows, kept]
+        x_grad.copy_(kept @ self.weight.index_select(0, classes))
+        x_grad.addr_(rest.to(x_grad.dtype), (shares.to(self.weight.dtype) @ self.weight).to(x_grad.dtype))
+        head_grad = self.gradients[0]
+        if head_grad is not None:
+            kept_grad = _add_product_(head_grad.new_zeros(len(classes), x_grad.shape[1]), kept.t(), scaled)
+            head_grad.index_add_(0, classes, kept_grad)
+            head_grad.addr_(shares.to(head_grad.dtype), (rest @ scaled).to(head_grad.dtype))
+
+    def _compacted_(self, tile, classes) -> torch.Tensor:
+        """`tile[:, classes]` in the tile's own memory: what is written lies before the rows still to be read."""
+        memory, start = tile.view(-1), 0
+        for rows in tile.split(self.rows_per_slice):
+            columns = rows.index_select(1, classes)
+            memory[start : start + columns.numel()].copy_(columns.view(-1))
+            start += columns.numel()
+        return memory[:start].view(len(tile), len(classes))
+
+    def skipped_share(self) -> torch.Tensor:
+        """Share of the logits' gradient that `gradient_threshold` left out, summed over tiles."""
+        return self.skipped / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
+
+
+def _add_product_(total, left, right) -> torch.Tensor:
+    """`total += left @ right`, summed in the dtype of `total`."""
+    if total.dtype == right.dtype:
+        return total.addmm_(left, right)
+    if _sums_wide(total.device, total.dtype, right.dtype):
+        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    return total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+@functools.cache
+def _sums_wide(device: torch.device, total: torch.dtype, factors: torch.dtype) -> bool:
+    """Whether torch adds products of these `factors` to a matrix of type `total` there; by trying, since that depends
+    on the device and on the version (CUDA from torch 2.10 on; 2.8 took the argument alone, and ROCm's refuses it)."""
+    matrix, factor = (torch.zeros(8, 8, dtype=dtype, device=device) for dtype in (total, factors))
+    try:
+        torch.addmm(matrix, factor, factor, out_dtype=total, out=matrix)
+    except (RuntimeError, TypeError):
+        return False
+    return True

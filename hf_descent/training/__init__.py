@@ -1,0 +1,1 @@
+"""What the trainers delegate to: checks, checkpoints, callbacks, search."""

@@ -1,0 +1,50 @@
+"""What the trainer hangs into Trainer's callbacks, the dual step and a readable progress bar; and its messages."""
+
+import logging
+import re
+
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import has_length
+
+
+PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_\d+$")
+
+
+def show_messages(args: TrainingArguments) -> None:
+    """Show what this package logs from `args.log_level` on; by default ("passive") what was chosen or found, too."""
+    logger = logging.getLogger("hf_descent")
+    if args.log_level != "passive":
+        logger.setLevel(args.get_process_log_level())
+    elif logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+
+
+class StepCallback(TrainerCallback):
+    """Calls the trainer back after the optimizer's step; all state is the trainer's, none is kept here."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._after_optimizer_step()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Not on_epoch_end, which comes after the checkpoint of the epoch's last step.
+        if state.epoch == int(state.epoch):
+            self.trainer._after_epoch()
+
+    def on_epoch_end(self, args, state, control, train_dataloader=None, **kwargs):
+        # Of data without a length Trainer does not know the last step, and counts the whole run as one epoch.
+        if not (has_length(train_dataloader) or control.should_training_stop):
+            self.trainer._after_epoch()
+
+
+class DescentProgressCallback(ProgressCallback):
+    """Leaves the values of single layers to the trackers: a line of 4 L numbers is not readable."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        short = {name: value for name, value in (logs or {}).items() if not PER_LAYER.search(name)}
+        super().on_log(args, state, control, logs=short, **kwargs)

@@ -1,0 +1,385 @@
+"""What a checkpoint holds beside Trainer's files, and which checkpoints are whole.
+
+A process can be killed at any moment of a save; a run resumes from the newest checkpoint that is complete.
+"""
+
+import glob
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import get_model_param_count
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
+from transformers.utils import logging
+
+from ..configs import BY_RANK, OF_LAYERS
+from ..constraints.state import STATE_NAME, SUMMARY_NAME, read_summary, write_summary
+from ..files import find_json
+from ..readout.stack import inner_model
+from ..recorded_arguments import training_arguments
+from .selection import best_candidate
+
+
+logger = logging.get_logger(__name__)
+
+DEEPSPEED_FOLDER = "global_step"
+# What Trainer and DeepSpeed write with `torch.save`; a folder may hold others' files of the same endings.
+TORCH_FILES = (
+    "adapter_model", "bf16_zero", "mp_rank", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler",
+    "training_args", "zero_pp_rank",
+)  # fmt: skip
+
+
+class CheckpointMixin:
+    """The dual side of a run in Trainer's checkpoints: saved with the optimizer, resumed exactly.
+
+    Attributes:
+        command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
+            in `descent_config.json`, by which [`compare`] tells groups of runs apart.
+    """
+
+    command: Mapping[str, Any] = MappingProxyType({})
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        if resume_from_checkpoint is True:
+            newest = None
+            if self.args.process_index == 0:
+                try:
+                    newest = newest_complete_checkpoint(self.args.output_dir)
+                except Exception as error:  # whatever it is, the others wait
+                    newest = error
+            # The first process's: another could see a shared disk as it was a moment ago, and go on from elsewhere.
+            resume_from_checkpoint = broadcast_object_list([newest])[0]
+            if isinstance(resume_from_checkpoint, Exception):
+                raise resume_from_checkpoint
+        elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
+            for fault in faults(resume_from_checkpoint):
+                raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            # Trainer removes NEFTune's hook only when training ends well.
+            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
+                handle.remove()
+
+    def _check_choice(self) -> None:
+        """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
+        chosen_by = self.args.metric_for_best_model or ""
+        stops_early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
+        if stops_early and chosen_by in BY_RANK:
+            raise ValueError(
+                "`metric_for_best_model` is 'best_candidate', a rank among evaluations; EarlyStoppingCallback needs "
+                "a metric: choose by 'feasible_score'."
+            )
+        if self.args.eval_strategy == "no":
+            return
+        metric = chosen_by.removeprefix("eval_")
+        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+        of_sets = (metric, *(metric.removeprefix(f"{name}_") for name in sets))
+        if any(map(OF_LAYERS.fullmatch, of_sets)) and not self._reads_layers:
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, but `objective='erm'` reads no layers: choose by the loss."
+            )
+        if OF_LAYERS.fullmatch(metric) and sets:
+            metric = "feasible_score" if chosen_by in BY_RANK else metric
+            of_one = " or ".join(repr(f"{name}_{metric}") for name in sets)
+            raise ValueError(
+                f"`metric_for_best_model` is {chosen_by!r}, but with several `eval_dataset` a metric is of one of "
+                f"them: choose by {of_one}, or give one `eval_dataset`."
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._save_dual_state(output_dir)
+
+    def _save_dual_state(self, output_dir) -> None:
+        if self._state is not None:
+            self._check_agreement()
+            self._state.save(output_dir, write=self.args.should_save)
+            # For people to read, in trainer_state.json.
+            self.state.stateful_callbacks["DescentState"] = self._state.summary()
+
+    def _determine_best_metric(self, metrics, trial):
+        chosen_by = self.args.metric_for_best_model or ""
+        if chosen_by.endswith("max_violation") and self._state is not None and self._state.problem is None:
+            return False  # the constraints are not known yet
+        if chosen_by not in BY_RANK:
+            return super()._determine_best_metric(metrics, trial)
+        if "eval_feasible" not in metrics:
+            raise ValueError(
+                f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, but the evaluation has no "
+                "`eval_max_violation`: give an `eval_dataset` with labels."
+            )
+        # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
+        seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}
+        if self.args.save_strategy != SaveStrategy.NO:
+            # To one whose checkpoint is there, on the first process: others may not see its disk.
+            folder = os.path.join(self._get_output_dir(trial), PREFIX_CHECKPOINT_DIR)
+            kept = [step for step in seen if step == self.state.global_step or os.path.isdir(f"{folder}-{step}")]
+            seen = {step: seen[step] for step in broadcast_object_list([kept])[0]}
+        if not seen:
+            return False  # the constraints are not known yet
+        losses, violations = zip(*((entry["eval_loss"], entry["eval_max_violation"]) for entry in seen.values()))
+        best = best_candidate(losses, violations)
+        self.state.best_global_step, self.state.best_metric = list(seen)[best], losses[best]
+        is_new = self.state.best_global_step == self.state.global_step
+        if not is_new and self.args.save_strategy != SaveStrategy.NO:
+            # Trainer names the best checkpoint where it saves one, which it need not do now.
+            self.state.best_model_checkpoint = f"{folder}-{self.state.best_global_step}"
+        return is_new
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # The trainer state comes next, by one process, and stands for a complete save by all.
+        self.accelerator.wait_for_everyone()
+
+    def _check_agreement(self) -> None:
+        """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
+
+        On every process, or the others would wait for the one that raises.
+        """
+        own = self._state.multipliers.values  # [layers]
+        first = self._reduce(own if self.args.process_index == 0 else torch.zeros_like(own))
+        if self._reduce((own != first).any().float()):
+            raise RuntimeError(
+                f"The multipliers differ between processes: {own.tolist()} on process {self.args.process_index}, "
+                f"{first.tolist()} on the first one. Resume from the last complete checkpoint."
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with self._own_names(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    @contextmanager
+    def _own_names(self, folder: str) -> Iterator[None]:
+        """Within it, weights are loaded under the model's own names where the files have the Hub's.
+
+        `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows
+        them; Trainer would leave such weights as they are (huggingface/transformers#48805).
+        """
+        model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
+        is_whole = isinstance(model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if not is_whole or _saved_names(folder) <= self.model.state_dict().keys():
+            yield
+            return
+        weights = _weights_by_own_names(model, folder)
+
+        def rename(module, state_dict, prefix, *_):
+            state_dict.clear()
+            state_dict.update({prefix + name: weight for name, weight in weights.items()})
+
+        handle = model.register_load_state_dict_pre_hook(rename)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _load_best_model(self):
+        best = self.state.best_model_checkpoint
+        with self._own_names(best):
+            super()._load_best_model()
+        if self._state is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
+            self._state.load(best, is_main=self.args.process_index == 0)
+
+    def _load_callback_state(self):
+        # The readable copy is no callback; Trainer would report it as missing.
+        self.state.stateful_callbacks.pop("DescentState", None)
+        super()._load_callback_state()
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_summary(output_dir or self.args.output_dir, self._run_summary())
+        if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
+            self._save_dual_state(output_dir)
+
+    def _run_summary(self) -> dict:
+        """What tells this run from others, plain training included, and what a step of it costs.
+
+        Of a model that this trainer did not train: what its own training wrote, if anything.
+        """
+        trained = self._training_started is not None
+        if not trained and (saved := self._saved_summary()):
+            return saved
+        summary = {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
+        if trained:
+            summary |= {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
+            summary |= {"arguments": training_arguments(self.args), "training_started": self._training_started}
+            if self.command:
+                summary["command"] = dict(self.command)
+            if has_length(self.train_dataset):
+                summary["train_rows"] = len(self.train_dataset)
+            if self._readout_fn is not None:
+                summary["readout"] = getattr(self._readout_fn, "__name__", type(self._readout_fn).__name__)
+        # Of the model's config, without which an adapter is saved.
+        config = getattr(self.model, "config", None)
+        of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")
+        of_classifiers = of_classifiers if "Classification" in summary["model"] else ()
+        for name in ("noise_sigma", *of_classifiers):
+            if (value := getattr(config, name, None)) is not None:
+                summary[name] = value
+        if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
+            summary["encoder"] = encoder
+        seconds = self._step_seconds
+        if seconds is None and trained:  # as of a run resumed at its end
+            seconds = find_json(self._resumed_from or "", SUMMARY_NAME).get("step_seconds")
+        if seconds is not None:
+            summary["step_seconds"] = seconds
+        return summary | (self._state.summary() if trained and self._state is not None else {})
+
+    def _loaded_from(self) -> str:
+        """The folder or the name on the Hub of the model; empty where unknown."""
+        # The name of an adapted model is that of its base.
+        config = None if hasattr(self.model, "peft_config") else getattr(self.model, "config", None)
+        return getattr(config, "_name_or_path", "")
+
+    def _saved_summary(self) -> dict:
+        names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
+        return next((summary for name in names if (summary := find_json(name, SUMMARY_NAME))), {})
+
+
+def newest_complete_checkpoint(output_dir: str) -> str:
+    """The last checkpoint of the last training in `output_dir`; ValueError where there is none.
+
+    Trainings are told apart by when they started, as their checkpoints say; a copy need not keep the times of files.
+    Those of plain `Trainer` do not say, and stand for themselves: the trainer state is the last file of a save.
+    Incomplete folders, left by a killed process, are passed over and named in the log.
+    """
+    complete = []
+    for entry in os.scandir(output_dir) if os.path.isdir(output_dir) else ():
+        step = entry.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if not (entry.is_dir() and step.isdecimal() and step != entry.name):
+            continue
+        if fault := next(faults(entry.path), None):
+            logger.warning(f"Passing over the incomplete checkpoint {entry.path}: {fault}.")
+        else:
+            written = os.path.getmtime(os.path.join(entry.path, TRAINER_STATE_NAME))
+            started = find_json(entry.path, SUMMARY_NAME).get("training_started") or written
+            complete.append((started, int(step), entry.path))
+    if not complete:
+        raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+    return max(complete)[-1]
+
+
+def faults(checkpoint: str) -> Iterator[str]:
+    """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one."""
+    state = os.path.join(checkpoint, TRAINER_STATE_NAME)
+    try:
+        with open(state, encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError) as error:
+        yield f"{state} is missing or damaged ({error})"
+    names = set(os.listdir(checkpoint))
+    optimizers = (OPTIMIZER_NAME.split(".")[0], DEEPSPEED_FOLDER)
+    if SCHEDULER_NAME in names and not any(name.startswith(optimizers) for name in names):
+        yield f"{os.path.join(checkpoint, OPTIMIZER_NAME)} is missing"
+    if SUMMARY_NAME in names:
+        try:
+            if "multipliers" in read_summary(checkpoint) and SCHEDULER_NAME in names and STATE_NAME not in names:
+                yield f"{os.path.join(checkpoint, STATE_NAME)} is missing"
+        except ValueError as error:
+            yield str(error)
+    yield from _missing_weights(checkpoint, names)
+    for name in names:
+        yield from _missing_shards(os.path.join(checkpoint, name))
+    for name in sorted(names):
+        path = os.path.join(checkpoint, name)
+        if os.path.isfile(path) and _is_damaged(path):
+            yield f"{path} is damaged"
+
+
+def _saved_names(folder: str) -> set[str]:
+    """The names of the model's weights in a checkpoint's safetensors files."""
+    names = set()
+    for path in _weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def _weight_files(folder: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), "model*.safetensors"))
+
+
+def _weights_by_own_names(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, converted as `from_pretrained` does, but for this model with what was changed in it
+    by hand; ValueError where they are another model's."""
+    saved = {}
+    for path in _weight_files(folder):
+        saved |= {name.removeprefix("_orig_mod."): weight for name, weight in load_file(path).items()}
+    slots = [slots for module in model.modules() for slots in (module._parameters, module._buffers)]
+    before, conversions = [dict(each) for each in slots], getattr(model, "_weight_conversions", None)
+    try:
+        config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
+        info, _ = convert_and_load_state_dict_in_model(model, saved, config)
+        if info.mismatched_keys or info.conversion_errors:
+            raise ValueError(
+                f"The weights in {folder} are not those of this {type(model).__name__}: "
+                f"{info.conversion_errors or sorted(info.mismatched_keys)}."
+            )
+        return {name: weight for name, weight in model.state_dict().items() if name not in info.missing_keys}
+    finally:
+        # The conversion leaves new tensors in the model; its optimizer knows those before.
+        for each, tensors in zip(slots, before):
+            each.update(tensors)
+        model._weight_conversions = conversions
+
+
+def _missing_weights(checkpoint: str, names: set[str]) -> Iterator[str]:
+    for name in names:
+        if name.endswith(".index.json"):
+            try:
+                with open(os.path.join(checkpoint, name), encoding="utf-8") as file:
+                    shards = set(json.load(file)["weight_map"].values())
+            except (OSError, ValueError, KeyError) as error:
+                yield f"{os.path.join(checkpoint, name)} is damaged ({error})"
+                continue
+            for shard in sorted(shards - names):
+                yield f"{os.path.join(checkpoint, shard)} is missing"
+    # Sharded (FSDP, DeepSpeed) weights lie in folders of their own.
+    weights = ("model", "adapter_model", "pytorch_model")
+    folders = any(os.path.isdir(os.path.join(checkpoint, name)) for name in names)
+    if not folders and not any(name.startswith(weights) and not name.endswith(".tmp") for name in names):
+        yield f"{checkpoint} holds no model weights"
+
+
+def _missing_shards(path: str) -> Iterator[str]:
+    """What lacks in a folder of shards, whose processes write together; FSDP's has an index, which is written last."""
+    if not os.path.isdir(path):
+        return
+    shards = os.listdir(path)
+    if any(shard.endswith(".distcp") for shard in shards) and ".metadata" not in shards:
+        yield f"{os.path.join(path, '.metadata')} is missing"
+    for shard in shards:
+        if os.path.getsize(os.path.join(path, shard)) == 0:
+            yield f"{os.path.join(path, shard)} is empty"
+        elif _is_damaged(os.path.join(path, shard)):
+            yield f"{os.path.join(path, shard)} is damaged"
+
+
+def _is_damaged(path: str) -> bool:
+    """Whether a weights or state file is cut short; both formats show it without being read in full."""
+    if path.endswith(".safetensors"):
+        try:
+            with safe_open(path, framework="pt"):
+                return False
+        except (SafetensorError, OSError):
+            return True
+    if not (os.path.basename(path).startswith(TORCH_FILES) and path.endswith((".pt", ".pth", ".bin"))):
+        return False
+    with open(path, "rb") as file:
+        legacy = file.read(1) == b"\x80"  # a bare pickle, torch's format before 1.6
+    return not legacy and not zipfile.is_zipfile(path)

@@ -1,0 +1,369 @@
+"""`hf-descent denoise` from its smoke recipes, on a small video and a tiny random ViT."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
+
+from hf_descent import cli
+from hf_descent.commands.denoise import ImageTask, ModelArguments, PatchTask, draw_rows, measure_sigma, some_clips
+from hf_descent.commands.denoise_report import classical_rmse, plot_strip, save_gif, table
+from hf_descent.commands.tune import without_test_rows
+from hf_descent.data.patches import patch_rows
+from hf_descent.data.video import VideoArguments, load_clips, split_videos
+from hf_descent.evaluation.perturbations import salt_and_pepper
+from hf_descent.evaluation.scoring import noise_key
+from hf_descent.models import (
+    DustConfig,
+    DustForVideoDenoising,
+    UTConfig,
+    UTForSequenceClassification,
+    UTForVideoDenoising,
+    ViTForDenoising,
+)
+
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "recipes" / "smoke"
+COMMANDS = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", (SMOKE / "README.md").read_text(), re.DOTALL)
+    for line in block.splitlines()
+    if line.startswith("hf-descent denoise")
+]
+RECIPES = sorted(path.relative_to(ROOT) for path in SMOKE.glob("video-*/*.yaml"))
+
+
+def write_video(path, count, seed):
+    """A bright square that moves over a smooth ground, one pixel in six frames."""
+    rows, columns = np.mgrid[:32, :32]
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "gray"
+        for number in range(count):
+            frame = 40 + 3 * rows + seed * columns
+            frame[8:16, number // 6 + seed : number // 6 + seed + 8] = 220
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame.astype(np.uint8), format="gray")))
+        container.mux(stream.encode())
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("denoise")
+    write_video(folder / "train.avi", 60, 1)
+    write_video(folder / "test.avi", 12, 2)
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
+    ViTModel(ViTConfig(hidden_size=48, patch_size=4, **sizes)).save_pretrained(folder / "vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield folder
+
+
+@pytest.fixture
+def smoke(workplace, tmp_path, monkeypatch):
+    """Runs the README's command of a smoke recipe on the small videos, and gives its output folder."""
+    monkeypatch.chdir(ROOT)
+
+    def run(recipe, *flags):
+        line = next(line for line in COMMANDS if str(recipe) in shlex.split(line))
+        argv = [str(workplace / word) if word.endswith(".avi") else word for word in shlex.split(line)[1:]]
+        argv = [str(workplace / "vit") if word == "path/to/vit" else word for word in argv]
+        cli.main([*argv, "--output_dir", str(tmp_path / "out"), *flags])
+        return tmp_path / "out"
+
+    return run
+
+
+def results_of(folder, name="all_results"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def test_every_smoke_recipe_has_its_command():
+    assert len(RECIPES) == 9 == len(COMMANDS)
+    assert all(any(str(recipe) in shlex.split(line) for line in COMMANDS) for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_smoke_recipes_run(smoke, recipe, capsys):
+    folder = smoke(recipe, *(["--classical_clips", "0"] if recipe.stem == "noise" else ()))
+    results, is_constrained = results_of(folder), recipe.stem == "descent"
+    for split in ("validation", "test"):
+        # The losses are in units of the noisy input's own at level 0.15, whose RMSE in 0-255 is known.
+        config = AutoModelForImageToImage.from_pretrained(folder).config
+        scale = 255 * (0.5 if "vit" in str(recipe) else 1)
+        if recipe.stem != "erm":
+            by_loss = 0.15 * config.noise_sigma * scale * results[f"{split}_layer_loss_3"] ** 0.5
+            assert results[f"{split}_layer_rmse_3"] == pytest.approx(by_loss, rel=1e-3)
+        curve = [results[f"{split}_rmse@{gamma}"] for gamma in ("0", "0.15", "0.5")]
+        assert results[f"{split}_mean_rmse"] == pytest.approx(np.mean(curve))
+        assert (f"{split}_feasible" in results) == is_constrained
+        if recipe.stem != "noise":
+            noisy = [results[f"{split}_noisy_rmse@{gamma}"] for gamma in ("0", "0.15", "0.5")]
+            assert noisy == pytest.approx([g * config.noise_sigma * scale for g in (0, 0.15, 0.5)], rel=0.05)
+        assert (f"{split}_wavelet_rmse@0.5" in results) == (recipe.stem != "noise")
+    assert Image.open(folder / "strip.png").size[0] > 300
+    assert Image.open(folder / "clip.gif").n_frames == 4
+    printed = capsys.readouterr().out
+    assert "test: RMSE (0-255)" in printed and f"{results['test_rmse@0.5']:.3f}" in printed
+
+
+def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
+    folder = smoke("recipes/smoke/video-dust/erm.yaml", "--classical_clips", "0")
+    assert results_of(folder, "noise_curve")["values"][0][0] == results_of(folder)["test_rmse@0"]
+    assert results_of(folder, "layer_profile")["losses"][2] == results_of(folder)["test_layer_loss_3"]
+    model = AutoModelForImageToImage.from_pretrained(folder).eval()
+    args = VideoArguments(
+        train_files=[str(workplace / "test.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
+        split_gap=0, validation_percentage=34,
+    )  # fmt: skip
+    errors = []
+    for split in load_clips(args).values():
+        clean = patch_rows(split, 8)[:]["pixel_values"].float() / 255
+        errors.append((model(clean).logits - clean).square().detach())
+    assert results_of(folder)["test_rmse@0"] == pytest.approx(255 * torch.cat(errors).mean().sqrt().item(), rel=1e-4)
+
+
+def test_training_beats_the_noisy_input_and_constraints_hold(smoke):
+    flags = ["--max_steps", "200", "--save_strategy", "no", "--attention_step", "0.4", "--learning_rate", "3e-4"]
+    folder = smoke("recipes/smoke/video-ut/descent.yaml", *flags)
+    results = results_of(folder)
+    assert results["validation_feasible"] == 1.0
+    assert results["validation_rmse@0.15"] < 0.8 * results["validation_noisy_rmse@0.15"]
+
+
+def test_another_model_joins_the_pictures(smoke, tmp_path):
+    folder = smoke("recipes/smoke/video-ut/erm.yaml", "--classical_clips", "0", "--max_steps", "2")
+    alone = Image.open(folder / "clip.gif").size
+    other = folder.rename(tmp_path / "descent")  # also under the name of the objective
+    folder = smoke("recipes/smoke/video-dust/descent.yaml", "--classical_clips", "0", "--compare_with", str(other))
+    assert alone == (3 * 32, 32)  # noisy, denoised, clean
+    assert Image.open(folder / "clip.gif").size == (4 * 32, 32)
+
+
+@pytest.mark.parametrize("recipe", ["video-ut", "video-dust", "video-vit"])
+def test_another_model_is_asked_for_its_input_before_the_training(smoke, workplace, tmp_path, recipe, monkeypatch):
+    others = {
+        "ut": UTForVideoDenoising(UTConfig(hidden_size=64)),
+        "dust": DustForVideoDenoising(DustConfig(hidden_size=64)),
+        "larger": UTForVideoDenoising(UTConfig(hidden_size=256)),
+        "classifier": UTForSequenceClassification(UTConfig(hidden_size=64)),
+        "vit": ViTForDenoising.from_encoder(str(workplace / "vit")),
+        "bright": ViTForDenoising.from_encoder(str(workplace / "vit")),
+    }
+    for name, model in others.items():
+        model.save_pretrained(tmp_path / name)
+        ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=name != "bright").save_pretrained(
+            tmp_path / name
+        )
+
+    class Loading(Exception):
+        """Of the videos, which comes next."""
+
+    def load(*args):
+        raise Loading
+
+    monkeypatch.setattr("hf_descent.commands.denoise.load_clips", load)
+    for name in others:
+        fits = name in (("vit",) if recipe == "video-vit" else ("ut", "dust"))
+        refused = pytest.raises(ValueError, match=f"`compare_with` is .*{name}', a .*For")
+        with pytest.raises(Loading) if fits else refused:
+            smoke(f"recipes/smoke/{recipe}/erm.yaml", "--classical_clips", "0", "--compare_with", str(tmp_path / name))
+
+
+def test_streaming(smoke):
+    folder = smoke("recipes/smoke/video-ut/descent.yaml", "--streaming", "true", "--max_eval_samples", "20")
+    results = results_of(folder)
+    assert results["epoch"] > 0 and results["test_rmse@0.15"] > 0
+
+
+@pytest.mark.parametrize("limit", [None, 10])
+def test_rows_of_a_stream_are_those_that_are_drawn_of_cached_ones(workplace, limit):
+    args = VideoArguments(
+        train_files=[str(workplace / "train.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
+        split_gap=0, max_train_samples=limit, max_eval_samples=limit,
+    )  # fmt: skip
+    cached = load_clips(args)
+    for split, clips in load_clips(replace(args, streaming=True)).items():
+        wanted, in_order = (draw_rows(patch_rows(cached[split], 8), split, args), patch_rows(cached[split], 8))
+        wanted, in_order = (rows[:]["pixel_values"] for rows in (wanted, in_order))
+        drawn = draw_rows(patch_rows(clips, 8), split, args)
+        for epoch in range(3 if limit else 1):  # as accelerate announces them
+            if hasattr(drawn, "set_epoch"):
+                drawn.set_epoch(epoch)
+            rows = torch.stack([row["pixel_values"] for row in drawn])
+            assert torch.equal(rows, wanted) and not torch.equal(rows, in_order[: len(rows)])
+
+
+@pytest.mark.parametrize("recipe", ["video-ut", "video-vit"])
+def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, recipe):
+    folder = smoke(f"recipes/smoke/{recipe}/descent.yaml", "--classical_clips", "0", "--max_steps", "2")
+    videos = {f"{name}_files": [str(workplace / f"{name}.avi")] for name in ("train", "test")}
+    sizes = {"split_by": "time", "split_gap": 0, "num_frames": 4, "frame_size": 32, "patch_size": 8}
+    flags = [
+        word for name, value in {**videos, **sizes}.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))
+    ]
+    cli.main(["evaluate", str(folder), *flags, "--perturbation_rates", "0", "0.5", "--draws", "1"])
+    found = results_of(folder, "salt_and_pepper_curve")["values"]
+
+    args = VideoArguments(**videos, **sizes)
+    task = ImageTask(str(folder)) if recipe == "video-vit" else PatchTask(args)
+    rows = draw_rows(task.rows(load_clips(args)["test"]), "test", args)
+    model = AutoModelForImageToImage.from_pretrained(folder).eval()
+    for rate, value in zip((0.0, 0.5), found):
+        errors = []
+        for number, row in enumerate(rows):
+            generator = np.random.default_rng(np.random.SeedSequence(0, spawn_key=noise_key(0, rate, number)))
+            dead = torch.from_numpy(salt_and_pepper(row, rate, generator)["pixel_values"])
+            given, clean = (
+                task.collate([{"pixel_values": each}])["pixel_values"] for each in (dead, row["pixel_values"])
+            )
+            with torch.no_grad():
+                errors.append((model(given).logits - clean).square().mean().item())
+        assert value == pytest.approx([255 / task.pixel_range * np.mean(errors) ** 0.5], rel=1e-4)
+
+
+def test_an_interrupted_run_ends_like_a_straight_one(smoke, tmp_path):
+    recipe = "recipes/smoke/video-dust/descent.yaml"
+    straight = smoke(recipe, "--classical_clips", "0").rename(tmp_path / "straight")
+    smoke(recipe, "--classical_clips", "0")
+    (tmp_path / "out" / "all_results.json").unlink()
+    (tmp_path / "out" / "checkpoint-16").rename(tmp_path / "gone")
+    resumed = smoke(recipe, "--classical_clips", "0", "--resume_from_checkpoint", "true")
+    ours, theirs = results_of(resumed), results_of(straight)
+    measured = [name for name in theirs if name.startswith(("validation_", "test_")) and "radius" not in name]
+    assert len(measured) > 20
+    assert {name: ours[name] for name in measured} == pytest.approx({name: theirs[name] for name in measured})
+
+
+def test_tuning_reads_no_test_videos(workplace, tmp_path):
+    tmp_path = tmp_path / "my [videos]"
+    for name, folder in (("train", "training_videos"), ("train", "training_videos"), ("test", "testing_videos")):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        number = len(list((tmp_path / folder).iterdir()))
+        (tmp_path / folder / f"{number}.avi").write_bytes((workplace / f"{name}.avi").read_bytes())
+    sizes = {"num_frames": 4, "frame_size": 32, "patch_size": 8}
+    layout = VideoArguments(data_layout="avenue", data_dir=str(tmp_path), **sizes)
+    train, test = (str(tmp_path / folder / "0.avi") for folder in ("training_videos", "testing_videos"))
+    by_time = {"split_by": "time", "split_gap": 0, "later_percentage": 30}
+    files = VideoArguments(train_files=[train], test_files=[test], **by_time, **sizes)
+    for args, tests in ((layout, {"test"}), (files, {"later", "test"})):
+        whole, rest = split_videos(args), split_videos(without_test_rows(args))
+        assert rest == {name: whole[name] for name in ("train", "validation")} and whole.keys() - rest == tests
+
+
+def test_inputs_and_frames_are_inverse(workplace, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 32, 32), dtype=np.uint8)
+    args = VideoArguments(train_files=["x"], num_frames=4, frame_size=32, patch_size=8, split_by="time")
+    ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=False).save_pretrained(tmp_path)
+    for task in (PatchTask(args), ImageTask(str(workplace / "vit")), ImageTask(str(tmp_path))):
+        clip = task.preprocess(pixels)
+        np.testing.assert_allclose(clip, pixels / 255, atol=1e-6)
+        noisy = 2 * clip - 0.5  # noise leaves the range of pixels
+        np.testing.assert_allclose(task.frames(task.inputs(noisy)), noisy, atol=1e-6)
+
+
+def test_what_is_needed_after_the_training_is_asked_for_before_it(smoke, workplace, monkeypatch):
+    monkeypatch.setattr(
+        "hf_descent.commands.denoise.DescentTrainer.train", lambda *args, **kwargs: pytest.fail("trained")
+    )
+    with pytest.raises(ValueError, match="Unrecognized model in"):
+        smoke(RECIPES[0], "--classical_clips", "0", "--compare_with", str(workplace))
+    for library in ("pywt", "skimage"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, library, None)
+            with pytest.raises(ImportError, match=r"pip install hf_descent\[video\]"):
+                smoke(RECIPES[0])
+
+
+def test_frames_that_cannot_be_cut_are_refused_where_they_are_to_be_cut(workplace):
+    args = VideoArguments(train_files="x", frame_size=32, patch_size=7)
+    assert args.train_files == ["x"]  # as a recipe may have it
+    with pytest.raises(ValueError, match="32 pixels .* `patch_size` 7"):
+        PatchTask(args)
+    ImageTask(str(workplace / "vit"))  # whose patches are the model's
+
+
+def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
+    shutil.copytree(workplace / "vit", tmp_path / "vit")
+    ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(tmp_path / "vit")
+    config = ViTConfig.from_pretrained(tmp_path / "vit", image_size=40)
+    ViTModel(config).save_pretrained(tmp_path / "vit")
+    flags = ["--classical_clips", "0", "--max_steps", "2", "--model_name_or_path", str(tmp_path / "vit")]
+    folder = smoke("recipes/smoke/video-vit/erm.yaml", *flags)
+    assert Image.open(folder / "clip.gif").size == (3 * 40, 40)
+    data = ["--train_files", str(workplace / "train.avi"), "--test_files", str(workplace / "test.avi")]
+    data += ["--split_by", "time", "--split_gap", "4", "--config", "recipes/smoke/video-vit/erm.yaml"]
+    cli.main(["evaluate", str(folder), *data, "--eval_gammas", "0", "--results_dir", str(tmp_path / "results")])
+    (found,) = results_of(tmp_path / "results" / "out", "noise_curve")["values"]
+    assert found == pytest.approx([results_of(folder)["test_rmse@0"]] * len(found))
+
+
+def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
+    args = VideoArguments(
+        train_files=[str(workplace / "train.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
+        split_gap=4,
+    )  # fmt: skip
+    clips = load_clips(args)["train"]
+    expected = np.stack(clips.with_format("numpy")["frames"][:]).astype(float).std() / 255
+    assert measure_sigma(patch_rows(clips, 8), PatchTask(args)) == pytest.approx(expected, rel=1e-5)
+    assert clips["start"][-1] == 44  # 12 clips
+    black = patch_rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}), 8)
+    with pytest.raises(ValueError, match="clean signal has variance 0"):
+        measure_sigma(black, PatchTask(args))
+    assert [row["start"] for row in some_clips(clips, 2)] == [12, 36]
+
+
+def test_classical_denoisers_know_the_noise():
+    rows, columns = np.mgrid[:32, :32]
+    clips = np.broadcast_to(0.5 + 0.3 * np.sin(rows / 8) * np.cos(columns / 6), (2, 4, 32, 32))
+    curves = classical_rmse(clips, [0.0, 0.2, 0.5], sigma=0.3)
+    np.testing.assert_allclose(curves["noisy"], [0, 0.06 * 255, 0.15 * 255], rtol=0.05)
+    for name in ("wavelet", "nl_means"):
+        assert curves[name][0] == 0
+        assert all(value < 0.6 * noisy for value, noisy in zip(curves[name][1:], curves["noisy"][1:]))
+    assert curves == classical_rmse(clips, [0.0, 0.2, 0.5], sigma=0.3)
+    lines = table(curves, [0.0, 0.2, 0.5]).splitlines()
+    assert lines[-1].split()[0] == "mean"
+    assert float(lines[-1].split()[1]) == pytest.approx(np.mean(curves["noisy"]), rel=1e-3)
+
+
+def test_pictures(tmp_path):
+    clean = np.zeros((2, 8, 8))
+    figure = plot_strip(clean[0], {"noisy": clean[0] + 0.1, "denoised": clean[0] + 0.02}, "title")
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title for title in titles if title] == ["clean", "noisy\nRMSE 25.5", "denoised\nRMSE 5.1"]
+    dimmer = np.stack([clean[0], clean[0] + 0.5])
+    save_gif(tmp_path / "clip.gif", [dimmer, clean + 1.5])
+    with Image.open(tmp_path / "clip.gif") as image:
+        assert image.n_frames == 2
+        pixels = np.asarray(image.convert("L"))
+    assert (pixels[:, :8] == 0).all() and (pixels[:, 8:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"architecture": "unet"}, "choose one of ut, dust, vit"),
+        ({"architecture": "vit"}, "needs a pretrained encoder"),
+        ({"architecture": "ut", "model_name_or_path": "x"}, "the others take none"),
+        ({"architecture": "ut", "loss_gamma": 0.0}, "`loss_gamma` is 0"),
+        ({"architecture": "ut", "noise_draws": 0}, "`noise_draws` is 0"),
+        ({"architecture": "ut", "num_layers": 0}, "`num_layers` is 0"),
+    ],
+)
+def test_bad_arguments_are_refused(values, match):
+    with pytest.raises(ValueError, match=match):
+        ModelArguments(**values)

@@ -1,0 +1,282 @@
+"""`hf-descent evaluate` on saved models: the numbers are those of the library's functions, the files are all there."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from test_recipes import WORDS, save_tiny_model
+from tiny import bert, llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from hf_descent import cli, noise_curve
+from hf_descent.commands import evaluate
+from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
+from hf_descent.losses.task import IGNORE_INDEX
+from hf_descent.privacy import PrivacyCurve
+from hf_descent.runs import Run
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    sides = (WORDS[:3], WORDS[3:6])
+    rows = [f"{sides[i % 2][i % 3]} was the film,{i % 2}" for i in range(60)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    save_tiny_model(folder / "base", "distilbert")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2)
+        model.config.id2label = {0: "1", 1: "0"}
+        torch.nn.utils.vector_to_parameters(
+            8 * torch.nn.utils.parameters_to_vector(model.parameters()), model.parameters()
+        )
+        model.save_pretrained(folder / f"run-{seed}")
+        tokenizer.save_pretrained(folder / f"run-{seed}")
+    (folder / "run-1" / "descent_config.json").write_text(
+        json.dumps(
+            {
+                "noise_gamma": 0.5,
+                "objective": "descent",
+                "arguments": {"objective": "descent", "feasibility_tolerance": 0.25, "seed": 4},
+                "alpha": [0.1] * 3,
+                "initial_loss_bound": 0.7,
+                "num_layers": 3,
+                "constrained_layers": [1, 2, 3],
+            }
+        )
+    )
+    (folder / "recipe.yaml").write_text(
+        f"train_file: {folder}/rows.csv\ntest_file: {folder}/rows.csv\nmax_seq_length: 3\nlearning_rate: 1e-5\n"
+        "eval_gammas: [0.0, 0.5, 1.0]\nper_device_eval_batch_size: 10\nobjective: descent\n"
+    )
+    return folder
+
+
+def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
+    names = [str(workplace / f"run-{seed}") for seed in (0, 1)]
+    flags = ["--draws", "2", "--perturbation_rates", "0", "0.5", "--epsilons", "50", "--private_tokens", "8"]
+    flags += ["--delta", "1e-4", "--noise_seed", "3", "--confidence", "0.9"]
+    cli.main(["evaluate", *names, "--config", str(workplace / "recipe.yaml"), *flags])
+    printed = capsys.readouterr().out
+    curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
+    tokenizer = AutoTokenizer.from_pretrained(names[1])
+    rows = [line.rsplit(",", 1) for line in (workplace / "rows.csv").read_text().splitlines()[1:]]
+    rows = [
+        {**tokenizer(text, truncation=True, max_length=3), "labels": 1 - int(label)}  # as the model names its classes
+        for text, label in rows
+    ]
+    data = Dataset.from_list(rows).shuffle(seed=0)
+    model = AutoModelForSequenceClassification.from_pretrained(names[1])
+    settings = {"draws": 2, "batch_size": 10, "processing_class": tokenizer, "seed": 3}
+    expected = noise_curve(model, data, [0.0, 0.5, 1.0], gamma_train=0.5, **settings)
+    np.testing.assert_allclose(curves[1].losses, expected.losses, rtol=1e-5)
+    assert str(curves[1]) in printed
+    assert [curve.gamma_train for curve in curves] == [None, 0.5]
+    assert curves[0].settings["weights"] != curves[1].settings["weights"]
+
+    typos = NoiseCurve.from_json(f"{names[1]}/typos_curve.json")
+    assert typos.losses[0, 0] == pytest.approx(expected.losses[0, 0], rel=1e-5)
+    assert typos.losses[1, 0] != typos.losses[0, 0]
+    private = PrivacyCurve.from_json(f"{names[0]}/privacy_curve.json")
+    assert (private.tokens, private.delta) == (8, 1e-4)
+    clean = LayerProfile.from_json(f"{names[1]}/layer_profile.json")
+    assert clean.losses[-1] == pytest.approx(expected.losses[0, 0], rel=1e-5)
+    assert clean.problem["initial_loss_bound"] == 0.7 and clean.tolerance == 0.25 * 0.7  # as in its training
+    certificate = Certificate.from_json(f"{names[1]}/certificate.json")
+    assert str(certificate) in printed and certificate.confidence == 0.9
+    assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
+    assert ShiftGrowth.from_json(f"{names[1]}/shift_growth.json").gammas.tolist() == [0.5, 1.0]
+    cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
+    assert "descent against run-0: open" in capsys.readouterr().out
+
+
+def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace, monkeypatch):
+    name = workplace / "run-1"
+    argv = [
+        "evaluate",
+        str(name),
+        "--config",
+        str(workplace / "recipe.yaml"),
+        "--draws",
+        "1",
+        "--eval_gammas",
+        "0",
+        "1",
+    ]
+    cli.main([*argv, "--profile_gammas", "0", "0.25", "0"])
+    clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
+    assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
+    assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
+    former = {
+        file.name for file in name.glob("*.json") if file.name.startswith(("layer_", "certificate", "shift_growth"))
+    }
+    kept = {file.name for file in name.iterdir()} - former  # a killed call leaves none beside its new curve
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "certify", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cli.main([*argv, "--profile_gammas", "2"])
+    assert {file.name for file in name.iterdir()} == kept
+    cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5", "--feasibility_tolerance", "0.5"])
+    assert LayerProfile.from_json(name / "layer_profile_gamma_2.json").tolerance == 0.35
+    assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
+    assert not (name / "certificate.json").exists() and not (name / "shift_growth.json").exists()
+    assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
+
+
+def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, monkeypatch):
+    """From the Hub's cache, as it lies there after a download."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--someone--run"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(workplace / "run-1", repository / "snapshots" / ("0" * 40))
+    flags = ["--draws", "1", "--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
+    cli.main(["evaluate", "someone/run", "--config", str(workplace / "recipe.yaml"), *flags])
+    assert Certificate.from_json(tmp_path / "results" / "run" / "certificate_gamma_0.5.json").gamma == 0.5
+    assert NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
+    found, local = Run.load(str(tmp_path / "results" / "run")), Run(str(workplace / "run-1"), None)
+    local.summary = json.loads((workplace / "run-1" / "descent_config.json").read_text())
+    assert (found.seed, found.arm, found.settings) == (4, "descent", local.settings)
+
+
+def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, tmp_path):
+    plain = shutil.copytree(workplace / "run-0", tmp_path / "run-1")
+    flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
+    cli.main(["evaluate", str(workplace / "run-1"), *flags])
+    assert Run.load(str(tmp_path / "results" / "run-1")).arm == "descent"
+    cli.main(["evaluate", str(plain), *flags])
+    assert Run.load(str(tmp_path / "results" / "run-1")).arm == "run-1"
+
+
+def test_curves_of_another_model_of_its_name_do_not_stay(workplace, tmp_path):
+    results = tmp_path / "results" / "run-0"
+    for seed in (0, 1):
+        shutil.copytree(workplace / f"run-{seed}", tmp_path / str(seed) / "run-0")
+    flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
+    first, other = (["evaluate", str(tmp_path / seed / "run-0"), *flags] for seed in "01")
+    cli.main([*first, "--perturbation_rates", "0.5", "--epsilons", "50"])
+    names = {f"{name}_curve.{ending}" for name in ("noise", "typos") for ending in ("json", "csv")}
+    names.add("privacy_curve.json")
+    before = {name: (results / name).read_text() for name in names}
+    cli.main(first)
+    assert {name: (results / name).read_text() for name in names} == before  # of the same model
+    (results / "mine_curve.json").write_text("[]")
+    cli.main(other)
+    assert {file.name for file in results.glob("*_curve.*")} == {
+        "noise_curve.json",
+        "noise_curve.csv",
+        "mine_curve.json",
+    }
+    with pytest.raises(ValueError, match="no typos_curve.json"):
+        Run.load(str(results), "typos_curve")
+
+
+def test_completions_of_a_language_model(tmp_path):
+    tokenizer = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "</s>": 1, **{w: i + 2 for i, w in enumerate(WORDS)}}, "[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    model = llama().eval()
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"instruction": f"the {word}", "input": "", "output": f"a {word} film"} for word in WORDS]
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--train_file", str(tmp_path / "rows.json"), "--test_file", str(tmp_path / "rows.json")]
+    flags += ["--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
+    with pytest.raises(ValueError, match="there are no typing errors for completions"):
+        cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
+    assert not list((tmp_path / "results" / "model").iterdir())  # before anything is measured
+    cli.main(["evaluate", str(tmp_path / "model"), *flags])
+    curve = NoiseCurve.from_json(str(tmp_path / "results" / "model" / "noise_curve.json"))
+
+    right = count = 0
+    for row in rows:
+        prompt = evaluate.load_alpaca.__globals__["format_prompt"](row["instruction"])
+        ids = tokenizer(prompt)["input_ids"] + tokenizer(f"{row['output']}</s>")["input_ids"]
+        ids, start = ids[:64], len(tokenizer(prompt)["input_ids"])
+        with torch.no_grad():
+            predicted = model(torch.tensor([ids])).logits[0].argmax(-1)[start - 1 : -1]
+        right += int((predicted == torch.tensor(ids[start:])).sum())
+        count += len(ids) - start
+    assert curve.metric == "accuracy"
+    assert curve.blocks[:, 0, 0, 1].sum() == count
+    assert curve.values[0, 0] == pytest.approx(right / count)
+    with pytest.raises(ValueError, match="no typing errors for completions"):
+        cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
+
+
+def test_labels_of_a_completion_leave_the_prompt_out():
+    class Words:
+        eos_token = " !"
+
+        def __call__(self, text):
+            return {"input_ids": [len(word) for word in text.split()]}
+
+    row = {"prompt": "one three ", "completion": "eleven words"}
+    found = evaluate.completion_labels(row, Words())
+    assert found["input_ids"] == [3, 5, 6, 5, 1]
+    assert found["labels"] == [IGNORE_INDEX, IGNORE_INDEX, 6, 5, 1]
+    cut = evaluate.completion_labels(row, Words(), limit=3)
+    assert (cut["labels"], cut["attention_mask"]) == ([IGNORE_INDEX, IGNORE_INDEX, 6], [1, 1, 1])
+
+
+def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
+    trl = pytest.importorskip("trl")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "</s>", *letters, "ĊĊ"])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
+    # An end that is there already, and a token that joins the prompt's end and the completion's start.
+    rows = [{"prompt": "Say a:\n", "completion": completion} for completion in ("b", "b</s>", "\nb")]
+    args = trl.SFTConfig(str(tmp_path), report_to="none", use_cpu=True)
+    model = llama(vocab_size=len(tokenizer))
+    trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    for row, made in zip(rows, trainer.train_dataset, strict=True):
+        found = evaluate.completion_labels(row, tokenizer)
+        assert (found["input_ids"], found["labels"]) == (made["input_ids"], made["labels"])
+
+
+def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
+    with pytest.raises(ValueError, match="No models"):
+        cli.main(["evaluate", "--config", str(workplace / "recipe.yaml")])
+    model = bert()
+    model.config.architectures = None
+    model.bert.save_pretrained(tmp_path / "encoder")
+    with pytest.raises(ValueError, match="is a BertModel; `hf-descent evaluate` serves"):
+        cli.main(["evaluate", str(tmp_path / "encoder")])
+    run = str(workplace / "run-0")
+    with pytest.raises(ValueError, match="overwrite each other"):
+        cli.main(["evaluate", run, f"{run}/", "--config", str(workplace / "recipe.yaml"), "--results_dir", "results"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("confidence", 95.0),
+        ("draws", 0),
+        ("private_tokens", 0),
+        ("per_device_eval_batch_size", 0),
+        ("noise_seed", -1),
+        ("feasibility_tolerance", -1.0),
+        ("noise_sigma", 0.0),
+        ("eval_gammas", [0.0, -1.0]),
+        ("profile_gammas", [-1.0]),
+        ("perturbation_rates", [0.5, 2.0]),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` is {re.escape(str(value))}; give "):
+        evaluate.EvaluateArguments(**{name: value})

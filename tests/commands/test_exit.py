@@ -1,0 +1,204 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import VOCAB, bert, llama, spread, word_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from hf_descent import cli
+from hf_descent.commands import exit
+from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile, SpeculationProfile
+
+
+def written_rows(path, count=40, labels=True):
+    rows = [
+        {"text": " ".join(f"w{(7 * i + j) % 38}" for j in range(12))} | ({"label": i % 3} if labels else {})
+        for i in range(count)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path, capsys, adapter):
+    spread(bert(num_layers=3)).save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    lora = LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, target_modules="all-linear")
+    (get_peft_model(base, lora) if adapter else base).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written_rows(tmp_path / "rows.jsonl")
+    cli.main(
+        [
+            "exit",
+            str(tmp_path / "model"),
+            "--train_file",
+            data,
+            "--validation_file",
+            data,
+            "--test_file",
+            data,
+            "--save_layer",
+            "2",
+            "--repeats",
+            "1",
+            "--max_seq_length",
+            "12",
+            "--max_loss",
+            "0.1",
+        ]
+    )
+    printed = capsys.readouterr().out
+    profile = ExitProfile.from_json(str(tmp_path / "model" / "exit_profile.json"))
+    report = ConfidenceReport.from_json(str(tmp_path / "model" / "confidence_exit.json"))
+    assert str(profile) in printed and str(report) in printed and len(profile.values) == 3
+    assert report.full_accuracy == pytest.approx(profile.values[-1], abs=1e-6)
+    assert report.accuracy >= report.full_accuracy - 0.1 - 1e-6
+    assert (tmp_path / "model" / "exits.png").stat().st_size > 1000
+    assert (
+        len(AutoModelForSequenceClassification.from_pretrained(tmp_path / "model" / "layer-2").bert.encoder.layer) == 2
+    )
+
+
+@pytest.mark.parametrize("test_file", [True, False])
+def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, monkeypatch, test_file):
+    seen, calibrate, evaluate = {}, ConfidenceExit.calibrate, ConfidenceExit.evaluate
+
+    def rows_of(rows):
+        return {(tuple(row["input_ids"]), row["labels"]) for row in rows}
+
+    def calibrating(self, rows, max_loss=0.01, confidence=0.95, **settings):
+        seen["settings"], seen["validation"] = (self.measure, max_loss, confidence), rows_of(rows)
+        return calibrate(self, rows, max_loss, confidence, **settings)
+
+    def evaluating(self, rows, **settings):
+        seen["report"] = rows_of(rows)
+        return evaluate(self, rows, **settings)
+
+    def profiling(model, rows, **settings):
+        seen["profile"] = rows_of(rows)
+        return profile(model, rows, **settings)
+
+    profile = exit.exit_profile
+    monkeypatch.setattr(exit, "exit_profile", profiling)
+    monkeypatch.setattr(ConfidenceExit, "calibrate", calibrating)
+    monkeypatch.setattr(ConfidenceExit, "evaluate", evaluating)
+    model = spread(bert(num_layers=2))
+    model.config.id2label = {0: "2", 1: "1", 2: "0"}
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    lines = Path(written_rows(tmp_path / "train.jsonl", 38)).read_text().splitlines()
+    (tmp_path / "validation.jsonl").write_text("\n".join(lines[:20]))
+    (tmp_path / "test.jsonl").write_text("\n".join(lines[20:]))
+    names = ["train", "validation", *(["test"] if test_file else [])]
+    words = [word for name in names for word in (f"--{name}_file", str(tmp_path / f"{name}.jsonl"))]
+    words += ["--measure", "margin", "--max_loss", "0.3", "--confidence", "0.8", "--max_seq_length", "12"]
+    cli.main(["exit", str(tmp_path / "model"), *words, "--repeats", "1"])
+    rows = [(tuple(2 + (7 * i + j) % 38 for j in range(12)), 2 - i % 3) for i in range(38)]
+    assert seen["settings"] == ("margin", 0.3, 0.8) and seen["report"] == seen["profile"]
+    assert seen["validation"] | seen["report"] == set(rows if test_file else rows[:20])
+    assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
+
+
+def test_padding_is_masked_and_has_no_label():
+    batch = exit._pad([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
+
+
+def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
+    spread(llama(num_layers=3)).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
+    cli.main(
+        [
+            "exit",
+            str(tmp_path / "model"),
+            "--text_file",
+            data,
+            "--prompts",
+            "2",
+            "--prompt_length",
+            "4",
+            "--max_new_tokens",
+            "6",
+            "--repeats",
+            "1",
+            "--output_dir",
+            str(tmp_path / "out"),
+        ]
+    )
+    assert "best: assistant_early_exit=" in capsys.readouterr().out
+    profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
+    speculation = SpeculationProfile.from_json(str(tmp_path / "out" / "speculation_profile.json"))
+    assert len(speculation.acceptance) == 2 and len(profile.values) == 3
+    ids = torch.tensor([[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)])
+    loss = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(ids, labels=ids).loss
+    assert profile.losses[-1] == pytest.approx(loss.item(), rel=1e-4)
+    with pytest.raises(ValueError, match="`prompt_length` = 40"):
+        cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--prompt_length", "40"])
+    with pytest.raises(ValueError, match="`text_file` is None"):
+        cli.main(["exit", str(tmp_path / "model")])
+    (tmp_path / "texts.json").write_text('{"text": null}')
+    with pytest.raises(ValueError, match=r"texts\.json has 1 rows whose text is not a string"):
+        cli.main(["exit", str(tmp_path / "model"), "--text_file", str(tmp_path / "texts.json")])
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (
+            GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=9, n_embd=16, n_layer=2, n_head=2)),
+            "cannot draft with its first 1 layers",
+        ),
+        (llama(num_layers=1), "has a single layer"),
+    ],
+    ids=["positions", "one-layer"],
+)
+def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(tmp_path, capsys, model, reason):
+    spread(model).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)  # of 12 tokens
+    flags = ["--text_file", data, "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
+    cli.main(["exit", str(tmp_path / "model"), *flags, "--output_dir", str(tmp_path / "out")])
+    assert f"No speculation profile: {type(model).__name__} {reason}" in capsys.readouterr().out
+    profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
+    ids = torch.tensor([[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)])[
+        :, : getattr(model.config, "n_positions", None)
+    ]
+    assert profile.losses[-1] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-4)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"exit_profile.json", "exits.png"}
+
+
+def test_no_more_is_generated_than_the_model_has_positions_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(exit, "exit_profile", lambda *args, **kwargs: None)
+    seen = []
+    monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: seen.append(kwargs["max_new_tokens"]))
+    args = ["--text_file", written_rows(tmp_path / "texts.jsonl", 6, labels=False), "--prompt_length", "4"]
+    _, (args,) = cli.parse_arguments(["exit", "model", *args])
+    model = llama()
+    exit._language_model(model, word_tokenizer(), args)
+    model.config.max_position_embeddings = -1  # as XLNet says that it has no limit
+    exit._language_model(model, word_tokenizer(), args)
+    assert seen == [60, args.max_new_tokens]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch_size", 0),
+        ("repeats", 0),
+        ("prompts", -1),
+        ("prompt_length", 0),
+        ("max_new_tokens", 0),
+        ("max_eval_samples", -1),
+        ("max_seq_length", 0),
+        ("max_loss", 1.0),
+        ("max_loss", -0.1),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name_before_anything_is_loaded(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}; give "):
+        cli.main(["exit", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"), f"--{name}", str(value)])
+    assert not (tmp_path / "out").exists()

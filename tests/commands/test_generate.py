@@ -1,0 +1,394 @@
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import bert, tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from hf_descent import EmbeddingNoise, cli
+from hf_descent.commands import generate
+from hf_descent.data.alpaca import format_prompt
+
+
+ROOT = Path(__file__).parents[2]
+ROWS = [
+    {"instruction": f"Count to {i}{'!' * (i % 3)}", "dataset": "counting" if i % 2 else "helpful_base"}
+    for i in range(7)
+]
+
+
+def save_model(folder, chat=False, **config):
+    tok = tokenizer(chat)
+    tok.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tok),
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        eos_token_id=tok.eos_token_id,
+        noise_sigma=0.5,
+        **shape,
+        **config,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("plain") / "tiny-model")
+
+
+@pytest.fixture
+def instructions(tmp_path):
+    path = tmp_path / "instructions.json"
+    path.write_text(json.dumps(ROWS))
+    return str(path)
+
+
+@pytest.fixture
+def answers(model, instructions, tmp_path):
+    def run(name="outputs.json", model=model, **flags):
+        words = ["generate", model, "--output", str(tmp_path / name), "--instructions", instructions]
+        flags = {"batch_size": 3, "max_new_tokens": 8, "device": "cpu"} | flags
+        cli.main([*words, *(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))])
+        return json.loads((tmp_path / name).read_text())
+
+    return run
+
+
+def test_the_file_is_alpaca_evals(answers, tmp_path, capsys):
+    rows = answers("a/b.json")
+    assert [list(row) for row in rows] == [["instruction", "output", "generator", "dataset"]] * len(ROWS)
+    for row, given in zip(rows, ROWS):
+        assert row["instruction"] == given["instruction"] and row["dataset"] == given["dataset"]
+        assert row["generator"] == "tiny-model" and row["output"]
+    assert os.listdir(tmp_path / "a") == ["b.json"]
+    assert "7 answers of tiny-model" in capsys.readouterr().out
+    assert answers("c.json", gamma=1.5, max_samples=2)[0]["generator"] == "tiny-model-gamma1.5"
+    with pytest.raises(ValueError, match="exists already"):
+        answers("c.json")
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_beams": 3}, {"temperature": 0.7, "top_p": 0.3}])
+def test_answers_are_those_of_generate_under_the_same_noise(answers, model, flags):
+    """Row by row, without padding, against the model's own `generate` inside the noise."""
+    rows = answers(batch_size=1, gamma=1.5, seed=3, **flags)
+    flags["do_sample"] = "temperature" in flags
+    loaded, tok = AutoModelForCausalLM.from_pretrained(model).eval(), tokenizer(False)
+    for index, row in enumerate(rows):
+        ids = tok(format_prompt(ROWS[index]["instruction"]), return_tensors="pt").input_ids
+        noise = EmbeddingNoise(loaded, 1.5, seed=3, sigma=0.5)
+        noise.reseed(index)
+        torch.manual_seed(int(np.random.SeedSequence(3, spawn_key=(index,)).generate_state(1, np.uint64)[0]))
+        with noise:
+            tokens = loaded.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, top_k=None, **flags
+            )
+        assert row["output"] == tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    assert [row["output"] for row in answers("clean.json", batch_size=1)] != [row["output"] for row in rows]
+    wide, strong = answers("wide.json", gamma=1.5, sigma=1.0), answers("strong.json", gamma=3.0)
+    assert [row["output"] for row in wide] == [row["output"] for row in strong]
+
+
+@pytest.mark.parametrize("own", [{"num_beams": 3, "num_return_sequences": 3}, {"return_dict_in_generate": True}])
+def test_a_prompt_has_one_answer_whatever_the_model_returns_by_default(answers, model, tmp_path, own):
+    other = str(shutil.copytree(model, tmp_path / "tiny-model"))
+    GenerationConfig.from_pretrained(other, **own).save_pretrained(other)
+    assert answers("other.json", model=other, num_beams=3) == answers(num_beams=3)
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"temperature": 0.7, "top_p": 0.9}, {"num_beams": 3}], ids=["greedy", "sampling", "beams"]
+)
+def test_an_interrupted_run_ends_with_the_same_answers(answers, tmp_path, monkeypatch, flags):
+    whole = answers("whole.json", gamma=1.0, seed=1, **flags)
+    calls = []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return complete(*args)
+
+    complete = generate.answer
+    monkeypatch.setattr(generate, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        answers("cut.json", gamma=1.0, seed=1, **flags)
+    monkeypatch.setattr(generate, "answer", lambda *args: calls.append(args) or complete(*args))
+    with open(tmp_path / "cut.json.partial", "a") as file:
+        file.write('[{"instruction": "cut in the mid')
+    assert answers("cut.json", gamma=1.0, seed=1, **flags) == whole
+    assert len(calls) == 4
+    other = answers("other.json", gamma=1.0, seed=2, **flags)
+    assert [row["output"] for row in other] != [row["output"] for row in whole]
+
+
+def test_a_partial_file_of_other_settings_is_refused(answers, tmp_path, monkeypatch):
+    complete = generate.answer
+    monkeypatch.setattr(generate, "answer", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        answers(gamma=2.0)
+    first = iter([["a", "b", "c"]])
+    monkeypatch.setattr(generate, "answer", lambda *args: next(first))
+    with pytest.raises(StopIteration):  # the settings before, under which nothing was answered, do not bind
+        answers(gamma=1.0)
+    monkeypatch.setattr(generate, "answer", complete)
+    with pytest.raises(ValueError, match=r"was begun with gamma=1\.0, not 2\.0"):
+        answers(gamma=2.0, generator="tiny-model-gamma1")
+    others = {"sigma": 0.1, "seed": 5, "prompt_format": "alpaca", "batch_size": 2, "max_new_tokens": 4, "top_p": 0.5}
+    others |= {"temperature": 0.5, "num_beams": 2, "dtype": "float32", "max_samples": 3, "generator": "mine"}
+    for name, value in others.items():
+        with pytest.raises(ValueError, match=f"was begun with {name}="):
+            answers(gamma=1.0, **{name: value})
+
+
+def test_a_partial_file_of_other_weights_or_instructions_is_refused(
+    answers, model, instructions, tmp_path, monkeypatch
+):
+    trained = shutil.copytree(model, tmp_path / "tiny-model")
+    complete, first = generate.answer, iter([["a", "b", "c"]])
+    monkeypatch.setattr(generate, "answer", lambda *args: next(first))
+    with pytest.raises(StopIteration):
+        answers(model=str(trained))
+    monkeypatch.setattr(generate, "answer", complete)
+    kept = Path(instructions).read_text()
+    for rows in ([*ROWS[1:], ROWS[0]], [{**row, "input": "another"} for row in ROWS]):
+        Path(instructions).write_text(json.dumps(rows))
+        with pytest.raises(ValueError, match=r"outputs\.json\.partial was begun with rows="):
+            answers(model=str(trained))
+    Path(instructions).write_text(kept)
+    anew = AutoModelForCausalLM.from_pretrained(trained)
+    anew.lm_head.weight.data.neg_()
+    anew.save_pretrained(trained)
+    with pytest.raises(ValueError, match="was begun with weights="):
+        answers(model=str(trained))
+
+
+@pytest.mark.parametrize("name", ["max_samples", "batch_size", "max_new_tokens", "num_beams"])
+@pytest.mark.parametrize("value", [-1, 0])
+def test_counts_below_one_are_refused_by_name_and_leave_nothing(answers, tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}; give at least 1"):
+        answers("new/a.json", **{name: value})
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_negative_or_misspelt_is_refused_by_name(answers, capsys):
+    for name in ("gamma", "seed", "temperature"):
+        with pytest.raises(ValueError, match=f"`{name}` is -1.*; give at least 0"):
+            answers(**{name: -1})
+    for share in (0, 3):  # of the latter transformers would make 1
+        with pytest.raises(ValueError, match=f"`top_p` is {share}.*; give a share above 0, at most 1"):
+            answers(top_p=share)
+    with pytest.raises(SystemExit):
+        answers(dtype="flot16")
+    assert "--dtype: invalid choice" in capsys.readouterr().err
+
+
+def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
+    seen = []
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"instruction": "Double.", "input": "7"}]))
+    monkeypatch.setattr(
+        generate,
+        "answer",
+        lambda model, tok, inputs, args: seen.extend(tok.batch_decode(inputs["input_ids"])) or ["x"],
+    )
+    for chat, form in ((True, "auto"), (True, "alpaca"), (False, "auto")):
+        folder = save_model(tmp_path / f"model-{chat}", chat)
+        tok = tokenizer(chat)
+        tok.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        tok.save_pretrained(folder)
+        output = str(tmp_path / f"{len(seen)}.json")
+        cli.main(["generate", folder, "--output", output, "--instructions", str(path), "--prompt_format", form])
+    alpaca = "<s>" + format_prompt("Double.", "7")
+    assert seen == ["<user>Double.\n\n7</s><assistant>", alpaca, alpaca]
+
+
+def test_adapters_answer_under_the_noise_of_their_training(answers, model, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(0)
+    adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    adapted.save_pretrained(tmp_path / "lora")
+    tok = tokenizer(False)
+    tok.save_pretrained(tmp_path / "lora")
+    (tmp_path / "lora" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
+    row = answers(model=str(tmp_path / "lora"), max_samples=1, gamma=1.5)[0]
+    ids = tok(format_prompt(ROWS[0]["instruction"]), return_tensors="pt").input_ids
+    found = []
+    for sigma in (0.25, 0.5):  # its own, not the base model's
+        noise = EmbeddingNoise(adapted, 1.5, seed=0, sigma=sigma)
+        noise.reseed(0)
+        with noise:
+            tokens = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+        found.append(tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    assert row["output"] == found[0] != found[1] and row["generator"] == "lora-gamma1.5"
+
+
+def test_refusals_name_the_remedy(answers, tmp_path, instructions):
+    small = save_model(tmp_path / "small", max_position_embeddings=64)
+    with pytest.raises(ValueError, match=r"A prompt has \d+ tokens and LlamaForCausalLM 64 positions"):
+        answers(model=small)
+    length = len(tokenizer(False)(format_prompt(ROWS[0]["instruction"])).input_ids)
+    narrow = save_model(tmp_path / "narrow", max_position_embeddings=length + 2)
+    short, whole = (answers(f"{len(given)}.json", max_samples=1, **given) for given in ({"model": narrow}, {}))
+    assert len(short[0]["output"]) <= 2 < len(whole[0]["output"])
+    with pytest.raises(ValueError, match=rf"{length} tokens and LlamaForCausalLM {length} positions"):
+        answers("z.json", model=save_model(tmp_path / "full", max_position_embeddings=length), max_samples=1)
+    bert().save_pretrained(tmp_path / "classifier")
+    tokenizer(False).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):
+        answers("y.json", model=str(tmp_path / "classifier"))
+    assert not (tmp_path / "y.json.partial").exists()
+    Path(instructions).write_text(json.dumps([{"question": "a"}]))
+    with pytest.raises(ValueError, match=r"no column `instruction`; it has \['question'\]"):
+        answers("x.json")
+    with pytest.raises(ValueError, match="ends in one of"):
+        generate.load_instructions("rows.txt")
+    (tmp_path / "rows.csv").write_text("instruction,input\nnull,NA\n")
+    assert generate.load_instructions(str(tmp_path / "rows.csv")) == [{"instruction": "null", "input": "NA"}]
+    Path(instructions).write_text(json.dumps([{"instruction": None}]))
+    with pytest.raises(ValueError, match="1 rows whose instruction is not a string"):
+        answers("v.json")
+
+
+# ---- the real alpaca_eval package ----
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Prefers the answer with more different letters; a draw goes to the first."""
+
+    prompts = []
+
+    def do_POST(self):
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
+        self.prompts.append(prompt)
+        first, second = re.search("Answer m:\n(.*?)\n\nAnswer M:\n(.*?)\n\nWhich", prompt, re.DOTALL).groups()
+        letter = "M" if len(set(second)) > len(set(first)) else "m"
+        message = {"role": "assistant", "content": letter}
+        body = {
+            "id": "0",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "judge",
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+        body = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Judge.prompts.clear()
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{server.server_port}/v1")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+def letters(row):
+    return len(set(row["output"]))
+
+
+@pytest.fixture
+def compared(answers):
+    """The answers of a noisy model and of the clean one, none of them drawn."""
+    reference, noisy = answers("erm.json"), answers("descent.json", gamma=3.0)
+    kept = [index for index in range(len(ROWS)) if letters(reference[index]) != letters(noisy[index])]
+    assert len(kept) > 2
+    wins = [letters(noisy[index]) > letters(reference[index]) for index in kept]
+    return reference, noisy, kept, 100 * sum(wins) / len(wins)
+
+
+def recipe_command(folder):
+    (line,) = re.findall(r"^alpaca_eval .*$", (ROOT / "recipes/alpaca-eval/README.md").read_text(), re.MULTILINE)
+    return line.replace("runs/alpaca-eval", str(folder)).replace("$PWD", str(ROOT)).split()
+
+
+@pytest.mark.slow
+def test_alpaca_eval_reads_the_file_and_agrees_on_the_win_rate(compared, judge, tmp_path):
+    pytest.importorskip("alpaca_eval")
+    reference, noisy, kept, expected = compared
+    for name, rows in (("erm", reference), ("descent", noisy)):
+        (tmp_path / f"{name}.json").write_text(json.dumps([rows[index] for index in kept]))
+    command = [
+        *recipe_command(tmp_path),
+        "--fn_metric",
+        "get_winrate",
+        "--sort_by",
+        "win_rate",
+        "--caching_path",
+        "None",
+    ]
+    run = [sys.executable, "-c", "from alpaca_eval.main import main; main()", *command[1:]]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert len(Judge.prompts) == len(kept)
+    board = pd.read_csv(tmp_path / "leaderboard.csv", index_col=0)
+    assert board.index.tolist() == ["tiny-model-gamma3"]
+    assert board.loc["tiny-model-gamma3", "win_rate"] == pytest.approx(expected)
+    assert board.loc["tiny-model-gamma3", "n_total"] == len(kept)
+
+
+LENGTH_CONTROLLED = """
+import sys
+import alpaca_eval.metrics.glm_winrate as glm
+from alpaca_eval.main import main
+table = sys.argv[-1]
+glm.hf_hub_download = lambda *args, **kwargs: table
+sys.argv = sys.argv[:-1]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_alpaca_evals_length_controlled_rate_runs_on_a_table_of_its_columns(compared, judge, tmp_path):
+    pytest.importorskip("alpaca_eval")
+    generator = np.random.default_rng(0)
+    table = pd.DataFrame(
+        {
+            "model": "gamed",
+            "index": np.tile(np.arange(len(ROWS)), 20),
+            "instruction_difficulty": np.tile(generator.normal(size=len(ROWS)), 20),
+            "std_delta_len": generator.normal(size=20 * len(ROWS)),
+            "preference": generator.uniform(size=20 * len(ROWS)),
+            "not_gamed_baseline": False,
+        }
+    )
+    table.to_csv(tmp_path / "df_gamed.csv", index=False)
+    options = [
+        "--caching_path",
+        "None",
+        "--metric_kwargs",
+        json.dumps({"save_weights_dir": str(tmp_path / "weights")}),
+    ]
+    command = [*recipe_command(tmp_path), *options, str(tmp_path / "df_gamed.csv")]
+    run = [sys.executable, "-c", LENGTH_CONTROLLED, *command[1:]]
+    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    row = pd.read_csv(tmp_path / "leaderboard.csv", index_col=0).loc["tiny-model-gamma3"]
+    assert 0 < row["length_controlled_winrate"] < 100

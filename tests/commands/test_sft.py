@@ -1,0 +1,166 @@
+"""The `sft` command through the smoke recipes, as their README gives them."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny import tokenizer
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_descent import cli
+from hf_descent.data.alpaca import format_prompt
+
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "recipes/smoke"
+COMMANDS = re.findall(r"^.* sft --config .*$", (SMOKE / "README.md").read_text(), re.MULTILINE)
+ROWS = [{"instruction": f"Add {i}.", "input": "to 1" if i % 2 else "", "output": str(i + 1)} for i in range(32)]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft")
+    for name, chat in (("plain", False), ("chat", True)):
+        tok = tokenizer(chat)
+        tok.save_pretrained(folder / name)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=len(tok),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=320,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+    (folder / "train.json").write_text(json.dumps(ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        yield folder
+
+
+@pytest.fixture
+def sft(workplace, tmp_path, monkeypatch):
+    """Runs the README's command of an arm, on the tiny model and rows, and gives its output folder."""
+    monkeypatch.chdir(ROOT)
+
+    def run(arm, *flags, model="plain"):
+        (line,) = (line for line in COMMANDS if line.startswith(f"hf-descent sft --config recipes/smoke/alpaca/{arm}"))
+        words = [*shlex.split(line)[1:], "--model_name_or_path", str(workplace / model)]
+        words += ["--train_file", str(workplace / "train.json"), "--output_dir", str(tmp_path / "out")]
+        cli.main([*words, "--max_length", "320", "--report_to", "none", "--disable_tqdm", "true", *flags])
+        return tmp_path / "out"
+
+    return run
+
+
+def results_of(folder, name="all_results"):
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("arm", ["erm", "noise", "descent"])
+def test_smoke_recipes_run(sft, arm, capsys):
+    folder = sft(arm)
+    recipe, results = yaml.safe_load((SMOKE / f"alpaca/{arm}.yaml").read_text()), results_of(folder)
+    assert ("train_feasible" in results) == (arm == "descent")
+    profile, curve = results_of(folder, "layer_profile"), results_of(folder, "noise_curve")
+    assert profile["losses"][-1] == pytest.approx(results["eval_loss"], rel=1e-4)
+    if arm == "descent":
+        assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-5)
+    assert curve["gammas"] == recipe["eval_gammas"]
+    assert curve["values"][0][0] == pytest.approx(results["eval_mean_token_accuracy"], abs=0.02)
+    printed = capsys.readouterr().out
+    assert "[no label] 'Below is an instruction" in printed and "</s>'" in printed
+    assert f"validation     {results['eval_mean_token_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
+    assert results["train_tokens_per_second"] > 0
+
+
+def test_the_saved_model_is_the_evaluated_one(sft, workplace):
+    """Its loss on the completions alone, row by row and without TRL."""
+    folder = sft("noise", "--validation_file", str(workplace / "train.json"))
+    model, tok = AutoModelForCausalLM.from_pretrained(folder).eval(), tokenizer(False)
+    total, hits, count = 0.0, 0, 0
+    for row in ROWS:
+        prompt = tok(format_prompt(row["instruction"], row["input"])).input_ids
+        ids = torch.tensor([prompt + tok(row["output"] + "</s>").input_ids])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        total += F.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
+        hits += (logits.argmax(-1) == ids[0, len(prompt) :]).sum().item()
+        count += ids.shape[1] - len(prompt)
+    curve = results_of(folder, "noise_curve")
+    assert curve["losses"][0][0] == pytest.approx(total / count, rel=1e-4)
+    assert curve["values"][0][0] == pytest.approx(hits / count, rel=1e-6)
+    assert model.config.noise_sigma > 0
+
+
+def test_lora_chat_and_test_rows(sft, workplace):
+    rows = str(workplace / "train.json")
+    folder = sft("descent", "--use_peft", "--lora_r", "2", "--test_file", rows, model="chat")
+    weights = load_file(folder / "adapter_model.safetensors")
+    assert {weight.shape[0] for name, weight in weights.items() if "lora_A" in name} == {2}
+    assert results_of(folder, "descent_config")["noise_sigma"] > 0
+    command = ["evaluate", str(folder), "--config", str(SMOKE / "alpaca/descent.yaml")]
+    command += ["--train_file", rows, "--test_file", rows, "--results_dir", str(workplace / "measured")]
+    cli.main([*command, "--draws", "1", "--eval_gammas", "0", "1"])
+    measured, trained = (results_of(path, "noise_curve") for path in (workplace / "measured" / folder.name, folder))
+    assert measured["losses"][0][0] == pytest.approx(trained["losses"][0][0], rel=1e-4)
+    results = results_of(folder)
+    assert {"eval_layer_loss_1", "test_layer_loss_1", "test_mean_token_accuracy", "test_accuracy_auc"} <= set(results)
+    assert not any(
+        name.startswith("test")
+        for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        for name in entry
+    )
+
+
+def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsys):
+    (tmp_path / "chat.jinja").write_text(tokenizer(True).chat_template)
+    folder = sft(
+        "erm", "--chat_template_path", str(tmp_path / "chat.jinja"), "--max_steps", "1", "--prompt_format", "chat"
+    )
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer(True).chat_template
+    printed = capsys.readouterr().out
+    assert "Below is an instruction" not in printed
+    assert "[no label] '<user>Add" in printed
+
+
+def test_an_interrupted_run_ends_like_a_straight_one(sft):
+    folder = sft("descent")
+    straight = load_file(folder / "model.safetensors")
+    with pytest.raises(ValueError, match="is not empty"):
+        sft("descent")
+    (folder / "checkpoint-16").rename(folder / "gone")
+    (folder / "model.safetensors").unlink()
+    sft("descent", "--resume_from_checkpoint", "true")
+    resumed = load_file(folder / "model.safetensors")
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_a_model_must_be_named(sft):
+    with pytest.raises(ValueError, match="`model_name_or_path` is not given"):
+        cli.main(["sft", "--output_dir", "unused", "--use_cpu", "--bf16", "false"])
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu(workplace, tmp_path):
+    (line,) = (line for line in COMMANDS if line.startswith("accelerate"))
+    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *shlex.split(line)[1:]]
+    words += ["--model_name_or_path", str(workplace / "plain"), "--train_file", str(workplace / "train.json")]
+    words += ["--max_length", "320", "--report_to", "none", "--per_device_eval_batch_size", "4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    subprocess.run([*words, "--output_dir", str(tmp_path / "out")], check=True, env=environment, cwd=ROOT, timeout=300)
+    results, curve = results_of(tmp_path / "out"), results_of(tmp_path / "out", "noise_curve")
+    assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-4)
+    assert curve["losses"][0][0] == pytest.approx(results["eval_loss"], rel=1e-4)

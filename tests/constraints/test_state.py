@@ -1,0 +1,263 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny import InOrder, batches, bert, classification_data, config, llama, naive_layer_losses
+from transformers import TrainerCallback
+
+from hf_descent import DescentTrainer
+from hf_descent.constraints.state import DescentState, read_summary, write_summary
+
+
+DATA = classification_data()
+DATA_TEST = classification_data(32, seed=1)
+
+
+def test_fractional_warm_up_counts_all_steps(tmp_path):
+    trainer = DescentTrainer(bert(), config(tmp_path, max_steps=10, dual_warmup_steps=0.35), train_dataset=DATA)
+    trainer.train()
+    first = next(log["step"] for log in trainer.state.log_history if log.get("multiplier_1", 0) > 0)
+    assert first == 5  # ceil(3.5) = 4 inactive steps
+
+
+def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another(tmp_path):
+    args = config(tmp_path / "constrained", dual_learning_rate=0.3, descent_alpha=0.4, initial_loss_bound=0.9)
+    constrained = InOrder(bert(), args, train_dataset=DATA)
+    constrained.train()
+    constrained.save_model()
+    fixed = InOrder(
+        bert(),
+        config(tmp_path / "fixed", objective="fixed", fixed_multipliers=str(tmp_path / "constrained")),
+        train_dataset=DATA,
+    )
+    fixed.train()
+    assert torch.equal(fixed.multipliers.values, constrained.multipliers.values)
+    assert fixed.problem.state_dict() == constrained.problem.state_dict()
+    weights = constrained.problem.weights(constrained.multipliers.values).clamp(min=0).tolist()
+    logged = fixed.state.log_history[0]
+    assert [logged[f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
+
+
+def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
+    class Overflow(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            trainer.optimizer._is_overflow = state.global_step in (2, 3)
+
+    trainer = InOrder(bert(), config(tmp_path, dual_optim="sgd"), train_dataset=DATA, callbacks=[Overflow()])
+    trainer.train()
+    values = [log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log]
+    assert trainer.multipliers.steps.item() == 4 and len(set(values)) == len(values)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog, stop):
+    def poisoned(outputs, labels, num_items_in_batch=None):
+        loss = F.cross_entropy(outputs["logits"], labels, reduction="mean")
+        poisoned.calls += 1
+        # The value alone is spoilt, so that the weights stay finite.
+        return loss + float("nan") if poisoned.calls in range(12, 15) else loss
+
+    poisoned.calls = 0
+    args = config(tmp_path, max_steps=8, learning_rate=0.0, stop_on_nonfinite=stop, dual_optim="sgd")
+    trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=poisoned)
+    trainer.train()
+    assert torch.isfinite(trainer.multipliers.values).all()
+    assert caplog.text.count("was not finite") == 1
+    assert trainer.state.global_step < 8 if stop else trainer.state.global_step == 8
+    if not stop:
+        assert trainer.multipliers.steps.item() == 7
+
+
+def test_a_multiplier_at_its_cap_is_said_once(tmp_path, caplog):
+    args = config(tmp_path, max_steps=6, multiplier_max=0.0625, descent_alpha=0.9, dual_learning_rate=0.05)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
+    trainer.train()
+    assert trainer.multipliers.values.max() == 0.0625 and caplog.text.count("multiplier_max") == 1
+
+
+def test_auto_bound_of_a_weighted_loss_is_its_best_constant_prediction(tmp_path):
+    weight = torch.tensor([1.0, 20.0, 1.0])
+
+    def weighted(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels, weight)
+
+    args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=5, max_steps=6)
+    trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=weighted)
+    trainer.train()
+    labels = torch.tensor([row["labels"] for row in DATA[:40]])
+    logits = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(600):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits.expand(40, 3), labels, weight)
+        loss.backward()
+        optimizer.step()
+    assert trainer.problem.initial_loss_bound == pytest.approx(loss.item(), rel=0.02)
+
+
+def row_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
+
+
+def test_auto_bound_of_a_cross_entropy_of_one_s_own_is_that_of_the_model_s(tmp_path):
+    bounds = []
+    for loss in (None, row_loss):
+        args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=2, max_steps=3)
+        trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=loss)
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == bounds[1]
+
+
+def shifted_loss(outputs, labels, num_items_in_batch=None):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
+    rows = torch.randint(600, (32, 12), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    args = {"initial_loss_bound": "auto", "dual_warmup_steps": 2, "max_steps": 3, "readout_token_fraction": 1.0}
+    bounds = []
+    for loss in (None, shifted_loss):
+        trainer = InOrder(llama(vocab_size=600), config(tmp_path, **args), train_dataset=data, compute_loss_func=loss)
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == bounds[1] == pytest.approx(math.log(600), rel=0.05)
+    trainer = InOrder(
+        llama(vocab_size=600), config(tmp_path, **args), train_dataset=data,
+        compute_loss_func=lambda *given, **items: shifted_loss(*given, **items) ** 2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="cannot be measured for a loss function of one's own over 600 classes"):
+        trainer.train()
+
+
+def test_auto_bound_counts_every_row_once(tmp_path):
+    bounds = []
+    for steps in (4, 12):
+        args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=steps, max_steps=steps + 1)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA[:32])
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == bounds[1]
+
+
+def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
+    state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0, None, lambda tensor: tensor)
+    assert state.objective(torch.tensor([1.0, math.inf, 0.5]), 0, torch.ones(())) == 0.5
+
+
+def test_the_auto_schedule_leads_through_the_constrained_layers(tmp_path):
+    args = config(
+        tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=1, descent_strength=0.8,
+        constrained_layers=[1, 3],
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
+    trainer.train()
+    level = trainer.state.log_history[0]["loss"]  # of the one step of warm-up
+    assert (1 - trainer.problem.alpha[0]) ** 2 == pytest.approx((level / 4) ** 0.8, rel=1e-5)
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels)
+
+
+@pytest.mark.parametrize(("bound", "loss", "save_only_model"), [("auto", None, False), (1.1, own_loss, True)])
+def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path, bound, loss, save_only_model):
+    args = config(
+        tmp_path, descent_alpha="auto", initial_loss_bound=bound, dual_warmup_steps=4, max_steps=6,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+        metric_for_best_model="feasible_score", save_only_model=save_only_model,
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST, layer_loss_fn=loss)
+    trainer.train()
+    scores = [log["eval_feasible_score"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert scores[0] < -1e6 < scores[-1] and not trainer.state.best_model_checkpoint.endswith("-2")
+    best = load_file(f"{trainer.state.best_model_checkpoint}/descent_state.safetensors")["multipliers.values"]
+    assert torch.equal(trainer.multipliers.values, best)
+
+
+def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path):
+    args = config(tmp_path / "constrained", dual_learning_rate=0.3, constrained_layers=[1, 3])
+    constrained = InOrder(bert(), args, train_dataset=DATA)
+    constrained.train()
+    constrained.save_model()
+    args = config(
+        tmp_path, objective="fixed", fixed_multipliers=str(tmp_path / "constrained"), negative_weights="keep"
+    )
+    fixed = InOrder(bert(), args, train_dataset=DATA)
+    fixed.train()
+    weights = constrained.problem.weights(constrained.multipliers.values).tolist()
+    assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
+
+
+def test_a_run_without_constraints_is_judged_by_numbers_that_were_given_and_measures_none(tmp_path):
+    for settings, judged in (({}, True), ({"descent_alpha": "auto"}, False), ({"initial_loss_bound": "auto"}, False)):
+        args = config(tmp_path, objective="deep_supervision", dual_warmup_steps=2, **settings)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+        trainer.train()
+        trainer.save_model()
+        assert (trainer.problem is not None) == judged
+        assert ("eval_feasible" in trainer.evaluate()) == judged
+        assert any("max_violation" in log for log in trainer.state.log_history) == judged
+        assert ("train_feasible" in trainer.state.log_history[-2]) == judged
+
+
+def test_deep_supervision_weighs_the_constrained_layers(tmp_path):
+    args = config(
+        tmp_path, objective="deep_supervision", constrained_layers=[2], penalty_coefficient=0.4, max_steps=1,
+        optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer, model = InOrder(bert(), args, train_dataset=DATA), bert()
+    trainer.train()
+    losses = naive_layer_losses(model, next(batches(DATA)))
+    (0.4 * losses[1] + losses[2]).backward()
+    for trained, parameter in zip(trainer.model.parameters(), model.parameters()):
+        torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad)
+    logged = trainer.state.log_history[0]
+    assert [logged[f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx([0, 0.4, 1])
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"constrained_layers": [1, 4]}, {"descent_alpha": [0.1, 0.2]}, {"frozen": True}]
+)
+def test_auto_does_not_put_off_the_checks_to_the_end_of_warm_up(tmp_path, arguments):
+    model = bert()
+    if arguments.pop("frozen", False):
+        model.bert.embeddings.requires_grad_(False)
+        model.bert.encoder.layer[0].requires_grad_(False)
+    settings = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4, **arguments}
+    trainer = DescentTrainer(model, config(tmp_path, **settings), train_dataset=DATA)
+    with pytest.raises(ValueError, match="layer"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_numbers_of_any_kind_can_be_saved(tmp_path, objective):
+    numbers = {
+        "weight_decay": np.float32(0.5), "num_train_epochs": np.int64(1), "learning_rate": torch.tensor(0.25),
+        "max_grad_norm": np.float32(2), "max_steps": np.int64(-1),
+    }  # fmt: skip
+    args = config(tmp_path, objective=objective, save_strategy="steps", save_steps=1, **numbers)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA[:16])
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        saved = read_summary(folder)["arguments"]
+        assert {name: saved[name] for name in numbers} == numbers
+
+
+def test_what_cannot_be_written_leaves_the_summary_before_it_whole(tmp_path):
+    write_summary(tmp_path, {"seed": 1})
+    with pytest.raises(TypeError):
+        write_summary(tmp_path, {"seed": 2, "command": object()})
+    assert read_summary(tmp_path)["seed"] == 1
+
+
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path, caplog):
+    DescentTrainer(bert(), config(tmp_path, dual_warmup_steps=500), train_dataset=DATA).train()
+    assert "never act" in caplog.text

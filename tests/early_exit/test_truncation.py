@@ -1,0 +1,142 @@
+import json
+
+import pytest
+import torch
+import transformers
+from architectures import DECODER, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
+from tiny import bert, llama
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from hf_descent import layer_logits
+from hf_descent.early_exit import truncate
+from hf_descent.early_exit.truncation import example_inputs
+from hf_descent.models import (
+    DustConfig,
+    DustForVideoDenoising,
+    UTConfig,
+    UTForVideoDenoising,
+    ViTDenoiserConfig,
+    ViTForDenoising,
+)
+from hf_descent.readout.replay import output_logits
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_saved(name, tmp_path):
+    model = build(name, MODELS[name][0])
+    inputs = batch_for(model)
+    with torch.no_grad():
+        truth = layer_logits(model, inputs)
+        for layer in range(1, LAYERS + 1):
+            short = truncate(model, layer, inputs)
+            assert torch.equal(output_logits(short(**inputs)), truth[layer - 1])
+            short.save_pretrained(tmp_path / str(layer))
+            loaded = type(model).from_pretrained(tmp_path / str(layer))
+            # Products of weights that lie elsewhere in memory may round differently.
+            torch.testing.assert_close(output_logits(loaded(**inputs)), truth[layer - 1], rtol=1e-5, atol=1e-5)
+        assert getattr(model.config, MODELS[name][1]) == LAYERS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_batch_is_made_up_for_every_kind_of_model(name):
+    model = build(name, MODELS[name][0])
+    short = truncate(model, 2)
+    inputs = batch_for(model)
+    with torch.no_grad():
+        assert torch.equal(output_logits(short(**inputs)), layer_logits(model, inputs)[1])
+
+
+@pytest.mark.parametrize("kind", ["ut", "dust", "vit"])
+def test_denoisers_need_no_batch(kind):
+    model = {
+        "ut": lambda: UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3)),
+        "dust": lambda: DustForVideoDenoising(DustConfig(hidden_size=16, dictionary_size=32, num_hidden_layers=3)),
+        "vit": lambda: ViTForDenoising(
+            ViTDenoiserConfig(
+                encoder_config=transformers.ViTConfig(
+                    hidden_size=12, num_hidden_layers=3, num_attention_heads=2, intermediate_size=8,
+                    image_size=8, patch_size=2, num_channels=3,
+                )
+            )
+        ),
+    }[kind]().eval()  # fmt: skip
+    short, inputs = truncate(model, 2), example_inputs(model)
+    assert len(inputs["pixel_values"]) == 2
+    with torch.no_grad():
+        assert torch.equal(short(**inputs).logits, layer_logits(model, inputs)[1])
+    assert short.config != model.config
+
+
+def test_a_truncated_model_stands_alone_and_counts_its_layers(tmp_path):
+    model = bert(num_layers=4).train()
+    state = torch.get_rng_state()
+    short = truncate(model, 2)
+    assert short.training and model.training and torch.equal(torch.get_rng_state(), state)
+    assert sum(p.numel() for p in short.parameters()) < sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.weight.zero_()
+    assert short.bert.encoder.layer[0].output.dense.weight.any()
+    short.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 2
+    loaded, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert len(loaded.bert.encoder.layer) == 2
+
+
+def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_path):
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Qwen2Config(
+        **MODELS["Qwen2ForCausalLM"][0], layer_types=types, use_sliding_window=True, tie_word_embeddings=True
+    )
+    model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    short = truncate(model, 2)
+    assert short.config.layer_types == types[:2] and config.layer_types == types
+    assert short.lm_head.weight is short.model.embed_tokens.weight and short.dtype == torch.bfloat16
+    short.generation_config.max_new_tokens = 3
+    short.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["layer_types"] == types[:2]
+    assert short.generate(torch.tensor([[5, 6]]), do_sample=False).shape[1] <= 5
+
+
+def test_a_hybrid_cut_below_its_first_attention_runs_without_a_cache(tmp_path):
+    config = transformers.Lfm2Config(**DECODER, layer_types=["conv", "full_attention", "conv"])
+    short = truncate(transformers.Lfm2ForCausalLM(config), 1)
+    ids = torch.tensor([[5, 6, 7]])
+    short.save_pretrained(tmp_path)
+    loaded = transformers.Lfm2ForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, short(ids).logits)
+    assert loaded.generate(ids, max_new_tokens=2, min_new_tokens=2).shape == (1, 5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_without_a_shared_readout_are_refused(name):
+    model = build(name, REFUSED[name][0])
+    with pytest.raises(ValueError, match=REFUSED[name][1]):
+        truncate(model, 1, batch_for(model))
+
+
+MINICPM = MODELS["LlamaForCausalLM"][0] | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8}
+MINICPM |= {"head_dim": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+
+
+def test_a_model_whose_scale_depends_on_its_depth_is_refused():
+    model = build("MiniCPM3ForCausalLM", MINICPM)
+    with pytest.raises(ValueError, match="not those of layer 1"):
+        truncate(model, 1)
+    assert truncate(model, LAYERS).config.num_hidden_layers == LAYERS
+
+
+def test_bad_arguments_to_truncate_are_named():
+    with pytest.raises(ValueError, match=r"`num_layers` is 4; BertForSequenceClassification has 1..3"):
+        truncate(bert(), 4)
+    with pytest.raises(TypeError, match="`model` is a TwoStage"):
+        truncate(TwoStage(), 1)
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(task_type="CAUSAL_LM"))
+    with pytest.raises(TypeError, match="merge_and_unload"):
+        truncate(adapted, 1)
+    model = bert()
+    model.main_input_name = "spectrogram"
+    with pytest.raises(ValueError, match="give `inputs`"):
+        example_inputs(model)

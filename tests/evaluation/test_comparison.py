@@ -1,0 +1,370 @@
+"""Verdicts between groups of runs: against the textbook tests that they reduce to, and by their rate of errors."""
+
+import json
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from runs import GAMMAS, make_curve, make_profile, make_run, save_run
+from scipy import stats
+from tiny import bert, classification_data, config
+
+from hf_descent import DescentTrainer
+from hf_descent.evaluation import NoiseCurve
+from hf_descent.evaluation.comparison import compare, difference, group_runs
+from hf_descent.runs import Run
+
+
+def groups_of(before, after, **options):
+    """Runs from accuracies of blocks, `[seeds, blocks]`."""
+    return {
+        name: [make_run(blocks, seed=seed, **options) for seed, blocks in enumerate(side)]
+        for name, side in (("erm", before), ("descent", after))
+    }
+
+
+def block_means(seeds, blocks, mean, of_seeds, of_blocks, noise, generator):
+    """Accuracies with a part of each seed, a part of each block and a rest, `[seeds, blocks]`."""
+    rest = noise * generator.normal(size=(seeds, blocks))
+    return mean + of_seeds * generator.normal(size=(seeds, 1)) + of_blocks + rest
+
+
+def test_with_no_part_of_the_data_it_is_the_paired_t_test():
+    generator = np.random.default_rng(0)
+    before, after = (np.repeat(0.5 + 0.05 * generator.normal(size=(5, 1)), 8, axis=1) for _ in range(2))
+    groups = groups_of(before, after)
+    groups["descent"].reverse()
+    found = difference(groups, "erm", "descent")
+    expected = stats.ttest_rel(after[:, 0], before[:, 0])
+    assert found.paired
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    low, high = expected.confidence_interval(0.95)
+    assert (found.estimate, found.radius) == pytest.approx(((low + high) / 2, (high - low) / 2), rel=1e-6)
+
+
+def test_with_other_seeds_it_is_welchs_test():
+    generator = np.random.default_rng(1)
+    before = np.repeat(0.5 + 0.05 * generator.normal(size=(3, 1)), 8, axis=1)
+    after = np.repeat(0.6 + 0.01 * generator.normal(size=(6, 1)), 8, axis=1)
+    found = difference(groups_of(before, after), "erm", "descent")
+    expected = stats.ttest_ind(after[:, 0], before[:, 0], equal_var=False)
+    assert not found.paired
+    assert found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert found.freedom == pytest.approx(expected.df, rel=1e-6)
+    twice = groups_of(before[:2], after[:2])
+    for run in twice["erm"] + twice["descent"]:
+        run.summary["arguments"]["seed"] = 0
+    assert not difference(twice, "erm", "descent").paired
+    for run in twice["descent"]:
+        del run.summary["arguments"]["seed"]
+    for baseline, group in (("erm", "descent"), ("descent", "erm")):
+        assert not difference(twice, baseline, group).paired
+
+
+def test_with_both_parts_it_is_the_test_of_reader_studies():
+    """By the mean squares of an analysis of variance (Hillis 2007, equations 6 and 9)."""
+    generator = np.random.default_rng(9)
+    before, after = (block_means(4, 8, 0.5, 0.03, 0.05 * generator.normal(size=8), 0.02, generator) for _ in range(2))
+    table = after - before
+    of_seeds, of_blocks = 8 * table.mean(1).var(ddof=1), 4 * table.mean(0).var(ddof=1)
+    rest = (31 * table.var(ddof=1) - 3 * of_seeds - 7 * of_blocks) / 21
+    both = of_seeds + of_blocks - rest
+    found = difference(groups_of(before, after), "erm", "descent")
+    assert found.freedom == pytest.approx(3 * (both / of_seeds) ** 2)
+    assert found.radius == pytest.approx(stats.t.ppf(0.975, found.freedom) * np.sqrt(both / 32))
+
+
+def test_what_the_data_decides_widens_the_interval():
+    """Every seed gains on the same blocks and loses on the same others: another test set might turn it round."""
+    generator = np.random.default_rng(2)
+    of_blocks = 0.2 * generator.normal(size=12)
+    before = block_means(4, 12, 0.5, 0.0, 0.0, 0.01, generator)
+    after = block_means(4, 12, 0.55, 0.0, of_blocks - of_blocks.mean(), 0.01, generator)
+    found = difference(groups_of(before, after), "erm", "descent")
+    assert stats.ttest_rel(after.mean(1), before.mean(1)).pvalue < 0.01
+    assert found.verdict == "no difference"
+    assert found.radius == pytest.approx(found.data_radius, rel=0.2)
+    same = block_means(4, 12, 0.55, 0.0, 0.0, 0.01, generator)
+    assert difference(groups_of(before, same), "erm", "descent").verdict == "better"
+
+
+def test_the_estimate_is_the_difference_of_what_the_curves_say():
+    groups = groups_of(*np.random.default_rng(9).uniform(0.3, 0.9, (2, 3, 8)))
+    for run in groups["erm"] + groups["descent"]:
+        run.curve.metric, run.curve.values = "rmse", np.sqrt(run.curve.values)
+    before, after = (np.mean([run.curve.auc_over_range for run in groups[name]]) for name in ("erm", "descent"))
+    assert difference(groups, "erm", "descent").estimate == pytest.approx(after - before, rel=1e-9)
+
+
+def test_seeds_that_agree_by_chance_prove_nothing():
+    """Two seeds that lose one row of many each: the same difference to the last digit, on other blocks."""
+    before = np.full((2, 10), 0.7)
+    after = before.copy()
+    after[0, 3] -= 0.1
+    after[1, 6] -= 0.1
+    found = difference(groups_of(before, after), "erm", "descent")
+    assert found.estimate == pytest.approx(-0.01)
+    assert found.verdict == "no difference" and found.p_value > 0.05
+    assert found.radius == pytest.approx(found.data_radius)
+
+
+@pytest.mark.parametrize(("size", "second"), [(0.026, [1, 1, -1, -1]), (0.009, [-1, 1, -1, 1])])
+def test_few_seeds_prove_no_more_where_the_data_is_sure(size, second):
+    """Two seeds gain 0.02 and 0.03; what their blocks add is their own."""
+    before = np.full((2, 8), 0.5)
+    own = size * np.array([2 * [1, -1, 1, -1], 2 * second])
+    after = before + np.array([[0.02], [0.03]]) + own
+    assert stats.ttest_1samp((after - before).mean(axis=0), 0).pvalue < 0.01
+    found, expected = (
+        difference(groups_of(before, after), "erm", "descent"),
+        stats.ttest_rel(after.mean(1), before.mean(1)),
+    )
+    assert expected.pvalue > 0.1
+    assert found.verdict == "no difference" and found.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert found.radius == pytest.approx(np.diff(expected.confidence_interval(0.95))[0] / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_false_verdicts_are_as_rare_as_stated(paired):
+    """Seeds, data and a rest of comparable parts, the same means; the data's part differs between the groups."""
+    generator = np.random.default_rng(3)
+    wrong = 0
+    for _ in range(300):
+        sides = [block_means(3, 8, 0.5, 0.02, 0.02 * generator.normal(size=8), 0.04, generator) for _ in range(2)]
+        groups = groups_of(*sides)
+        if not paired:
+            for run in groups["descent"]:
+                run.summary["arguments"]["seed"] += 100
+        wrong += difference(groups, "erm", "descent").verdict != "no difference"
+    assert stats.binomtest(wrong, 300, 0.05, alternative="greater").pvalue > 1e-3
+
+
+def test_verdicts_in_words():
+    generator = np.random.default_rng(4)
+    low, high = (block_means(3, 8, mean, 0.001, 0.0, 0.001, generator) for mean in (0.5, 0.7))
+    assert "descent is better, at 95 %" in str(difference(groups_of(low, high), "erm", "descent"))
+    worse = difference(groups_of(high, low), "erm", "descent")
+    assert worse.verdict == "worse" and "paired by seed" in str(worse)
+    again = block_means(3, 8, 0.5, 0.001, 0.0, 0.001, generator)
+    assert "no difference at 95 %" in str(difference(groups_of(low, again), "erm", "descent"))
+    single = difference(groups_of(low[:1], high[:1]), "erm", "descent")
+    assert single.verdict == "open" and np.isinf(single.radius)
+    assert "another seed may do the same" in str(single)
+    errors = groups_of(low, high)
+    for run in errors["erm"] + errors["descent"]:
+        run.curve.greater_is_better = False
+    assert difference(errors, "erm", "descent").verdict == "worse"
+
+
+def test_runs_are_grouped_by_all_but_their_seed_and_the_levels_of_their_tests():
+    blocks = np.full((2, 4), 0.5)
+    runs = [
+        make_run(blocks[0], seed=seed, objective=objective, noise_gamma=gamma, descent_alpha=alpha, folder=str(index))
+        for index, (objective, gamma, alpha, seed) in enumerate(
+            [
+                ("erm", 0.0, "auto", 1),
+                ("erm", 1.0, "auto", 1),
+                ("erm", 0.0, "auto", 2),
+                ("descent", 1.0, 0.1, 1),
+                ("descent", 1.0, 0.2, 1),
+                ("descent", 1.0, 0.1, 2),
+            ]
+        )
+    ]
+    runs[2].summary["arguments"]["eval_gammas"] = [0.0]
+    groups = group_runs(runs)
+    assert {name: [run.folder for run in group] for name, group in groups.items()} == {
+        "erm": ["0", "2"],
+        "erm+noise 1.0": ["1"],
+        "descent+noise 1.0, descent_alpha 0.1": ["3", "5"],
+        "descent+noise 1.0, descent_alpha 0.2": ["4"],
+    }
+    assert make_run(blocks[0], neftune_noise_alpha=5.0).arm == "neftune"
+    assert make_run(blocks[0], noise_gamma=[0, 0]).arm == "erm"
+    assert Run("somewhere/mine", make_curve(blocks[0])).arm == "mine"
+
+
+def test_runs_of_other_models_and_training_are_no_seeds_of_one_another(tmp_path):
+    """What a real run writes tells its way of training from others, and nothing but the seed is left out."""
+    runs, data = [], classification_data(16)
+    for seed, layers, rows, options in (
+        (1, 2, 16, {}),
+        (2, 2, 16, {}),
+        (1, 3, 16, {}),
+        (1, 2, 8, {}),
+        (1, 2, 16, {"per_device_train_batch_size": 4}),
+        (1, 2, 16, {"weight_decay": 0.1}),
+    ):
+        folder = tmp_path / str(len(runs))
+        args = config(folder, objective="erm", max_steps=1, seed=seed, **options)
+        trainer = DescentTrainer(bert(num_layers=layers), args, train_dataset=data[:rows])
+        trainer.train()
+        trainer.save_model()
+        summary = json.loads((folder / "descent_config.json").read_text())
+        runs.append(Run(folder.name, make_curve([0.5, 0.6]), summary=summary))
+    assert [[run.folder for run in group] for group in group_runs(runs).values()] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4"],
+        ["5"],
+    ]
+    for name, values in (("pooling", ("cls", "mean")), ("command", ({"max_seq_length": 32}, {"max_seq_length": 64}))):
+        alike = [make_run([0.5, 0.6], seed=seed) for seed in (1, 2)]
+        for run, value in zip(alike, values):
+            run.summary[name] = value
+        assert len(group_runs(alike)) == 2
+    for encoders, count in (
+        (("/a/base", "/home/b/base/"), 1),
+        (("/a/base", "/a/other"), 2),
+        (("a/base", "b/base"), 2),  # on the Hub
+    ):
+        alike = [make_run([0.5, 0.6], seed=seed) for seed in (1, 2)]
+        for run, encoder in zip(alike, encoders):
+            run.summary["encoder"] = encoder
+        assert len(group_runs(alike)) == count
+    frozen = [
+        make_run([0.5, 0.6], objective="fixed", seed=seed, fixed_multipliers=f"runs/descent-{seed}") for seed in (1, 2)
+    ]
+    assert list(group_runs(frozen)) == ["fixed"]
+
+
+def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
+    generator = np.random.default_rng(5)
+    folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
+    assert compare(folders).differences[0].verdict == "open"
+    for name, value in (("scale", 255.0), ("metric", "f1")):
+        other = make_run(generator.random(6), objective="hinge")
+        setattr(other.curve, name, value)
+        with pytest.raises(ValueError, match="were not evaluated on the same data"):
+            compare([*folders, save_run(tmp_path / name, other)])
+    settings = ({"batch_size": 5}, {"samples": 61}, {"data": "other rows"}, {"perturbation": "typos"})  # same blocks
+    for change in ({"items": 11}, {"noise_seed": 1}, {"gammas": GAMMAS + 0.1}, *settings):
+        made = {} if change in settings else change
+        run = make_run(generator.random(6), objective="hinge", **made)
+        run.curve.settings |= change if change in settings else {}
+        other = save_run(tmp_path / "other", run)
+        with pytest.raises(ValueError, match="were not evaluated on the same data, levels and noise"):
+            compare([*folders, other])
+    with pytest.raises(ValueError, match="at least two ways of training"):
+        compare(folders[:1])
+    with pytest.raises(ValueError, match="holds no noise_curve.json; run `hf-descent evaluate"):
+        compare([str(tmp_path), folders[0]])
+    with pytest.raises(ValueError, match="one batch"):
+        compare([save_run(tmp_path / name, make_run([0.5], objective=name)) for name in ("erm", "descent")])
+
+
+def test_what_proves_nothing_is_refused_or_said(tmp_path):
+    generator = np.random.default_rng(7)
+    folders = [
+        save_run(tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed))
+        for name in ("erm", "descent")
+        for seed in range(3)
+    ]
+    for confidence in (95, 0, -1):
+        with pytest.raises(ValueError, match=f"`confidence` is {confidence}"):
+            compare(folders, confidence=confidence)
+    twice = {"a": [folders[0], f"{tmp_path}/./erm-0"], "b": [folders[3], folders[4]]}
+    with pytest.raises(ValueError, match=r"erm-0'\] more than once"):
+        compare(twice)
+    for folder, weights in zip(folders, "aabacd"):  # the second is a copy of the first, the fourth of another group
+        curve = NoiseCurve.from_json(f"{folder}/noise_curve.json")
+        curve.settings["weights"] = weights
+        curve.to_json(f"{folder}/noise_curve.json")
+    with pytest.raises(ValueError, match=r"erm-0 and .*erm-1 in 'erm', whose weights are the same.*give one of them"):
+        compare(folders)
+    assert compare([folders[0], *folders[2:]]).differences
+    save_run(tmp_path / "erm-1", make_run([0.5, np.nan, 0.5, 0.6, 0.7, 0.4], objective="erm", seed=1))
+    comparison = compare(folders)
+    assert comparison.differences[0].verdict == "open" and "accuracy that is not finite" in str(comparison)
+
+
+def test_results_of_a_former_training_are_not_those_of_the_model(tmp_path):
+    run = make_run([0.5, 0.6], objective="descent", feasible=True)
+    folder = save_run(tmp_path / "run", run)
+    started = (tmp_path / "run" / "noise_curve.json").stat().st_mtime
+    summary = json.dumps(run.summary | {"training_started": started + 10})
+    (tmp_path / "run" / "descent_config.json").write_text(summary)
+    with pytest.raises(ValueError, match="holds a noise_curve.json older than its model; run `hf-descent evaluate"):
+        Run.load(folder)
+    os.utime(tmp_path / "run" / "noise_curve.json", (started + 20, started + 20))
+    assert Run.load(folder).profiles == {} and Run.load(folder).feasible is None
+
+
+def test_feasible_is_meant_at_the_training_noise_whatever_the_curve(tmp_path):
+    run = make_run([0.5, 0.6], objective="descent")
+    run.summary["noise_gamma"], run.profiles[0.0].feasible, run.profiles[2.0].feasible = [1.0, 2.0], True, False
+    folder = save_run(tmp_path / "run", run)
+    replace(run.curve, gamma_train=None).to_json(tmp_path / "run" / "typos_curve.json")
+    for curve in ("noise_curve", "typos_curve"):
+        assert Run.load(folder, curve).feasible is False
+
+
+def test_all_verdicts_hold_together(tmp_path):
+    generator = np.random.default_rng(6)
+    names = ("erm", "descent", "hinge")
+    folders = [
+        save_run(tmp_path / f"{name}-{seed}", make_run(generator.random(6), objective=name, seed=seed))
+        for name in names
+        for seed in range(3)
+    ]
+    comparison = compare(folders, baseline="hinge")
+    assert list(comparison.groups) == ["hinge", "erm", "descent"]
+    assert [found.confidence for found in comparison.differences] == [0.975] * 2
+    written = json.loads(json.dumps(comparison.to_dict()))
+    assert written["groups"]["erm"]["seeds"] == [0, 1, 2]
+    assert written["differences"][0]["verdict"] == comparison.differences[0].verdict
+    averages = [run.curve.auc_over_range for run in comparison.groups["erm"]]
+    assert written["groups"]["erm"]["auc_over_range"] == pytest.approx([np.mean(averages), np.std(averages, ddof=1)])
+
+
+def test_without_level_0_there_is_no_clean_metric(tmp_path):
+    runs = [make_run([0.5, 0.6], objective=name, gammas=GAMMAS + 0.5) for name in ("erm", "descent")]
+    found = compare([save_run(tmp_path / run.arm, run) for run in runs]).to_dict()
+    assert np.isnan(found["groups"]["erm"]["clean"][0])
+
+
+def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):
+    runs = [make_run([0.5, 0.6], objective=name) for name in ("erm", "descent")]
+    for run, sigma in zip(runs, (0.05, 0.0502)):
+        run.curve.settings["sigma"] = sigma
+    assert "sigma" not in str(compare([save_run(tmp_path / run.arm, run) for run in runs]))
+    runs[1].curve.settings["sigma"] = 0.06
+    found = compare([save_run(tmp_path / run.arm, run) for run in runs])
+    assert "in units of sigma, which differs: 0.05 in erm, 0.06 in descent." in found.to_dict()["note"] in str(found)
+    groups = {}
+    for name, sigmas in (("erm", (1.0, 2.0)), ("descent", (2.0, 1.0))):  # of the same mean
+        made = [make_run([0.5, 0.6], seed, name) for seed in range(2)]
+        for run, sigma in zip(made, sigmas):
+            run.curve.settings["sigma"] = sigma
+        groups[name] = [save_run(tmp_path / f"{name}-{run.seed}", run) for run in made]
+    assert "which differs: 1 2 in erm, 2 1 in descent." in str(compare(groups))
+
+
+def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
+    """Of runs that were trained without noise, too: else their OOD part would be that of other levels."""
+    runs = [make_run([0.5, 0.6], objective="erm"), make_run([0.5, 0.6], objective="descent")]
+    for run, level in zip(runs, (0.0, 1.0)):
+        run.curve.gamma_train = level
+    comparison = compare([save_run(tmp_path / run.arm, run) for run in runs])
+    groups = comparison.to_dict()["groups"]
+    for name in ("erm", "descent"):
+        assert (groups[name]["auc_id"][0], groups[name]["auc_ood"][0]) == pytest.approx((0.5, 0.4))
+    assert "ID: noise levels up to 1, OOD: beyond" in str(comparison)
+    assert comparison.groups["erm"][0].curve.gamma_train == 0.0
+
+
+def test_the_table_counts_cost_and_feasibility_at_the_training_level(tmp_path):
+    erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
+    runs = [make_run([0.5, 0.6], seed, "descent", False, 0.3) for seed in range(3)]
+    for run, feasible in zip(runs, (True, False)):  # the third was not profiled at the training level
+        run.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, feasible)
+    # Its profile is of the problem that "auto" would have given it; it was trained to meet none.
+    supervised = make_run([0.5, 0.6], 0, "deep_supervision", step_seconds=0.3)
+    supervised.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, True)
+    comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs, supervised)])
+    rows = str(comparison).splitlines()
+    row, other = (next(line for line in rows if line.startswith(arm)) for arm in ("descent ", "deep_supervision"))
+    assert row.split()[-4:] == ["1", "of", "2", "x1.50"]
+    assert "of" not in other.split() and other.endswith("x1.50")

@@ -1,0 +1,89 @@
+"""The code that a card shows loads the model and runs."""
+
+import re
+
+import pytest
+import torch
+from test_card import read, trained
+from tiny import bert, classification_data, language_data, llama
+
+from hf_descent import DescentTrainer, cli
+from hf_descent.hub.card import render
+from hf_descent.loading import load_model as load_adapted
+
+
+@pytest.mark.parametrize(
+    ("architecture", "usage"),
+    [
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM.from"),
+        ("WhisperForConditionalGeneration", "import WhisperForConditionalGeneration"),
+    ],
+)
+def test_the_class_that_a_card_names_is_one_that_loads_the_model(architecture, usage):
+    card = {"model_name": "m", "objective": "erm", "library_name": "transformers", "paper": DescentTrainer._paper}
+    assert usage in str(render(card | {"architecture": architecture}))
+
+
+def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
+    peft = pytest.importorskip("peft")
+    from hf_descent.models import LinearReadoutForSequenceClassification
+
+    base = llama()
+    base.name_or_path = base.config._name_or_path = "someone/base"
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM"))
+    trained(tmp_path / "adapter", model, language_data(8)).create_model_card()
+    card, text = read(tmp_path / "adapter")
+    assert card.data.to_dict()["library_name"] == "peft" and card.data.base_model == "someone/base"
+    assert "AutoPeftModelForCausalLM" in text and "model.merge_and_unload()" in text
+    masked = {"model_name": "m", "objective": "erm", "library_name": "peft", "paper": DescentTrainer._paper}
+    for architecture in ("BertForMaskedLM", "BertForMultipleChoice", "ViTForImageClassification"):
+        code = re.search(r"```python\n(from peft .*)", str(render(masked | {"architecture": architecture})))[1]
+        exec(code)  # a class that PEFT has
+    bert().save_pretrained(tmp_path / "encoder")
+    own = LinearReadoutForSequenceClassification.from_encoder(str(tmp_path / "encoder"), "mean", num_labels=3)
+    trained(tmp_path / "own", own).create_model_card()
+    _, text = read(tmp_path / "own")
+    assert "import hf_descent.models" in text and "install hf_descent first" in text
+    assert str(tmp_path) not in (tmp_path / "own" / "model_card.json").read_text()
+    own.config.encoder_config._name_or_path = "someone/encoder"
+    trained(tmp_path / "named", own).create_model_card()
+    assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"
+    (tmp_path / "named" / "model_card.json").unlink()
+    cli.main(["card", str(tmp_path / "named")])
+    assert read(tmp_path / "named")[0].data.base_model == "someone/encoder"
+
+
+@pytest.mark.parametrize("pooling", ["head", "mean_linear"])
+def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(pooling, tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    from hf_descent.commands.classify import ModelArguments, load_model
+
+    (tmp_path / "someone").mkdir()
+    monkeypatch.chdir(tmp_path)
+    bert(num_labels=2).bert.save_pretrained("someone/base")
+    arguments = ModelArguments("someone/base", pooling=pooling, use_peft=True)
+    model = load_model(arguments, ["a", "b", "c"]).eval()
+    trained(tmp_path / "run", model)
+    cli.main(["card", "run", "--base_model", "someone/base"])
+    card, text = read(tmp_path / "run")
+    assert card.data.base_model == "someone/base" and card.data.to_dict()["library_name"] == "peft"
+    assert ("install hf_descent first" in text) == (pooling != "head")
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    batch = {"input_ids": torch.arange(12).reshape(2, 6)}
+    torch.testing.assert_close(names["model"].eval()(**batch).logits, model.eval()(**batch).logits)
+    torch.testing.assert_close(load_adapted("run")(**batch).logits, model(**batch).logits)
+
+
+def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
+    trained(tmp_path / "run").create_model_card()
+    _, text = read(tmp_path / "run")
+    use, early = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    rows = classification_data(8)
+    real = [row["attention_mask"].bool() for row in rows]
+    ragged = [{"input_ids": row["input_ids"][mask], "labels": row["labels"]} for row, mask in zip(rows, real)]
+    names = {"validation_data": ragged}
+    exec(use, names)
+    exec(early, names)
+    assert len(names["short"].bert.encoder.layer) == 1 and names["fast"].threshold is not None

@@ -1,0 +1,207 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import AUDIO, ByPlace, build
+from tiny import bert, classification_data, config, language_data, llama
+from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
+
+from hf_descent import DescentTrainer, layer_losses
+from hf_descent.losses.task import count_items, shifts_labels
+
+
+def collate(rows):
+    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("task", ["classification", "language"])
+def test_layer_losses_are_those_of_truncated_models(task):
+    model = bert() if task == "classification" else llama()
+    batch = collate(classification_data(8) if task == "classification" else language_data(8))
+    losses = layer_losses(model.eval(), batch)
+    assert losses.shape == (3,) and losses.dtype == torch.float32 and losses.requires_grad
+    for layer in (1, 2, 3):
+        short = copy.deepcopy(model)
+        if task == "classification":
+            short.bert.encoder.layer = short.bert.encoder.layer[:layer]
+        else:
+            short.model.layers, short.config.num_hidden_layers = short.model.layers[:layer], layer
+        assert losses[layer - 1].item() == pytest.approx(short(**batch).loss.item(), rel=1e-6)
+
+
+def test_layer_losses_are_those_of_a_model_that_returns_tuples():
+    batch = collate(classification_data(4))
+    losses = layer_losses(bert().eval(), batch)
+    for model in (bert(return_dict=False), ByPlace(bert())):
+        assert torch.equal(layer_losses(model.eval(), batch), losses)
+
+
+@pytest.mark.parametrize("model", [bert(), ByPlace(bert())])
+def test_layer_losses_need_labels(model):
+    batch = collate(classification_data(4))
+    del batch["labels"]
+    with pytest.raises(ValueError, match="labels"):
+        layer_losses(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shifts", "expected"),
+    [
+        ({"labels": torch.tensor([0, 2, 1])}, False, 3),
+        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, False, 3),
+        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, True, 2),
+        ({"labels": torch.tensor([[5, 1]]), "shift_labels": torch.tensor([[1, -100]])}, True, 1),
+        ({"labels": torch.rand(4, 2)}, False, 8),
+        ({"start_positions": torch.tensor([1, 2])}, False, 2),
+        ({"labels": torch.full((2, 3), -100)}, False, 0),
+        ({"labels": None}, False, None),
+        ({"labels": [{"boxes": torch.rand(2, 4)}]}, True, None),
+        ({}, False, None),
+    ],
+)
+def test_items(inputs, shifts, expected):
+    count = count_items(inputs, ["labels", "start_positions"], shifts)
+    assert count is None if expected is None else count.item() == expected
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.3])
+@pytest.mark.parametrize(("start", "sure", "shifts"), [(1, False, True), (0, False, False), (0, True, False)])
+def test_what_a_label_alone_adds_to_a_loss_tells_its_shift(start, sure, shifts, constant):
+    labels = torch.tensor([[2, 1, 0, 2], [2, 2, 1, -100]])
+    logits = torch.zeros(2, 4, 3)
+    logits[:, :, 1] = 200.0 * sure  # nothing is lost on a label that is 1
+
+    def loss_of(labels):
+        losses = F.cross_entropy(logits[:, : 4 - start].flatten(0, 1), labels[:, start:].flatten(), reduction="sum")
+        return constant + losses / labels[:, start:].ne(-100).sum().clamp(min=1)
+
+    assert shifts_labels(None, {"labels": labels}, loss_of=loss_of) == shifts
+    assert not shifts_labels(None, {"labels": labels}, loss_of=lambda labels: constant)  # a distillation's
+
+
+def test_a_loss_of_ones_own_that_asks_for_what_a_layer_does_not_have_is_named(tmp_path):
+    def by_states(outputs, labels, num_items_in_batch=None):
+        return outputs["hidden_states"][-1].mean()
+
+    model = bert(output_hidden_states=True)
+    trainer = DescentTrainer(model, config(tmp_path), train_dataset=classification_data(8), layer_loss_fn=by_states)
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification returns at one layer .*'hidden_states'"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("bound", [1.0, "auto"])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (lambda loss: loss.repeat(8), r"torch.float32 of shape \[8\]"),
+        (lambda loss: loss[None], r"torch.float32 of shape \[1\]"),
+        (lambda loss: loss.long(), r"torch.int64 of shape \[\]"),
+        (lambda loss: 0.5, "0.5"),
+        (lambda loss: None, "None"),
+    ],
+)
+def test_a_loss_of_ones_own_is_a_scalar(tmp_path, wrong, named, bound):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return wrong(F.cross_entropy(outputs["logits"], labels))
+
+    args, data = config(tmp_path, initial_loss_bound=bound, dual_warmup_steps=1), classification_data(8)
+    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss)
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(TypeError, match=f"`layer_loss_fn` .* returned {named} for .*; return a floating-point"):
+            run()
+    assert trainer.state.global_step == 0
+
+
+def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
+    torch.manual_seed(0)
+    model = BertForQuestionAnswering(bert(num_labels=2).config)
+    rows = [
+        {**{name: row[name] for name in ("input_ids", "attention_mask")}, "start_positions": 1, "end_positions": 2}
+        for row in classification_data(8, pad=False)
+    ]
+    trainer = DescentTrainer(
+        model, config(tmp_path), train_dataset=rows, readout=lambda model, hidden, inputs: model.qa_outputs(hidden)
+    )
+    with pytest.raises(ValueError, match="loss of BertForQuestionAnswering takes other arguments.*layer_loss_fn"):
+        trainer.train()
+
+
+def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_value():
+    tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    assert shifts_labels(llama().bfloat16(), inputs)
+    zero = llama()
+    mean = zero.loss_function
+    zero.loss_function = lambda *args, **kwargs: mean(*args, **kwargs).nan_to_num()  # of no label
+    assert shifts_labels(zero, inputs)
+    masked = BertForMaskedLM(bert(num_labels=2).config).bfloat16().eval()
+    assert not shifts_labels(masked, inputs)
+    masked.config.return_dict = False
+    assert not shifts_labels(masked, inputs)
+
+
+@pytest.mark.parametrize("name", ["layer_loss_fn", "compute_loss_func"])
+def test_a_loss_of_two_arguments_is_refused_at_once(tmp_path, name):
+    def loss(outputs, labels):
+        return F.cross_entropy(outputs["logits"], labels)
+
+    with pytest.raises(ValueError, match=r"takes other arguments .*num_items_in_batch.*given: `layer_loss_fn"):
+        DescentTrainer(bert(), config(tmp_path), train_dataset=classification_data(8), **{name: loss})
+
+
+def test_the_label_of_a_single_token_is_of_use_where_nothing_is_shifted():
+    token = torch.tensor([[5]])
+    inputs = {"input_ids": token, "labels": token}
+    assert shifts_labels(llama().eval(), inputs)
+    assert not shifts_labels(BertForMaskedLM(bert(num_labels=2).config).eval(), inputs)
+    assert not shifts_labels(bert().eval(), {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[1]])})
+
+
+def test_rows_are_the_items_of_a_mean_over_rows():
+    labels = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])
+    assert count_items({"labels": labels}, ["labels"], False) == 4
+    assert count_items({"labels": labels}, ["labels"], False, of_rows=True) == 3
+
+
+def transcriptions(reduction):
+    settings = AUDIO | {"layerdrop": 0.0, "apply_spec_augment": False, "pad_token_id": 0}
+    settings |= {f"{part}_dropout": 0.0 for part in ("hidden", "attention", "feat_proj", "activation", "final")}
+    model = build("Wav2Vec2ForCTC", settings | {"ctc_loss_reduction": reduction})
+    generator = torch.Generator().manual_seed(0)
+    return model, [
+        {
+            "input_values": torch.randn(400, generator=generator),
+            "labels": torch.where(torch.arange(8) < row, torch.randint(1, 99, (8,), generator=generator), -100),
+        }
+        for row in range(8)
+    ]
+
+
+def test_sums_over_the_rows_of_a_batch_are_averaged_as_trainer_does(tmp_path):
+    model, data = transcriptions("sum")
+    args = config(tmp_path, per_device_eval_batch_size=3)
+    expected = Trainer(model, args, eval_dataset=data[1:]).evaluate()["eval_loss"]
+    ours = DescentTrainer(model, args, eval_dataset=data[1:])
+    assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [8, 2])
+def test_losses_of_transcriptions_do_not_depend_on_the_batch_size(tmp_path, batch_size):
+    model, data = transcriptions("mean")
+    with torch.no_grad():
+        expected = model.eval()(**default_data_collator(data)).loss.item()
+    args = config(
+        tmp_path, per_device_eval_batch_size=batch_size, per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=8 // batch_size, initial_loss_bound=30.0, max_steps=1,
+    )  # fmt: skip
+    trainer = DescentTrainer(model, args, train_dataset=data, eval_dataset=data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    curve = trainer.evaluate_robustness(gammas=[0.0], metric=lambda logits, labels: (torch.tensor(0), 1))
+    assert curve.losses[0, 0] == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="no prediction for each label"):
+        trainer.evaluate_robustness(gammas=[0.0])
+    with pytest.raises(ValueError, match="no loss of each sample"):
+        trainer.evaluate_layers(metric=lambda logits, labels: (torch.tensor(0), 1))
+    trainer.train()
+    assert trainer.state.log_history[-2]["layer_loss_3"] == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,292 @@
+"""Where the noise is added in models of every kind, and in generation."""
+
+from functools import partial
+
+import pytest
+import torch
+from noisy import Spy, added_noise, batch, gemma3n, t5, vit
+from scipy.stats import kstest
+from tiny import VOCAB, bert, llama
+from torch import nn
+from transformers import (
+    FNetConfig,
+    FNetForMaskedLM,
+    GPT2Config,
+    GPT2Model,
+    XLNetConfig,
+    XLNetModel,
+)
+
+from hf_descent.noise.embedding_noise import EmbeddingNoise
+
+
+# ---- where it is added ----
+
+
+def test_inputs_embeds_and_positional_arguments():
+    model, inputs = bert().eval(), batch()
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    mask = inputs["attention_mask"]
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0) as noise:
+        by_name = model(**inputs).logits
+        noise.reseed()
+        by_position = model(inputs["input_ids"], mask).logits
+        noise.reseed()
+        from_embeds = model(inputs_embeds=embeds, attention_mask=mask).logits
+    assert torch.equal(by_name, by_position)
+    assert torch.equal(by_name, from_embeds)
+
+
+def test_images_are_perturbed_at_the_main_input():
+    model, pixels = vit(), torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    seen = []
+    handle = model.vit.embeddings.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad(), EmbeddingNoise(model, 0.5, seed=0, sigma=2.0) as noise:
+        model(pixel_values=pixels)
+        noise.reseed()
+        model(pixels)
+    handle.remove()
+    assert torch.equal(seen[0], seen[1])
+    sample = (seen[0] - pixels).flatten().double().numpy()
+    assert kstest(sample, "norm", args=(0.0, 1.0)).pvalue > 0.01
+
+
+class Denoiser(nn.Module):
+    main_input_name = "pixel_values"
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, pixel_values, attention_mask=None):
+        return self.gain * pixel_values
+
+
+def test_masks_of_other_inputs_do_not_count_for_images():
+    model, frames = Denoiser(), torch.zeros(2, 4, 8, 8)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    with EmbeddingNoise(model, 1.0, seed=0, sigma=1.0):
+        by_frame = model(frames, attention_mask=mask)
+        unrelated = model(frames, attention_mask=torch.zeros(2, 6))
+    assert torch.equal((by_frame != 0).all(dim=(2, 3)), mask.bool())
+    assert torch.equal((by_frame == 0).all(dim=(2, 3)), ~mask.bool())
+    assert (unrelated != 0).all()
+
+
+@pytest.mark.parametrize("length", [7, 3], ids=["oblong", "square"])
+def test_models_that_embed_time_first_keep_their_padding(length):
+    torch.manual_seed(0)
+    model = XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)).eval()
+    inputs = batch("left", length, real=(length, 2, 1))
+    (noise,) = added_noise(model, inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)  # [seq, batch, hidden]
+    is_token = inputs["attention_mask"].bool().T
+    assert (noise[~is_token] == 0).all()
+    assert (noise[is_token] != 0).all()
+    (batch_first,) = added_noise(bert().eval(), inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)
+    torch.testing.assert_close(noise.transpose(0, 1), batch_first, rtol=1e-4, atol=1e-6)
+
+
+def test_padding_is_untouched_in_models_without_attention():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "max_position_embeddings": 16}
+    model, inputs = FNetForMaskedLM(FNetConfig(vocab_size=VOCAB, **sizes)).eval(), batch()
+    (noise,) = added_noise(model, inputs, gamma=1.0, seed=0)
+    is_token = inputs["attention_mask"].bool()
+    assert (noise[~is_token] == 0).all()
+    assert (noise[is_token] != 0).all()
+
+
+def test_token_types_looked_up_in_the_same_table_are_not_perturbed():
+    torch.manual_seed(0)
+    model = GPT2Model(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=16)).eval()
+    inputs = batch(real=(7, 7, 7))
+    tokens, types = added_noise(model, {**inputs, "token_type_ids": inputs["input_ids"] * 0}, gamma=1.0, seed=0)
+    assert (tokens != 0).all()
+    assert (types == 0).all()
+
+
+def test_a_second_table_of_tokens_is_refused():
+    with pytest.raises(ValueError, match="looks its tokens up a second time"):
+        EmbeddingNoise(gemma3n(), 1.0)
+
+
+def test_encoder_and_decoder_are_perturbed_under_their_own_masks():
+    model, inputs, decoder = t5(), batch(), batch("left", length=5, real=(5, 3, 1))
+    arguments = {**inputs, **{f"decoder_{name}": value for name, value in decoder.items()}}
+    encoder_noise, decoder_noise = added_noise(
+        model, arguments, model.encoder.embed_tokens, model.decoder.embed_tokens, gamma=1.0, seed=0
+    )
+    for noise, mask in [(encoder_noise, inputs["attention_mask"]), (decoder_noise, decoder["attention_mask"])]:
+        assert (noise[mask == 0] == 0).all()
+        assert (noise[mask == 1] != 0).all()
+
+
+def test_embeddings_of_the_decoder_are_perturbed_under_its_mask():
+    model, mask = t5(), batch("left", length=5, real=(5, 3, 1))["attention_mask"]
+    seen = []
+    model.decoder.register_forward_pre_hook(lambda module, args, given: seen.append(given), with_kwargs=True)
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
+        model(**batch(), decoder_inputs_embeds=torch.zeros(3, 5, 16), decoder_attention_mask=mask)
+    assert torch.equal((seen[0]["inputs_embeds"] != 0).all(dim=2), mask.bool())
+    assert torch.equal((seen[0]["inputs_embeds"] == 0).all(dim=2), ~mask.bool())
+
+
+def test_encoder_and_decoder_share_the_level_of_a_sample():
+    model, ids = t5(), torch.randint(3, VOCAB, (8, 50), generator=torch.Generator().manual_seed(0))
+    modules = model.encoder.embed_tokens, model.decoder.embed_tokens
+    arguments = {"input_ids": ids, "decoder_input_ids": ids}
+    encoder, decoder = (
+        noise.std(dim=(1, 2)) for noise in added_noise(model, arguments, *modules, gamma=(0, 2), seed=0, sigma=1.0)
+    )
+    torch.testing.assert_close(encoder, decoder, rtol=0.1, atol=0.0)
+    assert encoder.max() > 1.5 * encoder.min()
+
+
+def test_noise_goes_with_peft_models():
+    peft = pytest.importorskip("peft")
+    inputs = batch()
+    model = llama().eval()
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
+        expected = model(**inputs).logits
+    for options in ({}, {"modules_to_save": ["embed_tokens"]}, {"target_modules": ["q_proj", "embed_tokens"]}):
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
+        adapted = peft.get_peft_model(llama(), config).eval()  # a fresh adapter changes nothing
+        with torch.no_grad(), EmbeddingNoise(adapted, 1.0, seed=0):
+            torch.testing.assert_close(adapted(**inputs).logits, expected)
+        generation = {**batch("left"), "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
+        with EmbeddingNoise(adapted, 5.0, seed=0):
+            noisy = adapted.generate(**generation)
+        assert not torch.equal(noisy, adapted.generate(**generation))
+
+
+def test_inputs_of_peft_models_are_perturbed_by_position():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(vit(), peft.LoraConfig(target_modules=["q_proj", "query"])).eval()
+    pixels = torch.zeros(2, 3, 8, 8)
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0, sigma=1.0) as noise:
+        noisy = model(pixels).logits
+        noise.reseed()
+        assert torch.equal(model(pixel_values=pixels).logits, noisy)
+    assert not torch.equal(model(pixels).logits, noisy)
+
+
+def prompted(kind, base, **config):
+    """A model with four trained prompts."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(base, getattr(peft, f"{kind}Config")(num_virtual_tokens=4, **config)).eval()
+
+
+def embeddings_given(model, inputs, *parts, **noise):
+    """What `parts` are given in place of ids in one forward call: list of `[batch, prompts + seq, hidden]`."""
+    seen = []
+    handles = [
+        part.register_forward_pre_hook(
+            lambda module, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+        )
+        for part in parts
+    ]
+    with torch.no_grad(), EmbeddingNoise(model, **noise):
+        model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["PromptTuning", "PromptEncoder"])
+def test_trained_prompts_stay_clean_and_tokens_get_the_noise_of_a_model_without_them(kind):
+    model, inputs = prompted(kind, llama(), task_type="CAUSAL_LM"), batch("left")
+    base = model.get_base_model()
+    noise = {"seed": 0, "sigma": 0.02}
+    (clean,), (noisy,) = (embeddings_given(model, inputs, base.model, gamma=gamma, **noise) for gamma in (0, (0.5, 2)))
+    assert torch.equal(noisy[:, :4], clean[:, :4])
+    (expected,) = added_noise(base, inputs, gamma=(0.5, 2), **noise)
+    torch.testing.assert_close(noisy[:, 4:] - clean[:, 4:], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "given", "in_decoder"),
+    [
+        ("PromptTuning", {}, {"decoder_inputs_embeds": torch.ones(3, 5, 16)}, 0),
+        (
+            "MultitaskPromptTuning",
+            {"num_tasks": 1},
+            {"labels": batch()["input_ids"], "task_ids": torch.tensor([0])},
+            4,
+        ),
+    ],
+)
+def test_prompts_of_encoders_and_decoders_stay_clean(kind, config, given, in_decoder):
+    model = prompted(kind, t5(), task_type="SEQ_2_SEQ_LM", **config)
+    base, inputs = model.get_base_model(), {**batch(real=(7, 7, 7)), **given}
+    both = [embeddings_given(model, inputs, base.encoder, base.decoder, gamma=gamma, seed=0) for gamma in (0, 1)]
+    for clean, noisy, prompts in zip(*both, (4, in_decoder)):
+        assert torch.equal(noisy[:, :prompts], clean[:, :prompts])
+        assert (noisy[:, prompts:] != clean[:, prompts:]).any(dim=2).all()
+
+
+def test_prefixes_are_no_embeddings():
+    model, inputs = prompted("PrefixTuning", llama(), task_type="CAUSAL_LM"), batch("left")
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0) as noise:
+        logits = model(**inputs).logits
+        noise.reseed()
+        assert torch.equal(model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"]).logits, logits)
+
+
+# ---- generation ----
+
+
+def test_cached_generation_equals_one_pass_over_its_perturbed_embeddings():
+    model, inputs = llama().eval(), batch("left")
+    with EmbeddingNoise(model, 2.0, seed=0), Spy(model.get_input_embeddings()) as spy:
+        tokens = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert [noise.shape[1] for noise in spy.added] == [7, 1, 1, 1, 1, 1]
+    assert (spy.added[0][inputs["attention_mask"] == 0] == 0).all()
+    assert all((noise != 0).all() for noise in spy.added[1:])
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 5, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(
+            inputs_embeds=torch.cat(spy.noisy, dim=1), attention_mask=mask, position_ids=positions, use_cache=False
+        ).logits
+    assert torch.equal(tokens[:, 7:], logits[:, 6:].argmax(-1))
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 3}], ids=["greedy", "sampling", "beam"])
+@pytest.mark.parametrize("build", [partial(llama, initializer_range=0.5), t5], ids=["llama", "t5"])
+def test_generation_is_reproducible_under_a_seed(build, options):
+    model, outputs = build().eval(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(0)
+        with EmbeddingNoise(model, 5.0, seed=seed):
+            outputs.append(
+                model.generate(**batch("left"), max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **options)
+            )
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_generation_perturbs_an_encoder_that_is_called_directly():
+    model, inputs = t5(), batch()
+    with EmbeddingNoise(model, 1.0, seed=0), Spy(model.encoder.embed_tokens, model.decoder.embed_tokens) as spy:
+        model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
+    is_token = inputs["attention_mask"].bool()
+    assert (spy.added[0][is_token] != 0).all()
+    assert (spy.added[0][~is_token] == 0).all()
+    assert len(spy.added) == 5
+    assert all((noise != 0).all() for noise in spy.added[1:])
+
+
+def test_prompts_stay_clean_in_generation():
+    model, inputs = prompted("PromptTuning", llama(), task_type="CAUSAL_LM"), batch("left")
+    seen = []
+    model.get_base_model().model.register_forward_pre_hook(
+        lambda module, args, given: seen.append(given["inputs_embeds"]), with_kwargs=True
+    )
+    for gamma in (0.0, 1.0):
+        with EmbeddingNoise(model, gamma, seed=0):
+            model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, pad_token_id=0)
+    clean, noisy = (embeddings for embeddings in seen if embeddings is not None)  # of the first steps
+    is_token = torch.cat([torch.zeros(3, 4), inputs["attention_mask"]], dim=1).bool()
+    assert torch.equal((noisy != clean).any(dim=2), is_token)

@@ -1,0 +1,399 @@
+import pytest
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, get_peft_model
+from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hf_descent import layer_logits, layer_losses
+from hf_descent.readout.head import FusedReadout
+
+
+LAYERS, VOCAB = 3, 53
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0}
+BART = {
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "dropout": 0.0,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
+MODELS = {
+    "LlamaForCausalLM": {},
+    "Gemma2ForCausalLM": {"final_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
+    "RecurrentGemmaForCausalLM": {"lru_width": 16, "logits_soft_cap": 0.25, "num_key_value_heads": 1},
+    "CohereForCausalLM": {"logit_scale": 0.125},
+    "GraniteForCausalLM": {"logits_scaling": 7.0, "tie_word_embeddings": True},
+    "GPT2LMHeadModel": NO_DROPOUT,
+    "PhiForCausalLM": {"num_key_value_heads": 4},
+    "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "ModernBertDecoderForCausalLM": {},
+    "MixtralForCausalLM": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "BartForConditionalGeneration": BART,
+    "MBartForConditionalGeneration": BART,
+    "MT5ForConditionalGeneration": {
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_decoder_layers": LAYERS,
+        "dropout_rate": 0.0,
+        "tie_word_embeddings": False,
+        "decoder_start_token_id": 0,
+    },
+    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+WEIGHTS = torch.tensor([0.7, -0.4, 1.3])
+
+
+def build(name="LlamaForCausalLM", **overrides):
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**{**SIZES, **MODELS.get(name, {}), **overrides})
+    model = model_class(config)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))  # norms and biases that do something
+    return model.train()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(3, VOCAB, (2, 9), generator=generator)
+    labels = input_ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def train_step(readout, model, inputs, **kwargs):
+    """Gradients of the weighted layer losses read by `readout`, and the outputs."""
+    read_sums = []
+
+    def on_forward(read, outputs, hidden_states):
+        read_sums.append(read(readout.tokens(inputs), WEIGHTS, **kwargs))
+        return read_sums[-1].objective
+
+    with readout.attach(on_forward):
+        outputs = model(**inputs)
+    outputs["loss"].backward()
+    return outputs, read_sums[0], gradients(model)
+
+
+def gradients(model):
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients_are_those_of_the_replay(name):
+    model, inputs = build(name), batch()
+    losses = layer_losses(model, inputs)
+    (WEIGHTS * losses).sum().backward()
+    expected = gradients(model)
+
+    readout = FusedReadout.probe(model, inputs)
+    assert readout.shifts_labels == (name.endswith("CausalLM") or name == "GPT2LMHeadModel")
+    assert readout.num_layers == LAYERS
+    outputs, sums, found = train_step(readout, model, inputs)
+    torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
+    torch.testing.assert_close(outputs["loss"].detach(), (WEIGHTS * losses).sum().detach())
+    assert outputs["logits"].numel() == 0
+    torch.testing.assert_close(found, expected)
+
+
+def test_router_loss_weight():
+    model, inputs = build("MixtralForCausalLM"), batch()
+    readout = FusedReadout.probe(model, inputs)
+    outputs = model(**inputs)
+    expected = layer_losses(model, inputs)[-1] + readout.router_loss_weight * outputs["aux_loss"]
+    assert readout.router_loss_weight == 0.5
+    torch.testing.assert_close(outputs["loss"], expected)
+
+
+@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "RecurrentGemmaForCausalLM"])
+def test_a_softcap_is_found_where_rounding_hides_it(name):
+    model = build(name, final_logit_softcapping=30.0, logits_soft_cap=30.0).bfloat16()
+    model.get_output_embeddings().weight.data.mul_(0.1)
+    assert model(**batch())["logits"].abs().max() < 1
+    assert FusedReadout.probe(model, batch()).head_loss.softcap == 30.0
+
+
+def test_label_smoothing_is_the_trainers():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs, label_smoothing=0.1)
+    logits = layer_logits(model, inputs)
+    smoother = LabelSmoother(epsilon=0.1)
+    losses = torch.stack([smoother({"logits": x}, inputs["labels"], shift_labels=True) for x in logits])
+    (WEIGHTS * losses).sum().backward()
+    expected = gradients(model)
+    torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
+
+
+@pytest.mark.parametrize("probed_shifted", [False, True])
+def test_labels_shifted_already(probed_shifted):
+    model, inputs = build(), batch()
+    shifted_inputs = {**inputs, "shift_labels": nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)}
+    readout = FusedReadout.probe(model, shifted_inputs if probed_shifted else inputs)
+    assert readout.shifts_labels
+    _, sums, found = train_step(readout, model, inputs)
+    _, shifted_sums, shifted_found = train_step(readout, model, shifted_inputs)
+    assert torch.equal(sums.sums, shifted_sums.sums)
+    torch.testing.assert_close(found, shifted_found)
+    samples = [readout.tokens(x, 0.5, torch.Generator().manual_seed(0)).sample for x in (inputs, shifted_inputs)]
+    assert torch.equal(*samples)
+
+
+@pytest.mark.parametrize("keep_logits", [True, False])
+def test_logits_on_request(keep_logits):
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    with torch.no_grad():
+        expected = model(**inputs)
+        with readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum, keep_logits):
+            outputs = model(**inputs)
+    if keep_logits:
+        assert torch.equal(outputs["logits"], expected["logits"])
+    else:
+        assert outputs["logits"].shape == (2, 0, VOCAB)
+    torch.testing.assert_close(outputs["loss"] / len(readout.tokens(inputs).rows), expected["loss"])
+
+
+class PatchedByLiger(transformers.LlamaForCausalLM):
+    def forward(self, labels=None, skip_logits=None, **kwargs):
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits is True, but labels and shift_labels are None")
+        return super().forward(labels=labels, **kwargs)
+
+
+def test_a_trainer_that_asks_liger_for_no_logits():
+    model, inputs = PatchedByLiger(transformers.LlamaConfig(**SIZES)), batch()
+    readout = FusedReadout.probe(model, inputs)
+    with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum):
+        outputs = model(**inputs, skip_logits=True)  # as Trainer's evaluation calls it with `use_liger_kernel`
+        expected = model(**inputs)
+    assert torch.equal(outputs["loss"], expected["loss"])
+
+
+def test_gradient_checkpointing():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    *_, expected = train_step(readout, model, inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
+
+
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["head frozen", "head trained"])
+def test_lora(saved):
+    inputs = batch()
+    model = get_peft_model(build(), LoraConfig(target_modules=["q_proj", "down_proj"], modules_to_save=saved))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or "modules_to_save" in name:
+            parameter.data.add_(0.1 * torch.randn_like(parameter))
+    (WEIGHTS * layer_losses(model, inputs)).sum().backward()
+    expected = gradients(model)
+    assert any("lm_head" in name for name in expected) == (saved is not None)
+    readout = FusedReadout.probe(model, inputs)
+    torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
+
+
+def test_reads_are_no_calls_of_the_norm():
+    """FSDP would gather the shards of norm and head for each, and let go of them after it."""
+    model, inputs, calls = build(), batch(), []
+    readout = FusedReadout.probe(model, inputs)
+    model.model.norm.register_forward_pre_hook(lambda *args: calls.append(args))
+    train_step(readout, model, inputs)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("fail", [True, False])
+def test_the_model_is_left_as_it_was(fail):
+    model, inputs = build(), batch()
+    before = [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()]
+    outputs = model(**inputs)
+
+    def on_forward(read, outputs, hidden_states):
+        if fail:
+            raise KeyError("stop")
+
+    readout = FusedReadout.probe(model, inputs)
+    try:
+        with readout.attach(on_forward):
+            model(**inputs)
+    except KeyError:
+        assert fail
+    assert [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()] == before
+    assert torch.equal(model(**inputs)["logits"], outputs["logits"])
+
+
+class Biased(transformers.LlamaForCausalLM):
+    def forward(self, **kwargs):
+        outputs = super().forward(**kwargs)
+        outputs.logits = outputs.logits + torch.arange(VOCAB)
+        return outputs
+
+
+class Plain(nn.Module):
+    """Not from transformers: no config, no class of outputs."""
+
+    def __init__(self, returns=dict):
+        super().__init__()
+        torch.manual_seed(0)
+        self.returns = returns
+        self.embed, self.norm = nn.Embedding(VOCAB, 8), nn.LayerNorm(8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS))
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids, labels=None, attention_mask=None):
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits} if self.returns is dict else (logits, loss)
+
+
+def test_a_model_without_a_config():
+    model, inputs = Plain(), batch()
+    losses = layer_losses(model, inputs)
+    _, sums, _ = train_step(FusedReadout.probe(model, inputs), model, inputs)
+    torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
+
+
+def on_head(adapter, **settings):
+    return get_peft_model(build(), adapter(target_modules=["lm_head"], **settings))
+
+
+class Dropping(nn.Module):
+    """Drops without a module for it."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return nn.functional.dropout(self.norm(x), 0.5, self.training)
+
+
+def dropout_before_head():
+    model = build()
+    model.model.norm = Dropping(model.model.norm)
+    return model
+
+
+def other_loss():
+    model = build()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.square().mean()
+    return model
+
+
+def hooked_norm():
+    model = build()
+    model.model.norm.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+def hooked_head():
+    model = build()
+    model.lm_head.register_forward_hook(lambda module, args, output: output + torch.arange(VOCAB))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: build("RobertaForMaskedLM", max_position_embeddings=40), "chain of modules"),
+        (lambda: build("LlamaForSequenceClassification"), "makes logits"),
+        (
+            lambda: build("BlenderbotForConditionalGeneration", **MODELS["BartForConditionalGeneration"]),
+            "decoder's input",
+        ),
+        (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
+        (lambda: on_head(LoraConfig), "acts beside"),
+        (lambda: on_head(IA3Config, feedforward_modules=[]), "acts beside"),
+        (dropout_before_head, "single positions"),
+        (other_loss, "replay"),
+        (hooked_norm, "replay"),
+        (hooked_head, "replay"),
+        (lambda: Plain(tuple), "no loss by name"),
+        (lambda: build("BioGptForTokenClassification", num_labels=VOCAB), "attention mask"),
+        (lambda: Biased(transformers.LlamaConfig(**SIZES)), "scaled or capped"),
+    ],
+)
+def test_other_tails_are_refused(make, match):
+    inputs = {**batch(), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    model = make()
+    if "Sequence" in type(model).__name__:
+        inputs["labels"] = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=match):
+        FusedReadout.probe(model, inputs)
+
+
+def test_mixed_precision_over_a_half_precision_model():
+    model, inputs = build().half(), batch()
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
+    losses = layer_losses(model, inputs)
+    _, sums, found = train_step(FusedReadout.probe(model, inputs), model, inputs)
+    torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach(), rtol=0.02, atol=0.0)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "dropout"),
+    [
+        ("MT5ForConditionalGeneration", {}, "decoder.dropout"),  # behind a norm
+        ("BertForTokenClassification", MODELS["BertForMaskedLM"] | {"num_labels": VOCAB}, "dropout"),  # with no norm
+    ],
+)
+def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides, dropout):
+    model, inputs = build(name, **overrides), batch()
+    dropout = model.get_submodule(dropout)
+    dropout.p = 0.5
+    readout = FusedReadout.probe(model, inputs)
+    assert dropout.training
+
+    def read(read, *_):
+        return draws.append(read(readout.tokens(inputs)))
+
+    draws = []
+    with torch.no_grad(), readout.attach(read):
+        for _ in range(400):
+            model(**inputs)
+    fused = torch.stack([sums.sums / sums.num_tokens for sums in draws])  # [draws, layers]
+    with torch.no_grad():
+        replayed = torch.stack([layer_losses(model, inputs) for _ in range(400)])  # [draws, layers]
+    error = (fused.var(0) / 400 + replayed.var(0) / 400).sqrt()
+    assert (fused.std(0) > 0).all()
+    assert ((fused.mean(0) - replayed.mean(0)).abs() < 4 * error).all()
+    torch.testing.assert_close(fused.std(0), replayed.std(0), rtol=0.2, atol=0.0)
+
+
+def test_labels_are_needed():
+    with pytest.raises(ValueError, match="labels"):
+        FusedReadout.probe(build(), {"input_ids": batch()["input_ids"]})
+
+
+def test_dropped_layers_raise():
+    model, inputs = build(), batch()
+    readout = FusedReadout.probe(model, inputs)
+    del model.model.layers[-1]
+    model.config.num_hidden_layers -= 1
+    with pytest.raises(ValueError, match="2 layers"), readout.attach(lambda *_: None):
+        model(**inputs)

@@ -1,0 +1,337 @@
+import itertools
+import math
+
+import pytest
+import torch
+from naive_head import (
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    WEIGHTS,
+    Watch,
+    assert_same_gradients,
+    gradients,
+    naive_sums,
+    setting,
+)
+from torch import nn
+
+from hf_descent.readout import tiles
+from hf_descent.readout.linear_cross_entropy import HeadLoss, fused_layer_losses, labelled_tokens
+
+
+@pytest.fixture(params=[None, 2 * VOCAB], ids=["one tile", "two rows a tile"])
+def tile_size(request, monkeypatch):
+    if request.param is not None:
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": request.param})
+        monkeypatch.setattr(tiles, "SLICE_ELEMENTS", {"cpu": VOCAB})
+
+
+OPTIONS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "layer norm": {"norm": "layer", "bias": True},
+    "no norm": {"norm": "none"},
+    "logit scale": {"logit_scale": 0.0625, "bias": True},
+    "softcap": {"softcap": 0.8},
+    "label smoothing": {"label_smoothing": 0.1},
+    "all": {"bias": True, "norm": "layer", "logit_scale": 3.0, "softcap": 1.5, "label_smoothing": 0.2},
+    "shifted already": {"shift": False},
+    "ignore index": {"ignore_index": 0},
+    "all labelled": {"ignored": 0.0},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("num_items", [None, 5, torch.tensor(11.0)])
+def test_losses_and_gradients_are_the_naive_ones(option, num_items, tile_size):
+    options = dict(OPTIONS[option])
+    hidden, norm, head, labels = setting(**{k: options.pop(k) for k in ("bias", "norm", "ignored") if k in options})
+    token_options = {k: options.pop(k) for k in ("shift", "ignore_index") if k in options}
+    head_loss = HeadLoss(**options)
+    if "ignore_index" in token_options:
+        labels[labels == -100] = token_options["ignore_index"]
+
+    sums = naive_sums(hidden, norm, head, labels, head_loss, **token_options)
+    tokens = labelled_tokens(labels, **token_options)
+    items = len(tokens.rows) if num_items is None else num_items
+    expected = (WEIGHTS * sums).sum() / items
+    (3.5 * expected).backward()  # the factor stands for loss scaling
+    naive = gradients(hidden, norm, head)
+
+    out = fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, head_loss=head_loss, num_items=num_items)
+    (3.5 * out.objective).backward()
+    torch.testing.assert_close(out.sums, sums.detach())
+    torch.testing.assert_close(out.final_sum, sums[-1].detach())
+    torch.testing.assert_close(out.objective.detach(), expected.detach())
+    assert_same_gradients(gradients(hidden, norm, head), naive)
+    assert out.skipped == 0
+    assert not out.sums.requires_grad
+
+
+@pytest.mark.parametrize("frozen", ["head", "norm", "first layer"])
+def test_frozen_parts_get_no_gradient(frozen):
+    hidden, norm, head, labels = setting(bias=True)
+    if frozen == "first layer":
+        hidden[0].requires_grad_(False)
+    else:
+        {"head": head, "norm": norm}[frozen].requires_grad_(False)
+    (WEIGHTS * naive_sums(hidden, norm, head, labels)).sum().backward()
+    naive = gradients(hidden, norm, head)
+    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS, num_items=1)
+    out.objective.backward()
+    assert_same_gradients(gradients(hidden, norm, head), naive)
+
+
+def test_products_per_layer(tile_size):
+    hidden, norm, head, labels = setting()
+    tokens = labelled_tokens(labels)
+    product = 2 * len(tokens.rows) * HIDDEN * VOCAB
+
+    def flops(weights, **kwargs):
+        with Watch() as watch:
+            fused_layer_losses(hidden, tokens, norm, head, weights, **kwargs)
+        return watch.flops / product
+
+    assert flops(None) == LAYERS
+    assert flops(WEIGHTS) == 3 * LAYERS
+    assert flops(WEIGHTS, value_only=(1, 3)) == 3 * LAYERS - 2 * 2
+    head.requires_grad_(False)
+    assert flops(WEIGHTS) == 2 * LAYERS
+    with torch.no_grad():
+        assert flops(WEIGHTS) == LAYERS
+
+
+def test_value_only_layers_equal_weight_zero():
+    hidden, norm, head, labels = setting(bias=True)
+    tokens = labelled_tokens(labels)
+    weights = WEIGHTS * torch.tensor([0.0, 1.0, 0.0, 1.0])
+    expected = fused_layer_losses(hidden, tokens, norm, head, weights)
+    expected.objective.backward()
+    wanted = [torch.zeros_like(g) if g is None else g for g in gradients(hidden, norm, head)]
+    # Whatever stands in the weights of these layers is not read.
+    garbage = torch.where(weights == 0, torch.nan, weights)
+    out = fused_layer_losses(hidden, tokens, norm, head, garbage, value_only=(1, 3))
+    out.objective.backward()
+    torch.testing.assert_close(out.sums, expected.sums)
+    torch.testing.assert_close(out.objective, expected.objective)
+    found = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients(hidden, norm, head), wanted)]
+    assert_same_gradients(found, wanted)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_read_waits_for_the_device(sampled):
+    hidden, norm, head, labels = setting(bias=True)
+    tokens = labelled_tokens(labels, fraction=0.5 if sampled else 1.0)
+    with Watch() as watch:
+        fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, value_only=(1, 3)).objective.backward()
+    assert watch.flops and not watch.waits
+
+
+def test_two_passes_give_the_gradient_of_a_nonlinear_objective():
+    hidden, norm, head, labels = setting()
+    tokens = labelled_tokens(labels)
+
+    def quadratic(losses):
+        return losses[-1] + 0.5 * (losses[1:] - 0.9 * losses[:-1]).clamp(min=0).square().sum()
+
+    quadratic(naive_sums(hidden, norm, head, labels) / len(tokens.rows)).backward()
+    naive = gradients(hidden, norm, head)
+
+    values = fused_layer_losses(hidden, tokens, norm, head)
+    assert values.objective is None
+    assert all(not isinstance(value, torch.Tensor) or not value.requires_grad for value in values)
+    losses = (values.sums / values.num_tokens).requires_grad_()
+    (weights,) = torch.autograd.grad(quadratic(losses), losses)
+    fused_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
+    assert_same_gradients(gradients(hidden, norm, head), naive)
+
+
+def test_micro_batches_add_up():
+    hidden, norm, head, labels = setting(bias=True)
+    items = len(labelled_tokens(labels).rows)
+    fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS).objective.backward()
+    whole = gradients(hidden, norm, head)
+    for row in range(BATCH):
+        part = [state[row : row + 1] for state in hidden]
+        tokens = labelled_tokens(labels[row : row + 1])
+        fused_layer_losses(part, tokens, norm, head, WEIGHTS, num_items=items).objective.backward()
+    assert_same_gradients(gradients(hidden, norm, head), whole)
+
+
+def test_batch_without_labels():
+    hidden, norm, head, labels = setting(bias=True)
+    out = fused_layer_losses(hidden, labelled_tokens(torch.full_like(labels, -100)), norm, head, WEIGHTS)
+    out.objective.backward()
+    assert out.num_tokens == 0
+    assert out.objective == 0
+    assert all((gradient == 0).all() for gradient in gradients(hidden, norm, head))
+
+
+def test_second_backward_is_refused():
+    hidden, norm, head, labels = setting()
+    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS)
+    out.objective.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="retain_graph"):
+        out.objective.backward()
+
+
+def test_entropies_and_hits_of_the_last_layer(tile_size):
+    hidden, norm, head, labels = setting()
+    tokens = labelled_tokens(labels)
+    logits = head(norm(hidden[-1])).flatten(0, 1)[tokens.rows]
+    out = fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, token_statistics=True)
+    torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
+    assert torch.equal(out.token_hits, logits.argmax(-1) == tokens.targets)
+    torch.testing.assert_close(out.token_losses, nn.functional.cross_entropy(logits, tokens.targets, reduction="none"))
+    out.objective.backward()
+    found = gradients(hidden, norm, head)
+    fused_layer_losses(hidden, tokens, norm, head, WEIGHTS).objective.backward()
+    assert_same_gradients(found, gradients(hidden, norm, head))
+
+
+def test_entropies_are_not_rounded_to_half_precision():
+    hidden, norm, head, labels = setting(norm="none", dtype=torch.float32)
+    tokens = labelled_tokens(labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = head(hidden[-1]).flatten(0, 1)[tokens.rows].float()
+        out = fused_layer_losses(hidden, tokens, norm, head, token_statistics=True)
+    torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_accumulates_in_float32(autocast, tile_size):
+    hidden, norm, head, labels = setting(bias=True, dtype=torch.float32)
+    (WEIGHTS.float() * naive_sums(hidden, norm, head, labels)).sum().backward()
+    exact = gradients(hidden, norm, head)
+    if not autocast:
+        norm, head = norm.bfloat16(), head.bfloat16()
+        hidden = [state.detach().bfloat16().requires_grad_() for state in hidden]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float(), num_items=1)
+    assert out.sums.dtype == torch.float32
+    out.objective.backward()
+    for got, wanted in zip(gradients(hidden, norm, head), exact, strict=True):
+        assert got.dtype == (torch.float32 if autocast else torch.bfloat16)
+        assert (got.float() - wanted).norm() <= 0.02 * wanted.norm()
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e5])
+@pytest.mark.parametrize("size", [None, 3])
+def test_weights_beyond_the_range_of_float16(weight, size, tile_size):
+    hidden, norm, head, labels = setting(bias=True, dtype=torch.float32)
+    tokens = labelled_tokens(labels)
+    if size is not None:
+        tokens = tokens._replace(sample=torch.arange(size))
+    found = []
+    for half in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=half):
+            out = fused_layer_losses(hidden, tokens, norm, head, weight * WEIGHTS.float())
+        (1024 * out.objective).backward()  # loss scaling, which shrinks where a gradient is infinite
+        found.append([out.objective.detach(), *gradients(hidden, norm, head)])
+    for exact, got in zip(*found, strict=True):
+        assert (got - exact).norm() <= 0.01 * exact.norm()
+
+
+# ---- sampled tokens ----
+
+
+def all_samples(tokens, size):
+    return [tokens._replace(sample=torch.tensor(s)) for s in itertools.combinations(range(len(tokens.rows)), size)]
+
+
+def test_sampled_losses_and_gradients_are_unbiased_with_the_stated_variance():
+    hidden, norm, head, labels = setting()
+    labels[1:] = -100
+    tokens = labelled_tokens(labels)
+    count, size = len(tokens.rows), 2
+    assert count >= 4
+    full = fused_layer_losses(hidden, tokens, norm, head, WEIGHTS)
+    full.objective.backward()
+    expected = gradients(hidden, norm, head)
+    per_token = torch.stack(
+        [fused_layer_losses([*hidden[:-1], state], tokens, norm, head).token_losses for state in hidden]
+    )  # [layers, tokens]
+
+    runs, found = [], []
+    for drawn in all_samples(tokens, size):  # each is as likely as any other, so their mean is the expectation
+        runs.append(fused_layer_losses(hidden, drawn, norm, head, WEIGHTS))
+        runs[-1].objective.backward()
+        found.append(gradients(hidden, norm, head))
+        torch.testing.assert_close(runs[-1].final_sum, full.final_sum)
+    assert_same_gradients([torch.stack(column).mean(0) for column in zip(*found)], expected)
+    torch.testing.assert_close(torch.stack([run.objective for run in runs]).mean(), full.objective)
+    sums = torch.stack([run.sums for run in runs])  # [samples, layers]
+    torch.testing.assert_close(sums.mean(0), full.sums)
+
+    # The sample means' variance without replacement is (1 - n / N) s^2 / n, also of a violation's two layers.
+    def stated(values):
+        return count**2 * (1 - size / count) * values.var(-1) / size
+
+    torch.testing.assert_close(sums.var(0, correction=0), stated(per_token))
+    violations = sums[:, 1:] - 0.9 * sums[:, :-1]
+    torch.testing.assert_close(violations.var(0, correction=0), stated(per_token[1:] - 0.9 * per_token[:-1]))
+
+
+def test_the_objective_reads_the_last_layer_on_all_tokens():
+    hidden, norm, head, labels = setting()
+    tokens = labelled_tokens(labels, fraction=0.25, generator=torch.Generator().manual_seed(0))
+    (WEIGHTS[-1] * naive_sums(hidden[-1:], norm, head, labels)).sum().backward()
+    full = hidden[-1].grad.flatten(0, 1)[tokens.rows] / WEIGHTS[-1]
+    hidden[-1].grad = None
+    fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1).objective.backward()
+    share = torch.ones(len(tokens.rows), dtype=torch.float64)
+    share[tokens.sample] += (WEIGHTS[-1] - 1.0) * len(tokens.rows) / len(tokens.sample)
+    torch.testing.assert_close(hidden[-1].grad.flatten(0, 1)[tokens.rows], share[:, None] * full)
+    unread = torch.ones(BATCH * SEQ, dtype=torch.bool)
+    unread[tokens.rows[tokens.sample]] = False
+    assert (hidden[0].grad.flatten(0, 1)[unread] == 0).all()
+
+
+def test_draws_are_seeded_and_even():
+    labels = torch.randint(VOCAB, (BATCH, SEQ))
+
+    def draw(seed):
+        return labelled_tokens(labels, fraction=0.25, generator=torch.Generator().manual_seed(seed)).sample
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    draws, count = 2000, BATCH * (SEQ - 1)
+    hits = torch.bincount(torch.cat([draw(seed) for seed in range(draws)]), minlength=count)
+    size = round(0.25 * count)
+    deviation = math.sqrt(draws * size / count * (1 - size / count))
+    assert (hits - draws * size / count).abs().max() < 4 * deviation
+
+
+@pytest.mark.parametrize(("fraction", "size"), [(1.0, None), (0.5, 9), (1e-9, 1)])
+def test_sample_size(fraction, size):
+    tokens = labelled_tokens(torch.zeros(BATCH, SEQ, dtype=torch.long), fraction=fraction)
+    assert len(tokens.rows) == BATCH * (SEQ - 1)
+    assert tokens.sample is None if size is None else len(tokens.sample) == size
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("match", "arguments"),
+    [
+        ("weights", {"weights": torch.ones(LAYERS + 1)}),
+        ("value_only", {"value_only": (0,)}),
+        ("value_only", {"value_only": (LAYERS + 1,)}),
+        ("hidden_states", {"hidden_states": [torch.zeros(1, 2, HIDDEN), torch.zeros(1, 3, HIDDEN)], "weights": None}),
+    ],
+)
+def test_bad_input(match, arguments):
+    hidden, norm, head, labels = setting()
+    arguments = {"hidden_states": hidden, "weights": WEIGHTS, **arguments}
+    with pytest.raises(ValueError, match=match):
+        fused_layer_losses(tokens=labelled_tokens(labels), norm=norm, head=head, **arguments)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, math.nan])
+def test_bad_fraction(fraction):
+    with pytest.raises(ValueError, match=r"\(0, 1\]"):
+        labelled_tokens(torch.zeros(1, 4, dtype=torch.long), fraction=fraction)

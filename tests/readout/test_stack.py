@@ -1,0 +1,167 @@
+"""Finding the stack of layers, and refusing what has none to share a readout."""
+
+import pytest
+import torch
+from architectures import (
+    BART,
+    ENCODER_DECODERS,
+    LAYERS,
+    MODELS,
+    REFUSED,
+    TEXT,
+    TwoStage,
+    batch_for,
+    build,
+    truncated,
+)
+from torch import nn
+
+from hf_descent.readout.replay import layer_logits, output_logits
+from hf_descent.readout.stack import find_layer_stack, intercepted
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses_layers_of_differing_shape(name):
+    fields, message = REFUSED[name]
+    model = build(name, fields)
+    with pytest.raises(ValueError, match=message):
+        layer_logits(model, batch_for(model))
+
+
+def test_refuses_what_has_no_stack():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    with pytest.raises(ValueError, match="Flat has no stack"):
+        layer_logits(Flat(), {"x": torch.randn(2, 4)})
+
+
+def test_refuses_two_stacks_in_alternation():
+    class Alternating(TwoStage):
+        def forward(self, x):
+            hidden = self.embed(x)
+            for block in self.blocks:
+                hidden = self.dropout(block(hidden)) + hidden
+            return {"logits": self.head(hidden)}
+
+    with pytest.raises(ValueError, match="no stack"):
+        layer_logits(Alternating(), {"x": torch.randn(2, 4)})
+
+
+def test_keeps_wrappers_that_others_put_on_forward():
+    model, x = TwoStage(), torch.randn(2, 4)
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = lambda hidden: inner(hidden) + 1.0
+    wrapper = model.blocks[0].forward
+    logits = layer_logits(model, {"x": x})
+    assert model.blocks[0].forward is wrapper
+    torch.testing.assert_close(logits[0], model.head(inner(model.embed(x)) + 1.0))
+
+
+def test_refuses_layers_that_take_turns_with_another_stack():
+    fields = TEXT | {"num_key_value_heads": 4, "head_dim": 8, "num_layers_per_stack": 2, "H_cycles": 2, "L_cycles": 2}
+    del fields["num_hidden_layers"]
+    model = build("HrmTextForCausalLM", fields)
+    with pytest.raises(ValueError, match="do not run one after the other"):
+        layer_logits(model, batch_for(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        ("AlbertForMaskedLM", "albert.encoder.albert_layer_groups"),  # one shared layer, called three times
+        ("XLNetForSequenceClassification", "transformer.layer"),  # hidden states reported in another layout
+        ("XLMWithLMHeadModel", "transformer.layer_norm2"),  # layers written out in the model's own forward
+        ("T5ForConditionalGeneration", "decoder.block"),
+        ("BartForSequenceClassification", "model.decoder.layers"),
+        ("SqueezeBertForSequenceClassification", "transformer.encoder.layers"),  # calls `layer.forward`
+    ],
+)
+@torch.no_grad()
+def test_finds_the_calls_of_the_stack(name, stack):
+    model = build(name, MODELS[name][0])
+    found = find_layer_stack(model, batch_for(model))
+    assert (found.name, found.num_layers) == (stack, LAYERS)
+    assert len(found.layers) == len({id(layer) for layer in found.layers})
+
+
+@torch.no_grad()
+def test_a_decoder_is_the_stack_beside_a_larger_encoder():
+    model = build("BartForConditionalGeneration", BART | {"encoder_layers": 6})
+    found = find_layer_stack(model, batch_for(model))
+    assert (found.name, found.num_layers) == ("model.decoder.layers", LAYERS)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+@torch.no_grad()
+def test_a_decoder_is_the_stack_however_few_layers_it_has(name):
+    fields, depth = ENCODER_DECODERS[name]
+    two = build(name, fields | {depth: 2})
+    one, batch = truncated(two, depth, 1), batch_for(two)
+    expected = [output_logits(model(**batch)) for model in (one, two)]
+    for model, truth in ((one, expected[:1]), (two, expected)):
+        logits = layer_logits(model, batch)
+        assert len(logits) == len(truth) and all(map(torch.equal, logits, truth))
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@torch.no_grad()
+def test_a_decoder_is_the_stack_of_a_plain_encoder_decoder(depth):
+    class Translator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Transformer(8, 2, num_encoder_layers=3, num_decoder_layers=depth, dim_feedforward=8)
+            self.head = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+        def forward(self, source, target):
+            hidden = self.body(source, target)
+            for linear in self.head:
+                hidden = linear(hidden)
+            return hidden
+
+    model, batch = Translator().eval(), {"source": torch.randn(4, 2, 8), "target": torch.randn(5, 2, 8)}
+    assert find_layer_stack(model, batch).name == "body.decoder.layers"
+
+
+@torch.no_grad()
+def test_layers_may_lie_in_a_sequential_or_in_groups():
+    class Grouped(TwoStage):
+        def __init__(self):
+            super().__init__()
+            first, second = self.blocks[:2], self.blocks[2:]
+            self.blocks = nn.ModuleList([nn.ModuleList(first), nn.ModuleList(second)])
+
+        def forward(self, x):
+            hidden = self.embed(x)
+            for group in self.blocks:
+                for block in group:
+                    hidden = block(hidden)
+            return {"logits": self.head(hidden)}
+
+    class InSequence(TwoStage):
+        def forward(self, x):
+            return {"logits": self.head(self.sequence(self.embed(x)))}
+
+    in_sequence = InSequence()
+    in_sequence.sequence = nn.Sequential(*in_sequence.blocks)
+    del in_sequence.blocks
+    for model, name in ((Grouped(), "blocks"), (in_sequence, "sequence")):
+        x = torch.randn(2, 4)
+        found = find_layer_stack(model, {"x": x})
+        assert (found.name, found.num_layers) == (name, 4)
+        assert torch.equal(
+            layer_logits(model, {"x": x})[1], model.head(found.layers[1](found.layers[0](model.embed(x))))
+        )
+
+
+def test_interception_ends_with_an_exception():
+    model = TwoStage()
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(ZeroDivisionError), intercepted(model.children(), lambda *_: 1 / 0):
+        model(torch.randn(2, 4))
+    assert [set(vars(module)) for module in model.modules()] == before

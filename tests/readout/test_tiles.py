@@ -1,0 +1,199 @@
+import copy
+import itertools
+
+import pytest
+import torch
+from naive_head import (
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    SEQ,
+    VOCAB,
+    WEIGHTS,
+    Watch,
+    assert_same_gradients,
+    gradients,
+    naive_sums,
+    setting,
+)
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from hf_descent.readout import tiles
+from hf_descent.readout.linear_cross_entropy import HeadLoss, fused_layer_losses, labelled_tokens
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_no_tensor_is_larger_than_a_tile(monkeypatch, softcap):
+    hidden, norm, head, labels = setting(ignored=0.0)
+    tile = 10 * VOCAB
+    assert VOCAB * HIDDEN < tile < BATCH * SEQ * VOCAB
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": tile})
+    with Watch() as watch:
+        out = fused_layer_losses(
+            hidden, labelled_tokens(labels), norm, head, WEIGHTS, head_loss=HeadLoss(softcap=softcap)
+        )
+        out.objective.backward()
+    assert VOCAB * HIDDEN < watch.largest <= tile
+
+
+def peak_bytes(call):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        call()
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def test_memory_grows_by_one_gradient_a_layer(monkeypatch):
+    batch, seq, hidden, vocab = 4, 64, 32, 1024
+    monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": 16 * vocab})
+    norm, head = nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
+    tokens = labelled_tokens(torch.randint(vocab, (batch, seq)))
+
+    def step_bytes(layers):
+        states = [torch.randn(batch, seq, hidden).requires_grad_() for _ in range(layers)]
+        return peak_bytes(
+            lambda: fused_layer_losses(states, tokens, norm, head, torch.ones(layers)).objective.backward()
+        )
+
+    gradient = 4 * batch * seq * hidden
+    assert 0.9 * gradient < (step_bytes(12) - step_bytes(4)) / 8 < 1.1 * gradient
+
+
+def test_rounding_does_not_grow_with_the_number_of_tiles(monkeypatch):
+    hidden, norm, head, labels = setting(dtype=torch.bfloat16, ignored=0.0)
+    errors = []
+    double = [state.detach().double() for state in hidden]
+    exact_head = copy.deepcopy(head).double()
+    (naive_sums(double, copy.deepcopy(norm).double(), exact_head, labels).sum()).backward()
+    for rows in (1, BATCH * SEQ):
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": rows * VOCAB})
+        fused_layer_losses(
+            hidden, labelled_tokens(labels), norm, head, torch.ones(LAYERS), num_items=1
+        ).objective.backward()
+        errors.append((head.weight.grad.double() - exact_head.weight.grad).norm())
+        head.weight.grad = None
+    assert errors[0] < 1.1 * errors[1]
+
+
+def test_improbable_labels_keep_a_finite_loss():
+    hidden, norm, head, labels = setting(dtype=torch.float32)
+    with torch.no_grad():
+        head.weight.mul_(1e4)
+    expected = naive_sums(hidden, norm, head, labels)
+    assert (expected > 1e3).any()
+    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float())
+    torch.testing.assert_close(out.sums, expected.detach())
+
+
+def run_with_threshold(threshold, scale, weights=WEIGHTS):
+    hidden, norm, head, labels = setting(bias=True, norm="none", ignored=0.0)
+    with torch.no_grad():
+        head.weight.mul_(scale)
+    # Tokens that are much alike, as are those of a text under a trained model: few classes hold most probability.
+    hidden = [(state[:1, :1] + 0.1 * state).detach() for state in hidden]
+    for state in hidden:
+        state[..., 0] = 1.0
+        state.requires_grad_()
+    tokens = labelled_tokens(labels % 5)
+    with Watch() as dense:
+        fused_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
+    exact = gradients(hidden, head)
+    head_loss = HeadLoss(gradient_threshold=threshold)
+    with Watch() as sparse:
+        out = fused_layer_losses(hidden, tokens, norm, head, weights, head_loss=head_loss)
+    out.objective.backward()
+    return out.skipped, exact, gradients(hidden, head), sparse.flops / dense.flops
+
+
+def test_threshold_approximates_what_it_says():
+    skipped, exact, found, cost = run_with_threshold(threshold=0.01, scale=20.0)
+    assert 0.001 < skipped < 0.01
+    assert cost < 0.8
+    errors = [(got - wanted).norm() / wanted.norm() for got, wanted in zip(found, exact) if wanted.any()]
+    assert 0 < max(errors) < 0.03
+
+
+def test_threshold_keeps_the_sums_of_tokens_and_classes():
+    skipped, exact, found, _ = run_with_threshold(0.2, 10.0, torch.ones(LAYERS, dtype=torch.float64))
+    assert skipped > 0.1
+    *_, weight, bias = found
+    # The first feature is 1, so its column holds each class's sum over tokens; and each token's entries sum to 0.
+    torch.testing.assert_close(weight[:, 0], bias)
+    torch.testing.assert_close(bias, exact[-1])
+    torch.testing.assert_close(weight.sum(0), torch.zeros(HIDDEN, dtype=torch.float64))
+    assert (weight - exact[-2]).norm() > 0.01 * exact[-2].norm()
+
+
+@pytest.mark.parametrize(("threshold", "scale"), [(1e-30, 1.0), (0.05, 0.01)], ids=["nothing small", "flat"])
+def test_threshold_falls_back_on_dense_products(threshold, scale):
+    skipped, exact, found, cost = run_with_threshold(threshold, scale)
+    assert skipped == 0
+    assert cost == 1
+    assert_same_gradients(found, exact)
+
+
+def test_threshold_takes_classes_of_no_probability():
+    hidden = torch.rand(1, 20, HIDDEN).add_(1).requires_grad_()
+    head = nn.Linear(HIDDEN, 100, bias=False)
+    with torch.no_grad():
+        head.weight[:80] -= 1e3  # underflows
+    tokens = labelled_tokens(torch.randint(80, 100, (1, 20)))
+    found = []
+    for threshold in (None, 1e-4):
+        loss = HeadLoss(gradient_threshold=threshold)
+        fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), head_loss=loss).objective.backward()
+        found.append(gradients([hidden], head))
+    assert_same_gradients(*found)
+
+
+@pytest.mark.parametrize("threshold", [None, 1e-3])
+def test_sums_over_tokens_are_not_held_in_half_precision(threshold):
+    hidden, tokens = torch.full((1, 400, 4), 200.0, requires_grad=True), labelled_tokens(torch.zeros(1, 400).long())
+    head = nn.Linear(4, VOCAB, bias=False)
+    with torch.no_grad():
+        head.weight.zero_()[0] = -0.02  # the label is out of the question,
+        head.weight[1] = 0.02  # and another class certain
+    with torch.autocast("cpu", torch.float16):
+        loss = HeadLoss(gradient_threshold=threshold)
+        out = fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), head_loss=loss, num_items=1)
+    out.objective.backward()
+    pushes = torch.zeros(VOCAB).index_fill(0, torch.tensor([1]), 399 * 200.0)
+    pushes[0] = -pushes[1]
+    torch.testing.assert_close(head.weight.grad, pushes[:, None].expand(-1, 4), rtol=1e-3, atol=1.0)
+
+
+@pytest.mark.parametrize("kind", ["2.13", "2.9", "ROCm", "2.7"])
+def test_products_are_added_in_full_precision_wherever_torch_can(monkeypatch, kind):
+    """Stands for devices that are not here; a CPU has no `out_dtype` at all."""
+    addmm, taken = torch.addmm, []
+
+    def of_device(total, left, right, *, out_dtype=None, out=None):
+        if kind == "2.7":
+            raise TypeError("addmm() got an unexpected keyword argument 'out_dtype'")
+        if kind == "ROCm" or (kind == "2.9" and total.dtype != right.dtype):  # pytorch#167931
+            raise RuntimeError("self and mat2 must have the same dtype")
+        taken.append(left)
+        return addmm(total, left.to(out_dtype), right.to(out_dtype), out=out)
+
+    monkeypatch.setattr(torch, "addmm", of_device)
+    tiles._sums_wide.cache_clear()
+    total, left = torch.randn(3, 4), torch.randn(3, 5, dtype=torch.bfloat16)
+    right = torch.randn(5, 4, dtype=torch.bfloat16)
+    expected = total + left.float() @ right.float()
+    torch.testing.assert_close(tiles._add_product_(total, left, right), expected)
+    torch.testing.assert_close(total, expected)
+    assert any(each is left for each in taken) == (kind == "2.13")
+    tiles._sums_wide.cache_clear()
+
+
+def test_a_workspace_serves_tiles_of_any_size_and_type():
+    workspace = tiles.Workspace()
+    for rows, dtype in ((3, torch.float32), (2, torch.bfloat16), (5, torch.bfloat16)):
+        tile = workspace.tile(rows, 7, dtype, torch.device("cpu"))
+        assert (tile.shape, tile.dtype) == ((rows, 7), dtype)
+
+
+def test_threshold_and_smoothing_exclude_each_other():
+    with pytest.raises(ValueError, match="label_smoothing"):
+        HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)

@@ -1,0 +1,243 @@
+import json
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
+from transformers import (
+    DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
+    default_data_collator,
+)
+
+from hf_descent import DescentTrainer, layer_profile
+from hf_descent.evaluation import layer_profiles
+from hf_descent.training.evaluation_step import EvaluationMixin
+
+
+DATA = classification_data()
+DATA_TEST = classification_data(32, seed=1)
+
+
+def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
+    args = config(tmp_path, per_device_eval_batch_size=7)
+    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST)
+    metrics = trainer.evaluate()
+    whole = next(batches(DATA_TEST, 32))
+    model = bert().eval()
+    with torch.no_grad():
+        expected = naive_layer_losses(model, whole).tolist()
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
+    assert "eval_feasible" in metrics
+
+
+def test_batches_count_by_their_labels(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    data = language_data(16, ragged=False)
+    for row in data[5:]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    args = config(tmp_path, per_device_eval_batch_size=4)
+    whole, part = (
+        DescentTrainer(llama(), args, eval_dataset=rows, layer_loss_fn=loss).evaluate() for rows in (data, data[:5])
+    )
+    for name in ("eval_loss", "eval_layer_loss_1"):
+        assert whole[name] == pytest.approx(part[name], rel=1e-6), name
+
+
+def test_a_loss_of_ones_own_gets_the_items_wherever_layers_are_evaluated(tmp_path):
+    def total(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    args = config(tmp_path, noise_sigma=1.0)
+    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST, layer_loss_fn=total)
+    expected = [trainer.evaluate()[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
+    np.testing.assert_allclose(trainer.evaluate_layers().losses, expected, rtol=1e-5)
+    assert trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0] == pytest.approx(expected[-1], rel=1e-5)
+
+
+def test_a_collator_may_make_several_rows_of_an_example(tmp_path):
+    def windows(rows):
+        batch = default_data_collator(rows)
+        return {name: torch.cat([tensor, tensor.flip(0), tensor]) for name, tensor in batch.items()}
+
+    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST[:10], data_collator=windows)
+    loss = trainer.evaluate()["eval_loss"]
+    with torch.no_grad():
+        expected = bert().eval()(**windows(DATA_TEST[:10])).loss.item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("task", ["regression", "multi_label_classification"])
+def test_the_metric_suits_the_task(tmp_path, task):
+    generator = torch.Generator().manual_seed(0)
+    shape = () if task == "regression" else (3,)
+    labels = torch.rand(8, *shape, generator=generator)
+    labels = labels if task == "regression" else labels.round()
+    data = [row | {"labels": label} for row, label in zip(DATA, labels)]
+    model = spread(bert(num_labels=1) if task == "regression" else bert(problem_type=task))
+    trainer = DescentTrainer(model, config(tmp_path, noise_sigma=1.0), eval_dataset=data)
+    logits = torch.from_numpy(trainer.predict(data).predictions)
+    if task == "regression":
+        expected = (logits[:, 0] - labels).square().mean().sqrt().item()
+    else:
+        expected = ((logits > 0) == (labels == 1)).float().mean().item()
+    assert trainer.evaluate_layers().values[-1] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_tokens_are_no_regression_whatever_the_number_of_labels_says(tmp_path):
+    trainer = DescentTrainer(llama(num_labels=1), config(tmp_path), eval_dataset=language_data(8))
+    assert trainer.evaluate_layers().metric == "accuracy"
+
+
+def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
+    model = bert()
+    model.config.output_hidden_states = True
+    trainer = DescentTrainer(model, config(tmp_path), train_dataset=DATA)
+    trainer.train()
+    assert trainer.predict(DATA_TEST).predictions.shape == (32, 3)
+
+
+@pytest.mark.parametrize(
+    ("remainder", "collator", "warned"),
+    [(-1, None, True), (0, None, False), (3, None, False), (3, DataCollatorWithFlattening(), True)],
+)
+def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(
+    caplog, monkeypatch, remainder, collator, warned
+):
+    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
+    loader = SimpleNamespace(end_of_dataloader=True, remainder=remainder)
+    args = SimpleNamespace(world_size=2, process_index=0, dataloader_drop_last=False)
+    process = SimpleNamespace(args=args, accelerator=SimpleNamespace(gradient_state=loader), data_collator=collator)
+    rows = EvaluationMixin._rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
+    assert rows == (3 if remainder == 3 and not warned else None)
+    assert ("may count twice" in caplog.text) == warned
+
+
+def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):
+    rows = [{"words": row["input_ids"].tolist(), "labels": row["labels"]} for row in classification_data(12)]
+
+    def collate(rows):
+        ids = torch.tensor([row["words"] for row in rows])
+        return {"input_ids": ids, "labels": torch.tensor([int(row["labels"]) for row in rows])}
+
+    args = config(tmp_path, remove_unused_columns=False, eval_gammas=[0.0], noise_sigma=1.0)
+    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+    loss = trainer.evaluate()["eval_loss"]
+    assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)
+    assert trainer.evaluate_robustness().losses[0, 0] == pytest.approx(loss, rel=1e-5)
+
+
+def test_one_of_several_evaluation_sets_is_named(tmp_path):
+    args = config(tmp_path, noise_sigma=1.0, initial_loss_bound=10.0, feasibility_tolerance=0.05)
+    trainer = DescentTrainer(bert(), args, eval_dataset={"a": DATA[:16], "b": DATA_TEST})
+    metrics = trainer.evaluate()
+    profile = trainer.evaluate_layers("a")
+    assert profile.losses[-1] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
+    assert profile.feasible and metrics["eval_a_feasible"]  # by a tolerance in units of f_0
+    noisy = layer_profile(bert(), DATA[:16], gamma=2.0, sigma=1.0, batch_size=8)
+    assert trainer.evaluate_layers("a", gamma=2.0).losses.tolist() == noisy.losses.tolist()
+    curve = trainer.evaluate_robustness("b", gammas=[0.0])
+    assert curve.losses[0, 0] == pytest.approx(metrics["eval_b_loss"], rel=1e-5)
+    for wrong in (None, "c"):
+        with pytest.raises(ValueError, match=f"`eval_dataset` is {wrong!r}; give one of 'a', 'b'"):
+            trainer.evaluate_layers(wrong)
+
+
+@pytest.mark.parametrize(
+    "gammas", [np.linspace(0, 1, 3), torch.linspace(0, 1, 3), range(2), {0.0, 1.0}, 0.5, np.float32(0.5), 0]
+)
+def test_noise_levels_are_taken_as_one_number_or_several(tmp_path, gammas):
+    trainer = DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA[:8])
+    plain = np.atleast_1d(sorted(gammas) if isinstance(gammas, set) else gammas).tolist()
+    assert trainer.evaluate_robustness(gammas=gammas).to_dict() == trainer.evaluate_robustness(gammas=plain).to_dict()
+    for profile, level in zip(layer_profiles(bert(), DATA[:8], gammas), plain, strict=True):
+        assert profile.gamma == level
+
+
+def test_the_levels_of_a_perturbation_are_not_those_of_the_noise(tmp_path):
+    args = config(tmp_path, noise_gamma=0.5, noise_sigma=1.0, eval_gammas=[0.0, 1.0])
+    trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8])
+    of_noise = trainer.evaluate_robustness()
+    masked = trainer.evaluate_robustness(gammas=[0.0, 0.9], perturbation=lambda row, rate, generator: row)
+    assert (of_noise.gamma_train, masked.gamma_train) == (0.5, None)
+    trainer.save_model()
+    trainer.create_model_card()
+    assert json.loads((tmp_path / "noise_curve.json").read_text())["gammas"] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("gammas", "message"), [(None, "No noise"), ([], "No noise"), ("all", "`gammas` is 'all'")])
+def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
+    with pytest.raises(ValueError, match=message):
+        DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA[:8]).evaluate_robustness(gammas=gammas)
+
+
+def test_a_kept_curve_is_not_that_of_another_loss_of_the_trainer(tmp_path):
+    for factor in (1.0, 2.0):
+
+        def loss(outputs, labels, num_items_in_batch=None, factor=factor):
+            return factor * F.cross_entropy(outputs["logits"], labels)
+
+        args = config(tmp_path, noise_sigma=1.0)
+        trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=loss)
+        kept, anew = (trainer.evaluate_robustness(gammas=0, path=path) for path in (tmp_path / "curve.json", None))
+        assert kept.to_dict() == anew.to_dict()
+
+
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_path, objective):
+    """GPT2LMHeadModel, whose class does not tell it; plain training never asks the model."""
+    torch.manual_seed(0)
+    model = spread(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=2, n_head=2)))
+    data = language_data(8, ragged=False)
+    args = config(tmp_path, objective=objective, label_smoothing_factor=0.1, noise_sigma=1.0)
+    trainer = DescentTrainer(model, args, eval_dataset=data)
+    measured = [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
+    batch = default_data_collator(data)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]  # [batch, seq - 1, vocab]
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
+    assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
+
+
+def multiplied(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"]
+    return F.cross_entropy(logits @ torch.eye(3, dtype=logits.dtype), labels)  # a product that autocast would round
+
+
+@pytest.mark.parametrize("own", [{"layer_loss_fn": multiplied}, {"label_smoothing_factor": 0.1}])
+def test_a_kept_curve_of_the_same_loss_of_the_trainer_is_read(tmp_path, own):
+    path, smoothing = tmp_path / "curve.json", own.get("label_smoothing_factor", 0.0)
+    for again in (False, True):
+        args = config(tmp_path, noise_sigma=1.0, label_smoothing_factor=smoothing)
+        trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=own.get("layer_loss_fn"))
+        if again:  # that it is read shows in what no measurement would give
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"greater_is_better": "read"}))
+        read = trainer.evaluate_robustness(gammas=0, path=path).greater_is_better == "read"
+        assert read is again
+
+
+def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):
+    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST)
+    with torch.inference_mode():
+        first = trainer.evaluate()["eval_layer_loss_1"]
+    assert trainer.evaluate()["eval_layer_loss_1"] == pytest.approx(first, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [None, multiplied])
+def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(tmp_path, loss):
+    """That of the model alone: losses and metrics are computed as `evaluate` does, on its float32 logits."""
+    data, losses = classification_data(16), []
+    args = config(tmp_path, bf16=True, noise_sigma=1.0)
+    trainer = DescentTrainer(spread(bert()), args, eval_dataset=data, layer_loss_fn=loss)
+    for _ in range(2):
+        losses += [trainer.evaluate_layers().losses[-1], trainer.evaluate_robustness(gammas=[0.0]).losses[0, 0]]
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses == pytest.approx([losses[2]] * 6, rel=1e-6)
+    assert losses[0] != pytest.approx(layer_profile(spread(bert()), data).losses[-1], rel=1e-4)  # single precision

@@ -1,0 +1,332 @@
+import copy
+
+import pytest
+import torch
+from tiny import VOCAB, bert, classification_data, llama
+from torch.nn import functional as F
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers
+from hf_descent.readout.head import FusedReadout
+from hf_descent.training import fused_step
+
+
+LAYERS = 3
+
+
+def rows(count, seed=0):
+    """Token sequences whose next token follows from the last, with prompts of different lengths left unlabelled."""
+    generator = torch.Generator().manual_seed(seed)
+    data = []
+    for index in range(count):
+        first = int(torch.randint(3, VOCAB, (1,), generator=generator))
+        ids = [(first * 3**k) % (VOCAB - 3) + 3 for k in range(9)]
+        prompt = index % 4
+        data.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return data
+
+
+def trainer(tmp_path, **kwargs):
+    given = {
+        "descent_alpha": 0.2,
+        "initial_loss_bound": 3.0,
+        "dual_warmup_steps": 5,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 4,
+        "max_steps": 50,
+        "logging_steps": 1000,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **kwargs,
+    }
+    keywords = {name: given.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in given}
+    model = given.pop("model", None) or llama(LAYERS)
+    args = DescentConfig(output_dir=str(tmp_path), **given)
+    made = DescentTrainer(model, args, train_dataset=rows(64), eval_dataset=rows(10, seed=1), **keywords)
+    made.history = []
+    step = made._after_optimizer_step
+    made._after_optimizer_step = lambda: (step(), made.history.append(made.multipliers.values.clone()))
+    return made
+
+
+@pytest.fixture
+def no_fused(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("Not here.")
+
+    def switch():
+        monkeypatch.setattr(FusedReadout, "probe", refuse)
+
+    return switch
+
+
+SETTINGS = {
+    "descent": {},
+    "keep": {"negative_weights": "keep", "dual_learning_rate": 0.2},
+    "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto"},
+    "some layers": {"constrained_layers": [1, 3]},
+    "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "noise": {"noise_gamma": 0.3, "noise_sigma": 0.02},
+    "deep supervision": {"objective": "deep_supervision", "penalty_coefficient": 0.3},
+    "hinge": {"objective": "hinge"},
+    "quadratic": {"objective": "quadratic", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
+    fused = trainer(tmp_path, **SETTINGS[setting])
+    fused.train()
+    metrics = fused.evaluate()
+    assert fused._fused is not None
+    no_fused()
+    replayed = trainer(tmp_path, **SETTINGS[setting])
+    replayed.train()
+    assert replayed._fused is None
+    multipliers = torch.stack(replayed.history)  # [steps, layers]
+    assert (multipliers > 0).any() == (replayed.args.objective == "descent")
+    torch.testing.assert_close(torch.stack(fused.history), multipliers, rtol=1e-3, atol=1e-4)
+    expected = replayed.evaluate()
+    assert metrics.keys() == expected.keys()
+    for name in ("eval_loss", *(f"eval_layer_loss_{layer}" for layer in (1, 2, 3))):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_fused, smoothing):
+    def trained():
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+        router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        settings = {"dual_warmup_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **router))
+        made = trainer(tmp_path, model=model, label_smoothing_factor=smoothing, max_steps=6, **settings)
+        made.train()
+        return made
+
+    fused = trained()
+    assert fused._fused is not None
+    no_fused()
+    replayed = trained()
+    torch.testing.assert_close(fused._state.mean_losses, replayed._state.mean_losses, rtol=1e-4, atol=0.0)
+    for mine, expected in zip(fused.model.parameters(), replayed.model.parameters()):
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_fifty_steps_follow_a_naive_loop(tmp_path):
+    plain = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+    fused = trainer(tmp_path, resilience=0.05, **plain)
+    model = copy.deepcopy(fused.model)
+    batches = []
+    step = fused.training_step
+    fused.training_step = lambda model, inputs, *args: (batches.append(inputs), step(model, inputs, *args))[1]
+    fused.train()
+
+    problem, multipliers = DescentProblem(0.2, 3.0, LAYERS), Multipliers(LAYERS, 0.02, optim="adam", resilience=0.05)
+    states = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, output: states.append(output))
+    for index, batch in enumerate(batches):
+        states.clear()
+        model.model(batch["input_ids"])
+        labels = batch["labels"][:, 1:]
+        losses = torch.stack(
+            [
+                F.cross_entropy(model.lm_head(model.model.norm(state))[:, :-1].transpose(1, 2), labels)
+                for state in states
+            ]
+        )
+        objective = losses[-1] if index < 5 else problem.weights(multipliers.values).clamp(min=0) @ losses
+        model.zero_grad()
+        objective.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        if index >= 5:
+            multipliers.step(problem.violations(losses.detach()) / 3.0)
+        torch.testing.assert_close(fused.history[index], multipliers.values, rtol=1e-4, atol=1e-5)
+    assert multipliers.values.max() > 0.1
+    for mine, expected in zip(fused.model.parameters(), model.parameters()):
+        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+
+
+# ---- sampled tokens ----
+
+
+def test_sampled_run_resumes_bit_for_bit(tmp_path):
+    settings = {
+        "readout_token_fraction": 0.5,
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "dual_warmup_steps": 2,
+    }
+    straight = trainer(tmp_path / "straight", **settings)
+    straight.train()
+    trainer(tmp_path / "parts", save_strategy="steps", save_steps=5, **settings).train()
+    resumed = trainer(tmp_path / "parts", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
+    assert torch.equal(resumed.multipliers.values, straight.multipliers.values)
+    for mine, expected in zip(resumed.model.parameters(), straight.model.parameters()):
+        assert torch.equal(mine, expected)
+
+
+def test_every_micro_batch_draws_its_own_tokens(tmp_path):
+    made = trainer(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2)
+    draws = []
+    generator = made._token_generator
+    made._token_generator = lambda: (draws.append(generator().initial_seed()), generator())[1]
+    made.train()
+    assert len(draws) == len(set(draws)) == 4
+
+
+def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path):
+    made = trainer(tmp_path, max_steps=1, noise_gamma=0.3, noise_sigma=1.0)
+    made.train()
+    made._noise.reseed(0, 1, 0)  # of the next step
+    noise = torch.Generator().manual_seed(made._noise._stream)
+    assert made._token_generator().initial_seed() != noise.initial_seed()
+
+
+def test_a_second_run_draws_the_tokens_of_the_first(tmp_path):
+    made = trainer(tmp_path, readout_token_fraction=0.5, max_steps=1)
+    draws = []
+    generator = made._token_generator
+    made._token_generator = lambda: (draws.append(drawn := generator()), drawn)[1]
+    made.train()
+    made.train()
+    assert draws[0].initial_seed() == draws[1].initial_seed()
+
+
+def reads(monkeypatch, made):
+    """Labelled and sampled tokens in each read of a run, and of what follows."""
+    seen = []
+    read = FusedReadout._read
+
+    def watch(self, states, tokens, *args, **kwargs):
+        seen.append((len(tokens.rows), None if tokens.sample is None else len(tokens.sample)))
+        return read(self, states, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(FusedReadout, "_read", watch)
+    made.train()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.125), (0.5, False, 0.5), (1.0, True, None)]
+)
+def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share):
+    monkeypatch.setattr(fused_step, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
+    made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=3)
+    seen = reads(monkeypatch, made)
+    count, sampled = seen[-1]
+    assert sampled == (None if share is None else round(share * count))
+    made.evaluate()
+    assert seen[-1][1] is None
+
+
+def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
+    def first_losses(**kwargs):
+        made = trainer(tmp_path, max_steps=1, logging_strategy="no", **kwargs)
+        made.train()
+        return made._state.mean_losses  # [layers]
+
+    expected = first_losses(data_seed=42)
+    found = torch.stack([first_losses(readout_token_fraction=0.25, seed=seed, data_seed=42) for seed in range(30)])
+    assert (found.std(0) > 0).all()
+    assert ((found.mean(0) - expected).abs() < 4 * found.std(0) / 30**0.5).all()
+
+
+def test_the_log_has_the_share_of_the_gradient_left_out(tmp_path, monkeypatch):
+    shares = []
+    read = FusedReadout._read
+
+    def watch(*args, **kwargs):
+        losses = read(*args, **kwargs)
+        if args[3:] and args[3] is not None:
+            shares.append(losses.skipped.item())
+        return losses
+
+    monkeypatch.setattr(FusedReadout, "_read", watch)
+    made = trainer(tmp_path, readout_gradient_threshold=0.5, max_steps=6, logging_steps=3)
+    made.train()
+    logged = [log["readout_gradient_skipped"] for log in made.state.log_history if "loss" in log]
+    assert logged == pytest.approx([sum(shares[:3]) / 3, sum(shares[3:]) / 3]) and max(logged) > 0
+    made.args.max_steps = 1
+    made.train()  # ends with a read that no log has
+    made.args.max_steps = 3
+    made.train()
+    assert made.state.log_history[0]["readout_gradient_skipped"] == pytest.approx(sum(shares[7:]) / 3)
+    plain = trainer(tmp_path, max_steps=1, logging_steps=1)
+    plain.train()
+    assert "readout_gradient_skipped" not in plain.state.log_history[0]
+
+
+def test_a_compute_loss_that_asks_for_outputs_in_training_gets_logits(tmp_path):
+    seen = []
+
+    class Watched(DescentTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            with torch.no_grad():
+                seen.append((outputs.logits, model(input_ids=inputs["input_ids"]).logits))
+            return (loss, outputs) if return_outputs else loss
+
+    args = trainer(tmp_path, max_steps=1).args
+    Watched(llama(LAYERS), args, train_dataset=rows(8)).train()
+    torch.testing.assert_close(*seen[0])
+
+
+# ---- evaluation ----
+
+
+def test_metrics_get_the_models_own_logits(tmp_path):
+    seen = []
+    made = trainer(tmp_path, max_steps=1, compute_metrics=lambda prediction: seen.append(prediction) or {})
+    made.train()
+    made.evaluate()
+    ids = torch.tensor([row["input_ids"] for row in rows(10, seed=1)])
+    with torch.no_grad():
+        expected = made.model.eval()(ids).logits
+    torch.testing.assert_close(torch.tensor(seen[0].predictions), expected)
+
+
+# ---- where it does not apply ----
+
+
+def test_replay_remains_for_a_loss_of_ones_own(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+    made = trainer(tmp_path, max_steps=1, compute_loss_func=loss)
+    made.train()
+    assert made._fused is None
+
+
+@pytest.mark.parametrize("name", ["readout_token_fraction", "readout_gradient_threshold"])
+def test_options_that_cannot_be_met(tmp_path, name):
+    args = DescentConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=1, **{name: 0.5})
+    made = DescentTrainer(bert(), args, train_dataset=classification_data(8))
+    with pytest.raises(ValueError, match=name):
+        made.train()
+
+
+@pytest.mark.parametrize("name", ["readout_token_fraction", "readout_gradient_threshold"])
+@pytest.mark.parametrize("value", [0.0, -1.0, 1.5, float("nan")])
+def test_bad_options(tmp_path, name, value):
+    with pytest.raises(ValueError, match=name):
+        DescentConfig(output_dir=str(tmp_path), **{name: value})
+
+
+def test_a_layer_without_gradient_is_refused_before_the_first_step(tmp_path):
+    made = trainer(tmp_path, descent_alpha="auto", initial_loss_bound="auto")
+    made.model.model.embed_tokens.requires_grad_(False)
+    made.model.model.layers[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"layer 1 has no gradient"):
+        made.train()
+    assert made.state.global_step == 0

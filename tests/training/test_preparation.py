@@ -1,0 +1,396 @@
+"""What training finds out on its first batch, above all whether f_0 = "auto" can be measured for the loss at hand."""
+
+import json
+import logging
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import VOCAB, InOrder, batches, bert, classification_data, config, language_data, llama, spread
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    BertForSequenceClassification,
+    XLNetConfig,
+    XLNetForQuestionAnsweringSimple,
+    default_data_collator,
+)
+from transformers.utils import ModelOutput
+
+from hf_descent import DescentTrainer
+from hf_descent.early_exit import truncate
+from hf_descent.models import UTConfig, UTForVideoDenoising
+from hf_descent.noise.embedding_noise import estimate_sigma
+
+
+AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 4}
+
+
+def make(folder, model, data, loss=None, readout=None, **settings):
+    args = config(folder, **{"max_steps": 8, "save_strategy": "no", **AUTO, **settings})
+    return DescentTrainer(model, args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss, readout=readout)
+
+
+class Weighted(BertForSequenceClassification):
+    """Scores by a loss of its own."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
+        if labels is not None:
+            outputs["loss"] = 50 * F.cross_entropy(outputs.logits, labels)
+        return outputs
+
+
+def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_without_the_problem_of_its_training(
+    tmp_path,
+):
+    peft = pytest.importorskip("peft")
+    trainer = make(tmp_path / "run", bert(), classification_data(8), dual_warmup_steps=1, max_steps=4)
+    trainer.train()
+    trainer.save_model()
+    whole, cut, other, gone = (BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(4))
+    adapted = peft.get_peft_model(other, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    for model, known in ((whole, True), (truncate(cut, 2), False), (adapted, False), (gone, False)):
+        if model is gone:
+            shutil.rmtree(tmp_path / "run")
+        metrics = make(tmp_path / "evaluation", model, classification_data(8)).evaluate()
+        assert ("eval_max_violation" in metrics) == known and "eval_layer_loss_2" in metrics
+
+
+def test_a_penalty_in_the_loss_is_no_loss_of_the_layers(tmp_path):
+    peft = pytest.importorskip("peft")
+    for weight in (0.5, 0.0):
+        adapter = peft.AdaLoraConfig(
+            task_type="SEQ_CLS", target_modules=["query"], total_step=8, orth_reg_weight=weight
+        )
+        model = peft.get_peft_model(bert(), adapter)
+        if weight:
+            with pytest.raises(ValueError, match="set `orth_reg_weight=0`"):
+                make(tmp_path, model, classification_data(40))
+    make(tmp_path, model, classification_data(40), max_steps=5).train()
+
+
+def regression_rows(count=40):
+    return [{**row, "labels": float(row["labels"])} for row in classification_data(count)]
+
+
+def multi_label_rows(count=40):
+    return [{**row, "labels": torch.eye(3)[row["labels"]]} for row in classification_data(count)]
+
+
+def of_eight_rows(outputs, labels, num_items_in_batch=None):
+    return (F.cross_entropy(outputs["logits"], labels, reduction="none") * torch.ones(8)).mean()
+
+
+def cross_entropy(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels)
+
+
+def absolute(outputs, labels, num_items_in_batch=None):
+    return (outputs["logits"].squeeze(-1) - labels).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "loss"),
+    [
+        (lambda: Weighted(bert().config), classification_data, None),
+        (bert, classification_data, of_eight_rows),
+        (lambda: bert(num_labels=1), regression_rows, absolute),
+    ],
+    ids=["another loss in the model", "a loss of whole batches", "no squared error"],
+)
+def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
+    trainer = make(tmp_path, model(), data(40), loss)
+    with pytest.raises(ValueError, match="initial_loss_bound='auto'.*set it to the loss of a constant prediction"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    for settings in ({"initial_loss_bound": 60.0}, {"objective": "deep_supervision"}):
+        trainer = make(tmp_path, model(), data(40), loss, **settings)
+        trainer.train()
+        assert trainer.state.global_step == 8
+
+
+def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
+    def shifted(outputs, labels, num_items_in_batch=None):
+        logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return F.cross_entropy(logits, labels, reduction="sum") / (num_items_in_batch or labels.ne(-100).sum())
+
+    data = language_data(200)
+    bounds = []
+    for loss in (shifted, None):
+        trainer = make(tmp_path, llama(), data, loss, per_device_train_batch_size=16)
+        trainer.train()
+        bounds.append(trainer.problem.initial_loss_bound)
+    assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
+
+
+@pytest.mark.parametrize(("loss", "rare"), [(None, 0.2), (cross_entropy, 0.125)])
+def test_f_0_counts_the_label_smoothing_of_trainer_s_loss_alone(tmp_path, loss, rare):
+    data = [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(classification_data(64))]
+    settings = {"label_smoothing_factor": 0.2, "per_device_train_batch_size": 16}
+    trainer = make(tmp_path, spread(bert(num_labels=2)), data, loss, **settings)
+    trainer.train()
+    entropy = -rare * math.log(rare) - (1 - rare) * math.log(1 - rare)
+    assert trainer.problem.initial_loss_bound == pytest.approx(entropy + 1 / 128, rel=1e-5)
+
+
+def test_f_0_of_a_weighted_multi_label_loss_is_its_least_value(tmp_path):
+    weight = torch.tensor(20.0)
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return F.binary_cross_entropy_with_logits(outputs["logits"], labels, pos_weight=weight)
+
+    data = multi_label_rows()
+    trainer = make(tmp_path, bert(problem_type="multi_label_classification"), data, loss, num_train_epochs=1,
+                   max_steps=-1, per_device_train_batch_size=10, dual_warmup_steps=3)  # fmt: skip
+    trainer.train()
+    labels = torch.stack([row["labels"] for row in data])
+    grid = torch.linspace(-5, 5, 1001)
+    least = [min(F.binary_cross_entropy_with_logits(torch.full_like(y, z), y, pos_weight=weight) for z in grid)
+             for y in labels.T]  # fmt: skip
+    assert trainer.problem.initial_loss_bound == pytest.approx(torch.stack(least).mean().item(), rel=0.05)
+
+
+def test_a_mean_over_numbers_is_scaled_by_trainer_s_count_of_them(tmp_path):
+    """A loss that divides by the items is the mean over all numbers of the batch, however it is accumulated."""
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        if len(labels) == 4 and torch.is_grad_enabled():  # a training step, no trial of the loss
+            seen.append(float(num_items_in_batch))
+        return (outputs["logits"] - labels).square().sum() / num_items_in_batch
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "initial_loss_bound": 1.0}
+    model, data = bert(problem_type="multi_label_classification"), multi_label_rows()
+    trainer = make(tmp_path, model, data, loss, **settings)
+    trainer.train()
+    assert seen and set(seen) == {2 * 4 * 3}
+    batch = default_data_collator(data)
+    expected = F.mse_loss(model.eval()(**batch).logits, batch["labels"]).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_plain_training_with_a_readout_measures_nothing(tmp_path):
+    def readout(model, hidden, inputs):
+        return model.classifier(hidden[:, 0])
+
+    data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no f_0: all are alike
+    trainer = make(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert "eval_layer_loss_1" in metrics and "eval_feasible" not in metrics
+
+
+def test_a_given_f_0_above_chance_is_said(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    for bound, said in ((1.2, True), (0.9, False)):  # three classes, ln 3 = 1.0986
+        caplog.clear()
+        settings = {"initial_loss_bound": bound, "descent_alpha": 0.1, "log_level": "info"}
+        make(tmp_path, bert(), classification_data(64), **settings).train()
+        assert ("lies above" in caplog.text) == said
+
+
+def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(5, 7, (400, 3), generator=generator)
+    rows[:, 0] = 4  # where every text begins
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    trainer = make(tmp_path, llama(), data, per_device_train_batch_size=100)
+    trainer.train()
+    # One label more stands for the classes that do not occur.
+    counts = torch.cat([rows[:, 1:].flatten().bincount()[5:].double(), torch.full((VOCAB - 2,), 1 / (VOCAB - 2))])
+    expected = -torch.xlogy(counts / 801, counts / 801).sum().item() + 1 / 1600
+    assert trainer.problem.initial_loss_bound == pytest.approx(expected, rel=1e-6)
+
+
+class Shifted(torch.nn.Module):
+    """A causal language model of one's own."""
+
+    def __init__(self, as_tuple):
+        super().__init__()
+        self.model, self.as_tuple = llama(), as_tuple
+
+    def forward(self, input_ids, attention_mask=None, labels=None):
+        outputs = {"logits": self.model(input_ids, attention_mask).logits}
+        if labels is not None:
+            loss = F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            outputs = {"loss": loss, **outputs}
+        return tuple(outputs.values()) if self.as_tuple else outputs
+
+
+def test_outputs_may_be_a_tuple(tmp_path):
+    cut = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "initial_loss_bound": "auto"}
+    runs = [make(tmp_path, Shifted(as_tuple), language_data(), **cut, dual_warmup_steps=2) for as_tuple in (0, 1)]
+    for trainer in runs:
+        trainer.train()
+    named, by_place = (torch.cat([trainer._state.mean_losses, trainer.multipliers.values]) for trainer in runs)
+    torch.testing.assert_close(by_place, named, rtol=1e-5, atol=1e-6)
+    assert runs[0].problem.initial_loss_bound == runs[1].problem.initial_loss_bound
+
+
+class Renamed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = bert(num_labels=1)
+        self.config = self.model.config
+
+    def forward(self, input_ids, attention_mask, target=None):
+        logits = self.model(input_ids, attention_mask).logits
+        loss = None if target is None else 3 * F.mse_loss(logits.squeeze(-1), target)
+        return ModelOutput(loss=loss, logits=logits)
+
+
+def test_numbers_may_be_labels_under_another_name(tmp_path):
+    data = [{**row, "target": row.pop("labels")} for row in regression_rows()]
+    trainer = make(tmp_path, Renamed(), data, label_names=["target"])
+    trainer.train()
+    targets = torch.tensor([float(row["target"]) for row in data])
+    assert trainer.problem.initial_loss_bound == pytest.approx(3 * targets.var().item(), rel=0.3)
+
+
+def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_path):
+    config_ = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)  # states no limit
+    ends = range(34)  # of which the first batch is short
+    rows = [
+        {"input_ids": torch.arange(40 if end > 5 else 6), "start_positions": end, "end_positions": end} for end in ends
+    ]
+    args = config(tmp_path, **AUTO, per_device_train_batch_size=6, max_steps=5)
+    trainer = InOrder(XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows)
+    trainer.train()
+    assert trainer.problem.initial_loss_bound == pytest.approx(math.log(24), rel=1e-4)  # of four batches
+
+
+def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
+    data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no best constant prediction
+    trainer = make(tmp_path, bert(), data, initial_loss_bound=1.1)
+    trainer.train()
+    assert trainer.problem.initial_loss_bound == 1.1
+
+
+def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
+    data = classification_data(40)
+    trainer = make(tmp_path, bert(), data, descent_alpha=0.3, initial_loss_bound=1.0)
+    trainer.train()
+    expected = trainer.evaluate()
+    trainer.save_model(tmp_path / "saved")
+    saved = BertForSequenceClassification.from_pretrained(tmp_path / "saved")
+    metrics = make(tmp_path, saved, data).evaluate()
+    for name in ("eval_max_violation", "eval_feasible", "eval_feasible_score"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
+    assert "eval_feasible" not in make(tmp_path, bert(), data).evaluate()  # nothing is known of this one
+    again = make(tmp_path / "again", saved, data)
+    again.train()
+    assert again.problem.initial_loss_bound != 1.0  # measured afresh
+
+
+def test_the_loss_of_a_half_precision_model_is_called_blurred(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    batch = default_data_collator(classification_data(4))
+    make(tmp_path, bert().bfloat16(), classification_data(40), initial_loss_bound=1.0).train()
+    assert caplog.text.count("torch.bfloat16") == 1 and "mixed precision" in caplog.text
+    assert bert().bfloat16()(**batch).loss.dtype == torch.bfloat16
+
+
+def test_a_readout_with_parameters_of_its_own_can_be_evaluated_but_not_trained(tmp_path):
+    head = torch.nn.Linear(16, 3)
+    data = classification_data(8)
+    trainer = make(tmp_path, bert(), data, readout=lambda model, hidden, inputs: head(hidden.mean(1)))
+    assert "eval_layer_loss_1" in trainer.evaluate()
+    with pytest.raises(ValueError, match="`readout` has 2 parameters that BertForSequenceClassification does not"):
+        trainer.train()
+
+
+# ---- the deviation of the clean signal ----
+
+
+DATA = classification_data()
+
+
+class Stream(IterableDataset):
+    """Read once, or afresh each time."""
+
+    def __init__(self, once):
+        self.iterator = iter(DATA) if once else None
+
+    def __iter__(self):
+        return self.iterator or iter(DATA)
+
+
+class OwnLoader(DescentTrainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(DataLoader(DATA, batch_size=8, collate_fn=default_data_collator))
+
+
+def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
+    for trainer_class, data in ((DescentTrainer, Stream(once=True)), (OwnLoader, None)):
+        with pytest.raises(ValueError, match="Set `noise_sigma`"):
+            trainer_class(bert(), config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
+        given = config(tmp_path, noise_gamma=0.5, noise_sigma=0.02, max_steps=8)
+        data = data and Stream(once=True)
+        trainer = trainer_class(bert(), given, train_dataset=data)
+        trainer.train()
+        assert trainer.state.global_step == 8  # all of the data
+
+
+def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
+    found = []
+    for data in (DATA, Stream(once=False)):
+        model = bert()
+        DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
+        found.append(model.config.noise_sigma)
+    assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("batch_size", [2, 48, 3000])
+def test_the_deviation_depends_neither_on_the_batches_nor_on_the_order(tmp_path, batch_size):
+    values = torch.linspace(0, 1, 4000)
+    model = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=2))
+    rows = [{"pixel_values": value.expand(2, 16), "labels": value.expand(2, 16)} for value in values]
+    given = {"per_device_eval_batch_size": batch_size, "dataloader_drop_last": True}
+    found = make(tmp_path, model, rows, noise_gamma=0.5, **given).noise_sigma()
+    assert found == pytest.approx(values.std().item(), rel=1e-3)
+
+
+def test_the_deviation_s_moments_go_to_no_device_in_one_process(tmp_path, monkeypatch):
+    """Apple's knows no float64."""
+    moments = SimpleNamespace(tolist=lambda: [8.0, 0.0, 32.0])
+    monkeypatch.setattr("hf_descent.training.preparation.signal_moments", lambda *args: moments)
+    assert make(tmp_path, bert(), DATA, noise_gamma=0.5).noise_sigma() == 2.0
+
+
+def test_a_deviation_that_is_given_comes_before_the_model_s(tmp_path):
+    model = bert(noise_sigma=3.0)
+    assert [make(tmp_path, model, DATA, noise_sigma=given).noise_sigma() for given in (None, 0.5)] == [3.0, 0.5]
+
+
+def test_every_micro_batch_of_every_step_has_noise_of_its_own(tmp_path):
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        loss = F.cross_entropy(outputs["logits"], labels)
+        if torch.is_grad_enabled():  # a training step, no trial of the loss
+            seen.append(loss.item())
+        return loss
+
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
+    make(tmp_path, bert(), DATA[:1] * 16, loss, objective="erm", max_steps=2, noise_gamma=1.0, **settings).train()
+    assert len({*seen}) == len(seen) == 4
+
+
+def test_training_without_noise_measures_the_deviation_for_the_tests_under_noise(tmp_path):
+    """On the embeddings before training, as a run with noise does, and without a trace in the training itself."""
+    weights, sigmas = [], []
+    for settings in ({"eval_gammas": [0.0, 1.0]}, {"noise_gamma": 0.5}, {}):
+        model = bert(dropout=0.1)
+        args = config(tmp_path, objective="erm", learning_rate=0.3, **settings)
+        trainer = DescentTrainer(model, args, train_dataset=DATA, eval_dataset=DATA)
+        trainer.train()
+        trainer.save_model()
+        sigmas.append(json.loads((tmp_path / "config.json").read_text()).get("noise_sigma"))
+        weights.append(model.classifier.weight)
+    expected = estimate_sigma(bert(), batches(DATA))
+    assert sigmas == [pytest.approx(expected), pytest.approx(expected), None]
+    assert estimate_sigma(model, batches(DATA)) > 1.1 * expected
+    assert weights[0].equal(weights[2])

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from architectures import MODELS, build
+from architectures import DECODER, GPT, MODELS, build
 from tiny import bert, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -91,22 +91,26 @@ def test_models_without_a_table_of_positions_take_more_than_they_state(name):
         model(**given)
 
 
-def long_input_cases():
-    shape = {"vocab_size": 40, "n_positions": 20, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    shape |= {"bos_token_id": 1, "eos_token_id": 2}
-    yield transformers.GPTJForCausalLM(transformers.GPTJConfig(**shape, rotary_dim=4)), True  # tables in buffers
-    shape["n_head"] = 4
-    yield transformers.CodeGenForCausalLM(transformers.CodeGenConfig(**shape, n_ctx=20, rotary_dim=4)), True
-    yield transformers.CTRLLMHeadModel(transformers.CTRLConfig(**shape, dff=16)), True
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = transformers.LlamaConfig(**size, vocab_size=40, max_position_embeddings=20)
-    eye = transformers.CLIPVisionConfig(**size, image_size=8, patch_size=4)
-    llava = transformers.LlavaConfig(vision_config=eye, text_config=text)
-    yield transformers.LlavaForConditionalGeneration(llava), False  # the table is of patches
+EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+EYE |= {"image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"}
 
 
-@pytest.mark.parametrize(("model", "refused"), list(long_input_cases()), ids=lambda value: type(value).__name__)
-def test_a_table_may_be_a_buffer_and_another_towers_does_not_count(model, refused):
+@pytest.mark.parametrize(
+    ("name", "fields", "refused"),
+    [
+        ("GPTJForCausalLM", GPT | {"rotary_dim": 4}, True),  # tables in buffers
+        ("CodeGenForCausalLM", GPT | {"n_ctx": 40, "rotary_dim": 4}, True),
+        ("CTRLLMHeadModel", GPT | {"dff": 16}, True),
+        # the table is of patches
+        (
+            "LlavaForConditionalGeneration",
+            {"vision_config": EYE, "text_config": DECODER | {"model_type": "llama"}},
+            False,
+        ),
+    ],
+)
+def test_a_table_may_be_a_buffer_and_another_towers_does_not_count(name, fields, refused):
+    model = build(name, fields)
     assert has_position_table(model) == refused
     with pytest.raises((IndexError, RuntimeError)) if refused else nullcontext():
         model(input_ids=torch.full((1, position_limit(model) + 3), 5))

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from .collect import collect
-from .runner import Job, Options, jobs
+from .runner import Job, Options, jobs, same_for_all
 from .scales import ARMS, MODELS, SCALES, TEXT, VIDEO
 from .tables import TABLES, Panel
 
@@ -168,6 +168,8 @@ def mistakes(panels: Sequence[Panel], options: Options) -> Iterator[str]:
                 "`--seeds` and `--output_dir` say which runs there are."
             )
         for command in sorted(commands):
+            if dot and name in same_for_all(command):
+                yield f"`--set {given}={value}`: arms stand side by side on the same rows and batches; leave the arm out."
             kinds = importlib.import_module(f"hf_descent.commands.{command}").argument_types
             if not any(each.init and each.name == name for kind in kinds for each in dataclasses.fields(kind)):
                 yield f"`--set {given}={value}`: `hf-descent {command}` has no such setting; check the spelling."

@@ -76,7 +76,7 @@ def study(found: Way, options: Options) -> dict[str, Any]:
     """The search's best trial, at which level it was judged, and of how many trials; nothing where none was asked
     for, or all is set."""
     path = options.study_folder(found) / "study.json"
-    if not (options.n_trials and search_space(found, options) and path.is_file()):
+    if not (search_space(found, options) and path.is_file()):
         return {}
     values = json.loads(path.read_text())
     return {"gamma": values["gamma"], "trials": len(values["trials"]), **values["trials"][0]}

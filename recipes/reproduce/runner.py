@@ -55,9 +55,8 @@ class Options:
 
     def set_for(self, found: Way) -> dict[str, Any]:
         """What is set in this way of training; an arm's own value goes before that of all."""
-        own = {name: value for name, value in self.settings.items() if name.startswith(f"{found.arm}.")}
-        general = {name: value for name, value in self.settings.items() if "." not in name}
-        return general | {name.partition(".")[2]: value for name, value in own.items()}
+        given = [(*name.rpartition("."), value) for name, value in self.settings.items()]
+        return {name: value for of in ("", found.arm) for arm, _, name, value in given if arm == of}
 
     def missing(self, found: Way) -> str | None:
         """What the command line would have to give for this way of training, where it does not."""
@@ -162,10 +161,9 @@ def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, searc
     """All commands of the panels in order, each once. A training command is made only when it is asked for, since it
     takes its settings from the search before it."""
     ways = list(dict.fromkeys(found for panel in panels for group in panel.groups.values() for found in group))
-    if options.n_trials:
-        for found in dict.fromkeys(searched(options.scale, found) for found in ways):
-            if search_space(found, options):  # else trials would differ in nothing
-                yield tune_job(found, options)
+    for found in dict.fromkeys(searched(options.scale, found) for found in ways):
+        if search_space(found, options):  # else trials would differ in nothing
+            yield tune_job(found, options)
     if search_only:
         return
     for seed in options.seeds:  # outside, so that what is there after an interruption can be compared
@@ -221,7 +219,9 @@ def tune_job(found: Way, options: Options) -> Job:
 
 
 def search_space(found: Way, options: Options) -> dict[str, tuple[float, float]]:
-    """What is searched, with its ranges: nothing that `--set` fixes for this arm."""
+    """What is searched, with its ranges: nothing that `--set` fixes for this arm, nor anything without trials."""
+    if not options.n_trials:
+        return {}
     space = {"learning_rate": found.spec.learning_rates, **options.scale.search[found.spec.command][found.arm]}
     return {name: values for name, values in space.items() if name not in options.set_for(found)}
 
@@ -239,9 +239,7 @@ def train_job(found: Way, seed: int, options: Options) -> Job:
 def evaluate_job(found: Way, seed: int, options: Options) -> Job:
     """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
     scale, command, folder = options.scale, found.spec.command, options.run_folder(found, seed)
-    data_arguments = importlib.import_module(f"hf_descent.commands.{command}").argument_types[1]
-    names = {each.name for each in dataclasses.fields(data_arguments)}
-    given = {name: value for name, value in flags(found, options).items() if name in names}
+    given = {name: value for name, value in flags(found, options).items() if name in same_for_all(command)}
     levels = scale.gammas[command]
     trained = (found.gamma, levels[-1]) if found.gamma else levels  # runs without noise stand beside all others
     given |= {
@@ -249,11 +247,15 @@ def evaluate_job(found: Way, seed: int, options: Options) -> Job:
         "profile_gammas": sorted({0.0, *trained, scale.eval_gammas[command][-1]}),
         "draws": scale.draws,
     }
-    if "per_device_eval_batch_size" in options.set_for(found):
-        given["per_device_eval_batch_size"] = options.set_for(found)["per_device_eval_batch_size"]
     return Job(
         ["evaluate", str(folder), "--config", recipe(found), *words(given)], folder, "evaluate", files(found, options)
     )
+
+
+def same_for_all(command: str) -> set[str]:
+    """Settings that say which rows and batches are evaluated."""
+    data_arguments = importlib.import_module(f"hf_descent.commands.{command}").argument_types[1]
+    return {each.name for each in dataclasses.fields(data_arguments)} | {"per_device_eval_batch_size"}
 
 
 def answer_job(found: Way, gamma: float, options: Options) -> Job:
@@ -270,12 +272,10 @@ def answer_job(found: Way, gamma: float, options: Options) -> Job:
 
 def chosen(found: Way, options: Options) -> dict[str, Any]:
     """The settings of the best trial on validation rows; words that say so where the search is still to be made."""
-    if not (options.n_trials and search_space(found, options)):
-        return {}
-    path = options.study_folder(found) / "study.json"
-    if path.is_file():
+    space, path = search_space(found, options), options.study_folder(found) / "study.json"
+    if space and path.is_file():
         return json.loads(path.read_text())["trials"][0]["settings"]
-    return dict.fromkeys(search_space(found, options), f"BEST_OF:{path}")
+    return dict.fromkeys(space, f"BEST_OF:{path}")
 
 
 def words(given: Mapping[str, Any]) -> list[str]:

@@ -169,7 +169,7 @@ def mistakes(panels: Sequence[Panel], options: Options) -> Iterator[str]:
             )
         for command in sorted(commands):
             if dot and name in same_for_all(command):
-                yield f"`--set {given}={value}`: arms stand side by side on the same rows and batches; leave the arm out."
+                yield f"`--set {given}={value}`: all arms take the same rows and batches; leave the arm out."
             kinds = importlib.import_module(f"hf_descent.commands.{command}").argument_types
             if not any(each.init and each.name == name for kind in kinds for each in dataclasses.fields(kind)):
                 yield f"`--set {given}={value}`: `hf-descent {command}` has no such setting; check the spelling."

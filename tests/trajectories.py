@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -487,46 +488,51 @@ def difference(old, new):
     return gap if math.isfinite(gap) else math.inf
 
 
-def compare(old_file, new_file, tolerance):
-    """Prints what differs; whether nothing does that is not allowed."""
-    old, new = (json.loads(Path(file).read_text()) for file in (old_file, new_file))
-    failed, allowed, added, bit_equal = [], {}, {}, []
+def compare(old_file, new_file, pattern, tolerance):
+    """Prints what differs; whether nothing does but what is allowed."""
+    sides = [json.loads(Path(file).read_text()) for file in (old_file, new_file)]
+    old, new = ({name: run for name, run in side.items() if fnmatch.fnmatch(name, pattern)} for side in sides)
+    different, allowed, added, moved = {}, {}, {}, []
     for name in old:
-        before, after = flat(old[name]), flat(new.get(name, {}))
-        if "error" in before or not old[name]:
-            failed.append(f"{name}: the old side failed: {before.get('error')}")
-        hashes = [key for key in before if key.endswith("weights") and key.count("/") == 0]
-        if hashes and all(before[key] == after.get(key) for key in hashes):
-            bit_equal.append(name)
+        before, after = flat(old[name]), flat(new.get(name, {"error": "not run"}))
+        for side, leaves in {"old": before, "new": after}.items():
+            if "error" in leaves:
+                different[f"{name}, {side} side"] = [(math.inf, leaves["error"])]
+        if "error" in before or "error" in after:
+            continue
+        hashes = [key for key in before if key in ("weights", "straight weights")]
+        if any(before[key] != after.get(key) for key in hashes):
+            moved.append(name)
         for key in after.keys() - before.keys():
             added.setdefault(key.rsplit("/", 1)[-1], []).append(f"{name}/{key}")
         for key in before.keys() - set(hashes):
-            missing = key not in after
-            gap = math.inf if missing else difference(before[key], after[key])
-            if not gap > tolerance:
-                continue
-            path = f"{name}/{key}"
-            reason = next((why for pattern, why in ALLOWED.items() if fnmatch.fnmatch(path, pattern)), None)
-            if reason is not None:
-                allowed[reason] = allowed.get(reason, 0) + 1
-            elif missing:
-                failed.append(f"{path}: {before[key]!r} before, missing now")
-            else:
-                failed.append(f"{path}: {before[key]!r} before, {after[key]!r} now (by {gap:.1e})")
-    for key, paths in sorted(added.items()):
-        print(f"new: {key}, {len(paths)} times, first at {paths[0]}")
-    for reason, count in allowed.items():
-        print(f"allowed, {count} times: {reason}")
-    numbers = sum(len(flat(each)) for each in old.values())
-    print(f"{len(old)} runs, {numbers} numbers and words; {len(bit_equal)} runs end with the same bits in all weights")
-    for name in old.keys() - set(bit_equal):
-        print(f"not bit-equal: {name}")
+            gap = difference(before[key], after[key]) if key in after else math.inf
+            if gap > tolerance:
+                place = f"{name}/{key}"
+                reason = next((why for known, why in ALLOWED.items() if fnmatch.fnmatch(place, known)), None)
+                if reason is not None:
+                    allowed[reason] = allowed.get(reason, 0) + 1
+                    continue
+                words = f"{before[key]!r} became {after[key]!r}" if key in after else f"{before[key]!r} is missing now"
+                # One line for all steps, and all elements of a list.
+                kind = re.sub(r"/\d+\+*(?=/|$)", "/*", place)
+                different.setdefault(kind, []).append((gap, f"{words} ({key})"))
+    for key, places in sorted(added.items()):
+        print(f"new: {key}, {len(places)} times, first in {places[0]}")
     for name in new.keys() - old.keys():
         print(f"new run: {name}")
-    for line in sorted(failed)[:60]:
-        print(f"DIFFERENT {line}")
-    print(f"{len(failed)} differences beyond {tolerance:g}" if failed else f"no difference beyond {tolerance:g}")
-    return not failed
+    for reason, count in allowed.items():
+        print(f"allowed, {count} times: {reason}")
+    for kind, gaps in sorted(different.items()):
+        print(f"DIFFERENT {kind}: {len(gaps)} times, at most by {max(gaps)[0]:.1e}: {max(gaps)[1]}")
+    for name in moved:
+        print(f"other bits in the weights: {name}")
+    numbers = sum(len(flat(each)) for each in old.values())
+    print(
+        f"{len(old)} runs with {numbers} numbers and words: {len(different)} kinds differ by more than {tolerance:g}; "
+        f"{len(old) - len(moved)} runs end with the same bits in all weights"
+    )
+    return not different
 
 
 def against(commit, pattern, tolerance):
@@ -549,7 +555,7 @@ def against(commit, pattern, tolerance):
                     print(f"---- {side}\n{words[-6000:]}")
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, check=True)
-        same = compare(f"{folder}/old.json", f"{folder}/new.json", tolerance)
+        same = compare(f"{folder}/old.json", f"{folder}/new.json", pattern, tolerance)
     print(f"{time.perf_counter() - start:.0f} s")
     return same
 
@@ -564,7 +570,7 @@ def main():
     if options.action == "record":
         succeeded = record(*options.names, options.runs)
     elif options.action == "compare":
-        succeeded = compare(*options.names, options.tolerance)
+        succeeded = compare(*options.names, options.runs, options.tolerance)
     else:
         succeeded = against(*options.names, options.runs, options.tolerance)
     sys.exit(0 if succeeded else 1)

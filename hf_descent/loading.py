@@ -12,9 +12,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .constraints.state import SUMMARY_NAME
 from .files import find_json
 from .models import LinearReadoutForSequenceClassification  # and registers the package's other architectures
+from .runs import RunFolder
 
 
 ADAPTER = "adapter_config.json"
@@ -24,7 +24,7 @@ TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
 
 def architecture_of(name: str) -> str:
     """The class of a saved model; of an adapter, that of the model it adapts where known, else of its task."""
-    return _architecture(name, find_json(name, ADAPTER), find_json(name, SUMMARY_NAME))
+    return _architecture(name, find_json(name, ADAPTER), RunFolder(name).summary)
 
 
 def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
@@ -37,7 +37,7 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
     Raises:
         ValueError: it is neither.
     """
-    adapter, summary = find_json(name, ADAPTER), find_json(name, SUMMARY_NAME)
+    adapter, summary = find_json(name, ADAPTER), RunFolder(name).summary
     architecture = _architecture(name, adapter, summary)
     if architecture.endswith("ForSequenceClassification"):
         auto_class = AutoModelForSequenceClassification
@@ -56,7 +56,7 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
     labels = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
     if architecture == LinearReadoutForSequenceClassification.__name__:
         if "encoder" not in summary:
-            raise ValueError(f"{name}: its {SUMMARY_NAME} names no encoder; put it on its base with `PeftModel`.")
+            raise ValueError(f"{name}: its {RunFolder.SUMMARY} names no encoder; put it on its base with `PeftModel`.")
         base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
         model = PeftModel.from_pretrained(base, name)
     elif auto_class is AutoModelForCausalLM:

@@ -1,110 +1,153 @@
-"""What the folder of one trained model holds of its results."""
+"""The folder of a run: the names of its result files, which of them are of its last training, and what it records."""
 
-import glob
+import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from .configs import upper_level
-from .constraints.objectives import UNCONSTRAINED
-from .constraints.state import SUMMARY_NAME, is_stale
-from .evaluation.profile import LayerProfile
-from .evaluation.robustness import NoiseCurve
-from .files import find_json
+import torch
+import transformers
+from transformers.utils import logging
+
+import hf_descent
+
+from .configs import DescentArguments
+from .constraints.problem import as_python
+from .files import find_json, read_json, whole_file
 
 
-# Of a run's summary, beside its arguments.
-TRAINED = ("model", "parameters", "train_rows", "pooling", "encoder", "readout")
+logger = logging.get_logger(__name__)
+
+# Recorded at their defaults, too, beside the arguments of this package.
+TRAINING_ARGUMENTS = (
+    "gradient_accumulation_steps", "label_smoothing_factor", "learning_rate", "lr_scheduler_type", "max_grad_norm",
+    "max_steps", "neftune_noise_alpha", "num_train_epochs", "optim", "per_device_train_batch_size", "seed",
+    "warmup_steps", "weight_decay", "world_size",
+)  # fmt: skip
+# Not recorded, since they change no training: folders, names, logs, evaluations, saves and hardware.
+LEFT_OUT = {
+    "accelerator_config", "batch_eval_metrics", "bf16_full_eval", "dataset_num_proc", "debug", "deepspeed",
+    "disable_tqdm", "enable_jit_checkpoint", "fp16_full_eval", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "ignore_data_skip", "local_rank", "output_dir", "pad_to_multiple_of",
+    "parallelism_config", "per_device_eval_batch_size", "prediction_loss_only", "project", "push_to_hub", "report_to",
+    "resume_from_checkpoint", "run_name", "skip_memory_metrics", "torch_empty_cache_steps", "use_cpu",
+}  # fmt: skip
+LEFT_OUT_PREFIXES = (
+    "activation_", "dataloader_", "ddp_", "do_", "eval_", "fsdp", "hub_", "include_", "log_", "logging_", "restore_",
+    "save_", "torch_compile", "trackio_",
+)  # fmt: skip
+SECRETS = ("key", "password", "secret", "token")  # last words of the names of what is never recorded
 
 
-@dataclass
-class Run:
-    """One trained model's results.
+class RunFolder:
+    """The result files in a run's folder.
 
-    Attributes:
-        folder (`str`): where they were read.
-        curve ([`NoiseCurve`]): its `noise_curve.json`.
-        profiles (`dict[float, LayerProfile]`): noise level -> that `layer_profile*.json`.
-        summary (`dict`): its `descent_config.json`; empty where there is none.
-        history (`list[dict]`): the log of its `trainer_state.json`.
+    One rule says which results count: those not older than the training that `descent_config.json` tells of. A folder
+    without that file, or of a model that another trainer made, has no such time, and all its results count.
+
+    Args:
+        path (`str` or `Path`): the folder; a name on the Hub does for `summary`.
     """
 
-    folder: str
-    curve: NoiseCurve
-    profiles: dict[float, LayerProfile] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
+    SUMMARY = "descent_config.json"
+    CARD = "model_card.json"
+    HISTORY = "trainer_state.json"
+    EXITS_FIGURE = "exits.png"
+    # What `hf-descent evaluate` writes, beside curves.
+    EVALUATIONS = ("layer_profile*.json", "certificate*.json", "shift_growth.json")
 
-    @classmethod
-    def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
-        """Reads a run's folder; ValueError where it holds no curve of that name, or one of a former training."""
-        path, summary = os.path.join(folder, f"{curve}.json"), find_json(folder, SUMMARY_NAME)
-        if not os.path.isfile(path) or is_stale(path, summary):
-            found = f"a {curve}.json older than its model" if os.path.isfile(path) else f"no {curve}.json"
-            raise ValueError(f"{folder} holds {found}; run `hf-descent evaluate {folder} --config RECIPE`.")
-        files = glob.glob(os.path.join(glob.escape(folder), "layer_profile*.json"))
-        profiles = [LayerProfile.from_json(file) for file in files if not is_stale(file, summary)]
-        return cls(
-            folder,
-            NoiseCurve.from_json(path),
-            {profile.gamma: profile for profile in profiles},
-            summary,
-            find_json(folder, "trainer_state.json").get("log_history", []),
-        )
+    def __init__(self, path: str | os.PathLike):
+        self.name, self.path = os.fspath(path), Path(path)
 
     @property
-    def seed(self) -> int | None:
-        """The seed of the training, where its summary has it."""
-        return self.summary.get("arguments", {}).get("seed")
+    def summary(self) -> dict[str, Any]:
+        """What `descent_config.json` says; empty where there is none. ValueError where it cannot be read."""
+        return find_json(self.name, self.SUMMARY)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `descent_config.json`, whole or not at all: `summary` and, where it has none, the libraries'
+        versions."""
+        libraries = (hf_descent, torch, transformers)
+        versions = {library.__name__: str(library.__version__) for library in libraries}
+        # FSDP writes sharded weights later, and so makes no folder for whole ones.
+        self.path.mkdir(parents=True, exist_ok=True)
+        with whole_file(self.path / self.SUMMARY) as file:
+            json.dump({"versions": versions} | dict(summary), file, indent=2)
 
     @property
-    def feasible(self) -> bool | None:
-        """Whether the constraints hold on the held-out rows at the level of training, where they were imposed; `None`
-        where there were none, or without a profile at that level."""
-        if self.summary.get("objective") in UNCONSTRAINED:
-            return None
-        profile = self.profiles.get(self.gamma_train or 0.0)
-        return None if profile is None else profile.feasible
+    def history(self) -> list[dict[str, float]]:
+        """The log of the training."""
+        return find_json(self.name, self.HISTORY).get("log_history", [])
 
-    @property
-    def gamma_train(self) -> float | None:
-        """The (largest) level of the training noise, also where the curve is of another perturbation."""
-        return upper_level(self.summary.get("noise_gamma", self.curve.gamma_train))
+    def fresh(self, pattern: str) -> list[Path]:
+        """The files of that name (or pattern) that are results of the last training."""
+        found = sorted(self.path.glob(pattern))
+        started = self.summary.get("training_started", 0.0) if found else 0.0
+        for path in found:
+            if path.stat().st_mtime < started:
+                logger.warning_once(f"{path} is older than the training of this folder's model: it is left out.")
+        return [path for path in found if path.stat().st_mtime >= started]
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What it was trained with, but for the seed, the levels at which it was tested after training, the folder of
-        frozen multipliers, which every seed has of its own, and where the encoder's folder lay."""
-        arguments = self.summary.get("arguments", {})
-        settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
-        if settings.get("data_seed") == arguments.get("seed"):  # as where it is not given
-            settings.pop("data_seed", None)
-        if isinstance(settings.get("fixed_multipliers"), str):
-            del settings["fixed_multipliers"]
-        settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}
-        if os.path.isabs(settings.get("encoder", "")):  # seeds of one training may start from anywhere
-            settings["encoder"] = os.path.basename(os.path.normpath(settings["encoder"]))
-        return settings | self.summary.get("command", {})
+    def read(self, name: str) -> dict[str, Any]:
+        """What a fresh JSON file holds; empty where there is none."""
+        return next(map(read_json, self.fresh(name)), {})
 
-    @property
-    def arm(self) -> str:
-        """A name for the way of training: objective and noise."""
-        arguments = self.summary.get("arguments", {})
-        if not arguments:
-            return os.path.basename(os.path.normpath(self.folder))
-        name = "neftune" if arguments.get("neftune_noise_alpha") else arguments["objective"]
-        gamma = arguments.get("noise_gamma")
-        return f"{name}+noise {gamma}" if upper_level(gamma) else name
+    def results(self, kind: type, pattern: str) -> list:
+        """The fresh results of the class `kind` in the files `pattern`."""
+        return [kind.from_json(str(path)) for path in self.fresh(f"{pattern}.json")]
+
+    def write(self, results: Mapping[str, Any]) -> str:
+        """Write results by their names, as JSON and curves also as CSV; returns them as tables."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name, result in results.items():
+            result.to_json(str(self.path / f"{name}.json"))
+            if hasattr(result, "to_csv"):
+                result.to_csv(str(self.path / f"{name}.csv"))
+        return "\n\n".join(f"{name.replace('_', ' ')}\n{result}" for name, result in results.items())
+
+    def remove_evaluations(self, curves: Sequence[str] = ()) -> None:
+        """Remove the profiles of earlier evaluations, perhaps of other rows, what was made of them, and `curves`."""
+        for pattern in (*self.EVALUATIONS, *(f"{name}.{ending}" for name in curves for ending in ("json", "csv"))):
+            for path in self.path.glob(pattern):
+                path.unlink()
 
 
-def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
-    """The noise levels, in increasing order, at which all runs of all groups have a profile of their layers."""
-    return sorted(set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs)))
+def training_arguments(args: DescentArguments) -> dict[str, Any]:
+    """The arguments that make one way of training another, the seed among them, in JSON values: this package's and
+    `TRAINING_ARGUMENTS`, and of the others those that are not at their defaults; "unset" stands for `None` there."""
+    names = [*(argument.name for argument in dataclasses.fields(DescentArguments)), *TRAINING_ARGUMENTS]
+    recorded = {name: as_python(getattr(args, name)) for name in names}
+    for argument in dataclasses.fields(args):
+        name = argument.name
+        left_out = name in LEFT_OUT or (name.startswith(LEFT_OUT_PREFIXES) and name != "dataloader_drop_last")
+        if name in recorded or left_out or _is_secret(name) or not argument.init:
+            continue
+        made = argument.default_factory is not dataclasses.MISSING
+        default = json_value(argument.default_factory() if made else argument.default)
+        if (value := json_value(getattr(args, name))) != default:
+            recorded[name] = "unset" if value is None else value  # None would be taken for what is not recorded
+    return recorded
 
 
-def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
-    """The shared level at which the runs' descent is compared: the greatest at which one was trained, or the least."""
-    levels = shared_levels(groups)
-    trained = {run.gamma_train for runs in groups.values() for run in runs}
-    return max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))
+def json_value(value: Any) -> Any:
+    """A JSON value of an argument, without its secrets; of a path its last part, since seeds of one training may start
+    from anywhere."""
+    value = as_python(value)
+    if isinstance(value, Mapping):
+        return {str(name): json_value(item) for name, item in value.items() if not _is_secret(str(name))}
+    if isinstance(value, list):
+        return [json_value(item) for item in value]
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, str) and os.path.exists(value):
+        return os.path.basename(os.path.abspath(value))
+    if isinstance(value, str | int | float | None):
+        return value
+    # Text that tells where an object lies in memory differs in every process.
+    return type(value).__name__ if " at 0x" in str(value) else str(value)
+
+
+def _is_secret(name: str) -> bool:
+    return name.split("_")[-1] in SECRETS and name not in ("eos_token", "pad_token")

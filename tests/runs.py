@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from hf_descent.evaluation import LayerProfile, NoiseCurve
-from hf_descent.runs import Run
+from hf_descent.evaluation.comparison import Run
 
 
 GAMMAS = np.array([0.0, 1.0, 2.0])

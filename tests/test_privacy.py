@@ -11,7 +11,7 @@ from tiny import bert, classification_data
 from transformers import MBartConfig, MBartForSequenceClassification
 
 from hf_descent import noise_curve
-from hf_descent.evaluation.comparison import check_comparable
+from hf_descent.evaluation.comparison import Run, check_comparable
 from hf_descent.evaluation.perturbations import salt_and_pepper
 from hf_descent.privacy import (
     PrivacyCurve,
@@ -21,7 +21,6 @@ from hf_descent.privacy import (
     median_norm,
     privacy_curve,
 )
-from hf_descent.runs import Run
 
 
 def delta_of(epsilon, deviation, sensitivity):

@@ -9,10 +9,9 @@ from runs import make_curve
 from tiny import bert, classification_data, config
 
 from hf_descent import DescentConfig, DescentTrainer
-from hf_descent.evaluation.comparison import group_runs
+from hf_descent.evaluation.comparison import Run, group_runs
 from hf_descent.hub.card import render
-from hf_descent.recorded_arguments import training_arguments
-from hf_descent.runs import Run
+from hf_descent.runs import training_arguments
 
 
 def recorded(args):

@@ -15,7 +15,7 @@ from ..data.text import DataArguments, load_text_classification, most_tokens, to
 from ..loading import load_tokenizer
 from ..metrics.accuracy import Accuracy
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
-from ..recorded_arguments import json_value
+from ..runs import json_value
 from ..trainer import DescentMixin, DescentTrainer
 
 

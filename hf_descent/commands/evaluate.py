@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,18 +27,16 @@ from transformers.utils import logging
 from ..cli import check_least, parse_recipe, writable_folder
 from ..configs import DescentConfig, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
-from ..constraints.state import SUMMARY_NAME, write_summary
 from ..data.alpaca import AlpacaArguments, load_alpaca
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
 from ..evaluation.perturbations import Typos, salt_and_pepper
-from ..evaluation.sums import weights_fingerprint
 from ..evaluation.uncertainty import check_confidence
-from ..files import find_json, read_json
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..losses.task import IGNORE_INDEX
 from ..privacy import privacy_curve
+from ..runs import RunFolder
 
 
 logger = logging.get_logger(__name__)
@@ -225,7 +222,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     """Measures the model of `task`, saved in `name`; writes the results into `folder` and returns them as tables."""
     if args.perturbation_rates is not None and task.perturbation is None:
         raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
-    summary = find_json(name, SUMMARY_NAME)
+    summary = RunFolder(name).summary
     gamma_train = upper_level(summary.get("noise_gamma"))
     shared = {
         **task.settings,
@@ -245,18 +242,20 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         private = privacy_curve(
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
-    # Before anything is written: a killed call would leave them beside new ones.
-    _remove_former_results(folder, model)
+    # Before anything is written: a killed call would leave them beside new ones. Curves of a model without a time of
+    # training, or of another one of this name, may be of other weights.
+    run = RunFolder(folder)
+    started = [each.get("training_started") for each in (run.summary, summary)]
+    run.remove_evaluations(() if started[0] == started[1] is not None else CURVES)
     if os.path.abspath(folder) != os.path.abspath(name):
         if summary:
-            write_summary(folder, summary)  # by which `hf-descent compare` tells seeds from settings
+            run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
         else:
-            Path(folder, SUMMARY_NAME).unlink(missing_ok=True)  # of another model of this name
+            (run.path / run.SUMMARY).unlink(missing_ok=True)  # of another model of this name
     if private is not None:
-        private.to_json(os.path.join(folder, "privacy_curve.json"))
-        tables.append(f"Privacy of the input\n{private}")
+        tables.append(run.write({"privacy_curve": private}))
     found = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
-    tables.append(f"Noise curve\n{found}")
+    tables.append(f"noise curve\n{found}")
     if args.perturbation_rates is not None:
         kind = task.perturbation.name
         found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
@@ -275,30 +274,11 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     results = {}
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
-        tables.append(f"Layer profile at noise level {profile.gamma:g}\n{profile}")
         if problem is not None:
-            results[f"certificate{profile.ending}"] = certificate = certify(profile, args.confidence)
-            tables.append(str(certificate))
+            results[f"certificate{profile.ending}"] = certify(profile, args.confidence)
     if 0.0 in gammas and len(gammas) > 1:
-        results["shift_growth"] = growth = shift_growth(profiles)
-        tables.append(f"Growth under the shift\n{growth}")
-    for file, result in results.items():
-        result.to_json(os.path.join(folder, f"{file}.json"))
-    return "\n\n".join(tables)
-
-
-def _remove_former_results(folder: str, model: PreTrainedModel) -> None:
-    """Removes the profiles and what was made of them, and every curve that is not known to be of these weights."""
-    for path in Path(folder).glob("*.json"):
-        if path.name.startswith(("layer_profile", "certificate", "shift_growth")):
-            path.unlink()  # perhaps of other rows or levels, which this evaluation need not have
-    curves = [path for name in CURVES if (path := Path(folder, f"{name}.json")).is_file()]
-    weights = weights_fingerprint(model) if curves else None  # reads every weight
-    for path in curves:
-        curve = read_json(path)
-        if curve.get("settings", curve).get("weights") != weights:
-            path.unlink()
-            path.with_suffix(".csv").unlink(missing_ok=True)
+        results["shift_growth"] = shift_growth(profiles)
+    return "\n\n".join([*tables, run.write(results)])
 
 
 def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:

@@ -3,20 +3,17 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-import transformers
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save
 
-import hf_descent
-
 from ..configs import DescentArguments
-from ..files import find_json, read_json, whole_file
+from ..files import whole_file
+from ..runs import RunFolder
 from . import objectives
 from .auto import ConstantPredictor, geometric_alpha
 from .multipliers import Multipliers
@@ -27,7 +24,6 @@ from .reports import ReportMixin
 logger = get_logger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
-SUMMARY_NAME = "descent_config.json"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
 
 
@@ -234,7 +230,7 @@ class DescentState(ReportMixin):
         """For a model that is only evaluated: the problem that it was trained on, where `name`'s files tell."""
         if self.problem is not None:
             return
-        summary = find_json(name, SUMMARY_NAME)
+        summary = RunFolder(name).summary
         if summary.get("num_layers") == self.num_layers:  # it may have been cut since
             self._set_problem(summary["alpha"], summary["initial_loss_bound"], summary["constrained_layers"])
 
@@ -242,10 +238,10 @@ class DescentState(ReportMixin):
         args = self.args
         values, alpha, bound, layers = args.fixed_multipliers, args.descent_alpha, args.initial_loss_bound, None
         if isinstance(values, str):
-            summary = read_summary(values)
+            summary = RunFolder(values).summary
             if "alpha" not in summary:
                 raise ValueError(
-                    f"The run in {values} has no multipliers: it is not constrained, or was saved in its warm-up."
+                    f"There is no run in {values} with multipliers: it is unconstrained, or was saved in its warm-up."
                 )
             values, alpha, bound = summary["multipliers"], summary["alpha"], summary["initial_loss_bound"]
             layers = summary["constrained_layers"]
@@ -353,25 +349,3 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
             return tensors, {name: meta[name] for name in ("active_from", "labels_until", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
-
-
-def write_summary(folder: str, summary: dict) -> None:
-    """Write `descent_config.json` beside the weights, whole or not at all: `summary` and, where it has none, the
-    libraries' versions."""
-    libraries = (hf_descent, torch, transformers)
-    summary = {"versions": {library.__name__: str(library.__version__) for library in libraries}} | summary
-    # FSDP writes sharded weights later, and so makes no folder for whole ones.
-    os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, SUMMARY_NAME)
-    with whole_file(path) as file:
-        json.dump(summary, file, indent=2)
-
-
-def is_stale(path: str | os.PathLike, summary: Mapping[str, Any]) -> bool:
-    """Whether a result was left in a run's folder by a training before the one that the run's `summary` tells of."""
-    return os.path.getmtime(path) < summary.get("training_started", 0.0)
-
-
-def read_summary(folder: str) -> dict:
-    """The `descent_config.json` of a run; ValueError naming the file when it is missing or unreadable."""
-    return read_json(os.path.join(folder, SUMMARY_NAME))

@@ -18,14 +18,18 @@ Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hill
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from ..runs import Run
+from ..configs import upper_level
+from ..constraints.objectives import UNCONSTRAINED
+from ..runs import RunFolder
+from .profile import LayerProfile
+from .robustness import NoiseCurve
 from .uncertainty import check_confidence
 
 
@@ -33,6 +37,96 @@ PRIMARY = "auc_over_range"
 # Columns of the table: property of the curve -> heading.
 SUMMARIES = {PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
 COMMON = ("seed", "perturbation", "batch_size", "samples", "data")  # settings of a curve that fix rows and noise
+# Of a run's summary, beside its arguments.
+TRAINED = ("model", "parameters", "train_rows", "pooling", "encoder", "readout")
+
+
+@dataclass
+class Run:
+    """One trained model's results.
+
+    Attributes:
+        folder (`str`): where they were read.
+        curve ([`NoiseCurve`]): its `noise_curve.json`.
+        profiles (`dict[float, LayerProfile]`): noise level -> that `layer_profile*.json`.
+        summary (`dict`): its `descent_config.json`; empty where there is none.
+        history (`list[dict]`): the log of its `trainer_state.json`.
+    """
+
+    folder: str
+    curve: NoiseCurve
+    profiles: dict[float, LayerProfile] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
+        """Reads a run's folder; ValueError where it holds no curve of that name, or one of a former training."""
+        run = RunFolder(folder)
+        curves = run.results(NoiseCurve, curve)
+        if not curves:
+            raise ValueError(
+                f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder} --config "
+                "RECIPE`."
+            )
+        profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
+        return cls(folder, curves[0], profiles, run.summary, run.history)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the training, where its summary has it."""
+        return self.summary.get("arguments", {}).get("seed")
+
+    @property
+    def feasible(self) -> bool | None:
+        """Whether the constraints hold on the held-out rows at the level of training, where they were imposed; `None`
+        where there were none, or without a profile at that level."""
+        if self.summary.get("objective") in UNCONSTRAINED:
+            return None
+        profile = self.profiles.get(self.gamma_train or 0.0)
+        return None if profile is None else profile.feasible
+
+    @property
+    def gamma_train(self) -> float | None:
+        """The (largest) level of the training noise, also where the curve is of another perturbation."""
+        return upper_level(self.summary.get("noise_gamma", self.curve.gamma_train))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was trained with, but for the seed, the levels at which it was tested after training, the folder of
+        frozen multipliers, which every seed has of its own, and where the encoder's folder lay."""
+        arguments = self.summary.get("arguments", {})
+        settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
+        if settings.get("data_seed") == arguments.get("seed"):  # as where it is not given
+            settings.pop("data_seed", None)
+        if isinstance(settings.get("fixed_multipliers"), str):
+            del settings["fixed_multipliers"]
+        settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}
+        if os.path.isabs(settings.get("encoder", "")):  # seeds of one training may start from anywhere
+            settings["encoder"] = os.path.basename(os.path.normpath(settings["encoder"]))
+        return settings | self.summary.get("command", {})
+
+    @property
+    def arm(self) -> str:
+        """A name for the way of training: objective and noise."""
+        arguments = self.summary.get("arguments", {})
+        if not arguments:
+            return os.path.basename(os.path.normpath(self.folder))
+        name = "neftune" if arguments.get("neftune_noise_alpha") else arguments["objective"]
+        gamma = arguments.get("noise_gamma")
+        return f"{name}+noise {gamma}" if upper_level(gamma) else name
+
+
+def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
+    """The noise levels, in increasing order, at which all runs of all groups have a profile of their layers."""
+    return sorted(set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs)))
+
+
+def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
+    """The shared level at which the runs' descent is compared: the greatest at which one was trained, or the least."""
+    levels = shared_levels(groups)
+    trained = {run.gamma_train for runs in groups.values() for run in runs}
+    return max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))
 
 
 @dataclass

@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..runs import Run, descent_level, shared_levels
-from .comparison import Comparison
+from .comparison import Comparison, Run, descent_level, shared_levels
 
 
 STYLES = (

@@ -10,7 +10,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,18 @@ from matplotlib.figure import Figure
 from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
-from ..constraints.state import SUMMARY_NAME, is_stale, write_summary
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import LayerProfile, NoiseCurve
 from ..evaluation.comparison import COMMON
 from ..evaluation.scoring import Result
 from ..files import read_json, whole_file
 from ..readout.stack import inner_model
-from ..recorded_arguments import training_arguments
+from ..runs import RunFolder, training_arguments
 from .card import render
 
 
 logger = logging.get_logger(__name__)
 
-CARD_DATA_NAME = "model_card.json"
 # Beginnings of the classes in `hf_descent.models`.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
 RESULTS: dict[str, type[Result]] = {
@@ -64,13 +61,11 @@ class ModelCardMixin:
         if not self.is_world_process_zero():
             return
         given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
-        folder = self.args.output_dir
-        os.makedirs(folder, exist_ok=True)
-        write_summary(folder, self._run_summary())
-        for name, result in (("noise_curve", self._noise_curve), ("layer_profile", self._layer_profile)):
-            if result is not None:
-                result.to_json(os.path.join(folder, f"{name}.json"))
-        write_card(folder, **self._card_facts(given))
+        run = RunFolder(self.args.output_dir)
+        run.write_summary(self._run_summary())
+        measured = {"noise_curve": self._noise_curve, "layer_profile": self._layer_profile}
+        run.write({name: result for name, result in measured.items() if result is not None})
+        write_card(run.path, **self._card_facts(given))
 
     def _card_facts(self, given: dict[str, Any]) -> dict[str, Any]:
         """What this trainer knows of its run that no file in the folder says."""
@@ -120,13 +115,13 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     Raises:
         ValueError: the folder holds no model, or a file of it cannot be read.
     """
-    folder = Path(folder)
+    folder, run = Path(folder), RunFolder(folder)
     config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
     if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
         raise ValueError(
             f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
         )
-    descent = _read(folder / SUMMARY_NAME)
+    descent = run.summary
     from ..trainer import DescentMixin  # which has this module's mixin among its bases
 
     card = {
@@ -135,12 +130,8 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         "tags": DescentMixin._tag_names,
         "paper": DescentMixin._paper,
     }
-    fresh = partial(_is_fresh, folder, descent)
-    known = {
-        name: value
-        for name, value in _read(folder / CARD_DATA_NAME).items()
-        if name in SAID or (name not in RESULTS and fresh(CARD_DATA_NAME))
-    }
+    said = {name: value for name, value in _read(folder / run.CARD).items() if name in SAID}
+    known = {name: value for name, value in run.read(run.CARD).items() if name not in RESULTS} | said
     card |= known | {name: value for name, value in facts.items() if value is not None}
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "peft" if adapter else "transformers"
@@ -160,15 +151,14 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         ("test", "test_", "test_"),
     ):
         # Not from `all_results.json`, to which every training in the folder adds.
-        if fresh(f"{prefix}results.json"):
-            results = _read(folder / f"{prefix}results.json")
+        if results := run.read(f"{prefix}results.json"):
             card["split"] = split
             card["evaluation"] = {
                 named + name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)
             }
     for name, kind in RESULTS.items():
-        if fresh(f"{name}.json"):
-            card[name] = _summary(name, kind.from_json(str(folder / f"{name}.json")))
+        for result in run.results(kind, name):
+            card[name] = _summary(name, result)
     if baseline is not None:
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
@@ -191,16 +181,16 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
 
 def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> None:
     """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
-    folder = Path(folder)
+    folder, run = Path(folder), RunFolder(folder)
     card = collect(folder, baseline, **facts)
     figures = _figures(card)
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=120)
     card["figures"] = list(figures)
-    if card.get("exit_profile") and _is_fresh(folder, card["descent"], "exits.png"):
-        card["figures"].append("exits.png")  # drawn by `hf-descent exit`
+    if card.get("exit_profile") and run.fresh(run.EXITS_FIGURE):
+        card["figures"].append(run.EXITS_FIGURE)
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
-    for name, content in ((CARD_DATA_NAME, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
+    for name, content in ((run.CARD, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
         with whole_file(folder / name) as file:
             file.write(content)
 
@@ -272,15 +262,6 @@ def _figures(card) -> dict[str, Figure]:
 
 def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def _is_fresh(folder: Path, summary: Mapping[str, Any], name: str) -> bool:
-    """Whether the file is there, and was not left in the folder by a former training."""
-    path = folder / name
-    if path.is_file() and is_stale(path, summary):
-        logger.warning_once(f"{path} is older than the training of this folder's model: its card leaves it out.")
-        return False
-    return path.is_file()
 
 
 def _hub_id(name: str | None) -> str | None:

@@ -26,10 +26,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_
 from transformers.utils import logging
 
 from ..configs import BY_RANK, OF_LAYERS
-from ..constraints.state import STATE_NAME, SUMMARY_NAME, read_summary, write_summary
-from ..files import find_json
+from ..constraints.state import STATE_NAME
 from ..readout.stack import inner_model
-from ..recorded_arguments import training_arguments
+from ..runs import RunFolder, training_arguments
 from .selection import best_candidate
 
 
@@ -202,7 +201,7 @@ class CheckpointMixin:
     def save_model(self, output_dir=None, _internal_call=False):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_summary(output_dir or self.args.output_dir, self._run_summary())
+            RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
         if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
             self._save_dual_state(output_dir)
 
@@ -235,7 +234,7 @@ class CheckpointMixin:
             summary["encoder"] = encoder
         seconds = self._step_seconds
         if seconds is None and trained:  # as of a run resumed at its end
-            seconds = find_json(self._resumed_from or "", SUMMARY_NAME).get("step_seconds")
+            seconds = RunFolder(self._resumed_from or "").summary.get("step_seconds")
         if seconds is not None:
             summary["step_seconds"] = seconds
         return summary | (self._state.summary() if trained and self._state is not None else {})
@@ -248,7 +247,7 @@ class CheckpointMixin:
 
     def _saved_summary(self) -> dict:
         names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
-        return next((summary for name in names if (summary := find_json(name, SUMMARY_NAME))), {})
+        return next((summary for name in names if (summary := RunFolder(name).summary)), {})
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:
@@ -267,7 +266,7 @@ def newest_complete_checkpoint(output_dir: str) -> str:
             logger.warning(f"Passing over the incomplete checkpoint {entry.path}: {fault}.")
         else:
             written = os.path.getmtime(os.path.join(entry.path, TRAINER_STATE_NAME))
-            started = find_json(entry.path, SUMMARY_NAME).get("training_started") or written
+            started = RunFolder(entry.path).summary.get("training_started") or written
             complete.append((started, int(step), entry.path))
     if not complete:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
@@ -286,9 +285,9 @@ def faults(checkpoint: str) -> Iterator[str]:
     optimizers = (OPTIMIZER_NAME.split(".")[0], DEEPSPEED_FOLDER)
     if SCHEDULER_NAME in names and not any(name.startswith(optimizers) for name in names):
         yield f"{os.path.join(checkpoint, OPTIMIZER_NAME)} is missing"
-    if SUMMARY_NAME in names:
+    if RunFolder.SUMMARY in names:
         try:
-            if "multipliers" in read_summary(checkpoint) and SCHEDULER_NAME in names and STATE_NAME not in names:
+            if "multipliers" in RunFolder(checkpoint).summary and SCHEDULER_NAME in names and STATE_NAME not in names:
                 yield f"{os.path.join(checkpoint, STATE_NAME)} is missing"
         except ValueError as error:
             yield str(error)

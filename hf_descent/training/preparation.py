@@ -23,11 +23,11 @@ from transformers.utils import ModelOutput
 
 from ..constraints.auto import SYNTHETIC_LABELS, ConstantPredictor
 from ..constraints.objectives import MEASURING
-from ..constraints.state import STATE_NAME, SUMMARY_NAME, DescentState
-from ..files import find_json
+from ..constraints.state import STATE_NAME, DescentState
 from ..losses.task import IGNORE_INDEX, aligned, labels_of, shifts_labels
 from ..noise.embedding_noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from ..readout.replay import Readout, has_router_loss, output_logits, output_loss, probing
+from ..runs import RunFolder
 
 
 logger = get_logger(__name__)
@@ -340,7 +340,7 @@ class PreparationMixin:
 
     def _saved_sigma(self) -> float | None:
         """That of the run resumed from. Adapters and sharded weights are saved without the model's config."""
-        return find_json(self._resumed_from or "", SUMMARY_NAME).get("noise_sigma")
+        return RunFolder(self._resumed_from or "").summary.get("noise_sigma")
 
     def _loss_takes_items(self, model, inputs) -> bool:
         """Whether the loss honours `num_items_in_batch`, found out once on a real batch."""

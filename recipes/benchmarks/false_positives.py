@@ -19,8 +19,7 @@ from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from hf_descent import noise_curve
-from hf_descent.evaluation.comparison import difference
-from hf_descent.runs import Run
+from hf_descent.evaluation.comparison import Run, difference
 
 
 LENGTH, VOCAB, CLASSES, WIDTH = 8, 40, 3, 16

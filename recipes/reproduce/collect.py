@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hf_descent import cli
-from hf_descent.runs import Run, descent_level
+from hf_descent.evaluation.comparison import Run, descent_level
 
 from .facts import facts, fingerprint, fingerprints
 from .runner import Options, jobs, search_space

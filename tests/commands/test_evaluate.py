@@ -20,9 +20,9 @@ from transformers import (
 from hf_descent import cli, noise_curve
 from hf_descent.commands import evaluate
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
+from hf_descent.evaluation.comparison import Run
 from hf_descent.losses.task import IGNORE_INDEX
 from hf_descent.privacy import PrivacyCurve
-from hf_descent.runs import Run
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,8 @@ def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, t
 def test_curves_of_another_model_of_its_name_do_not_stay(workplace, tmp_path):
     results = tmp_path / "results" / "run-0"
     for seed in (0, 1):
-        shutil.copytree(workplace / f"run-{seed}", tmp_path / str(seed) / "run-0")
+        copy = shutil.copytree(workplace / f"run-{seed}", tmp_path / str(seed) / "run-0")
+        (copy / "descent_config.json").write_text(json.dumps({"training_started": 1.0 + seed}))
     flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
     first, other = (["evaluate", str(tmp_path / seed / "run-0"), *flags] for seed in "01")
     cli.main([*first, "--perturbation_rates", "0.5", "--epsilons", "50"])
@@ -180,6 +181,10 @@ def test_curves_of_another_model_of_its_name_do_not_stay(workplace, tmp_path):
     }
     with pytest.raises(ValueError, match="no typos_curve.json"):
         Run.load(str(results), "typos_curve")
+    cli.main([*other, "--epsilons", "50"])
+    (tmp_path / "1" / "run-0" / "descent_config.json").unlink()  # which weights they are of is not known any more
+    cli.main(other)
+    assert not (results / "privacy_curve.json").exists()
 
 
 def test_completions_of_a_language_model(tmp_path):

@@ -9,7 +9,8 @@ from tiny import InOrder, batches, bert, classification_data, config, llama, nai
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
-from hf_descent.constraints.state import DescentState, read_summary, write_summary
+from hf_descent.constraints.state import DescentState
+from hf_descent.runs import RunFolder
 
 
 DATA = classification_data()
@@ -247,15 +248,15 @@ def test_numbers_of_any_kind_can_be_saved(tmp_path, objective):
     trainer.train()
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
-        saved = read_summary(folder)["arguments"]
+        saved = RunFolder(folder).summary["arguments"]
         assert {name: saved[name] for name in numbers} == numbers
 
 
 def test_what_cannot_be_written_leaves_the_summary_before_it_whole(tmp_path):
-    write_summary(tmp_path, {"seed": 1})
+    RunFolder(tmp_path).write_summary({"seed": 1})
     with pytest.raises(TypeError):
-        write_summary(tmp_path, {"seed": 2, "command": object()})
-    assert read_summary(tmp_path)["seed"] == 1
+        RunFolder(tmp_path).write_summary({"seed": 2, "command": object()})
+    assert RunFolder(tmp_path).summary["seed"] == 1
 
 
 def test_a_warm_up_longer_than_the_run_is_said(tmp_path, caplog):

@@ -12,8 +12,7 @@ from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer
 from hf_descent.evaluation import NoiseCurve
-from hf_descent.evaluation.comparison import compare, difference, group_runs
-from hf_descent.runs import Run
+from hf_descent.evaluation.comparison import Run, compare, difference, group_runs
 
 
 def groups_of(before, after, **options):
@@ -249,7 +248,7 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
             compare([*folders, other])
     with pytest.raises(ValueError, match="at least two ways of training"):
         compare(folders[:1])
-    with pytest.raises(ValueError, match="holds no noise_curve.json; run `hf-descent evaluate"):
+    with pytest.raises(ValueError, match="holds no noise_curve.json of its last training; run `hf-descent evaluate"):
         compare([str(tmp_path), folders[0]])
     with pytest.raises(ValueError, match="one batch"):
         compare([save_run(tmp_path / name, make_run([0.5], objective=name)) for name in ("erm", "descent")])
@@ -286,7 +285,7 @@ def test_results_of_a_former_training_are_not_those_of_the_model(tmp_path):
     started = (tmp_path / "run" / "noise_curve.json").stat().st_mtime
     summary = json.dumps(run.summary | {"training_started": started + 10})
     (tmp_path / "run" / "descent_config.json").write_text(summary)
-    with pytest.raises(ValueError, match="holds a noise_curve.json older than its model; run `hf-descent evaluate"):
+    with pytest.raises(ValueError, match="holds no noise_curve.json of its last training; run `hf-descent evaluate"):
         Run.load(folder)
     os.utime(tmp_path / "run" / "noise_curve.json", (started + 20, started + 20))
     assert Run.load(folder).profiles == {} and Run.load(folder).feasible is None

@@ -28,7 +28,7 @@ import torch
 import transformers
 from tiny import bert, classification_data, config
 
-from hf_descent import DescentTrainer, files
+from hf_descent import DescentTrainer, files, runs
 from hf_descent.constraints import state as descent_state
 from hf_descent.training import checkpoints
 
@@ -100,7 +100,8 @@ def arm(site, call, trainer):
         if call % 2:
             torch.save = Countdown(call // 2 + 1, half_saved)(torch.save)
         else:
-            descent_state.whole_file = Countdown(call // 3 + 1, half_written)(descent_state.whole_file)
+            writing = Countdown(call // 3 + 1, half_written)(files.whole_file)
+            descent_state.whole_file = runs.whole_file = writing
     elif site == "deletion":
         rmtree = transformers.trainer_utils.shutil.rmtree
 

@@ -18,7 +18,8 @@ from tiny import VOCAB, bert, classification_data, config
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_descent import DescentTrainer
-from hf_descent.constraints.state import STATE_NAME, SUMMARY_NAME, read_summary
+from hf_descent.constraints.state import STATE_NAME
+from hf_descent.runs import RunFolder
 from hf_descent.training import checkpoints
 from hf_descent.training.checkpoints import faults, newest_complete_checkpoint
 
@@ -73,7 +74,7 @@ def test_state_is_readable_and_holds_no_pickle(tmp_path):
     assert torch.equal(load_file(folder / STATE_NAME)["multipliers.values"], values)
     mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["DescentState"]
     assert mirrored["multipliers"] == pytest.approx(values.tolist())
-    assert json.loads((folder / SUMMARY_NAME).read_text())["alpha"] == [0.3] * 3
+    assert json.loads((folder / RunFolder.SUMMARY).read_text())["alpha"] == [0.3] * 3
 
 
 def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, monkeypatch, caplog):
@@ -160,9 +161,9 @@ def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise_and_the_time_of_a
     resumed = make(arguments(tmp_path, **args))
     resumed.train(resume_from_checkpoint=True)
     resumed.save_model()
-    last = read_summary(newest_complete_checkpoint(str(tmp_path)))
-    assert read_summary(tmp_path)["noise_sigma"] == finished.model.config.noise_sigma
-    assert read_summary(tmp_path)["step_seconds"] == last["step_seconds"] > 0
+    last = RunFolder(newest_complete_checkpoint(str(tmp_path))).summary
+    assert RunFolder(tmp_path).summary["noise_sigma"] == finished.model.config.noise_sigma
+    assert RunFolder(tmp_path).summary["step_seconds"] == last["step_seconds"] > 0
 
 
 # Whose layers, experts or head have other names on the Hub, to which `save_pretrained` changes them.
@@ -280,11 +281,12 @@ def test_another_layer_count_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "victim", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", STATE_NAME, SUMMARY_NAME]
+    "victim",
+    ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", STATE_NAME, RunFolder.SUMMARY],
 )
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
 def test_incomplete_checkpoints_are_passed_over(tmp_path, victim, damage):
-    if victim in ("rng_state.pth", SUMMARY_NAME) and damage == "missing":
+    if victim in ("rng_state.pth", RunFolder.SUMMARY) and damage == "missing":
         pytest.skip("also a multi-process checkpoint, or one of plain Trainer")
     make(arguments(tmp_path, max_steps=3)).train()
     path = tmp_path / "checkpoint-3" / victim
@@ -314,7 +316,7 @@ def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_ru
     for written, state in enumerate(states.values()):  # as a copy may have it
         os.utime(state, (written, written))
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    (states[3].parent / SUMMARY_NAME).unlink()  # like plain Trainer's, whose order is that of time
+    (states[3].parent / RunFolder.SUMMARY).unlink()  # like plain Trainer's, whose order is that of time
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     os.utime(states[3])
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
@@ -394,7 +396,7 @@ def test_a_run_resumed_at_its_end_takes_no_step(tmp_path, caplog, steps, length)
     resumed = make(arguments(tmp_path, lr_scheduler_type="constant", **length))
     resumed.train(resume_from_checkpoint=True)
     resumed.save_model()
-    assert read_summary(tmp_path)["multipliers"] == finished.multipliers.values.tolist()
+    assert RunFolder(tmp_path).summary["multipliers"] == finished.multipliers.values.tolist()
     assert resumed.state.global_step == steps and "never act" not in caplog.text
     assert torch.equal(finished.multipliers.values, resumed.multipliers.values)
     for (name, a), b in zip(finished.model.state_dict().items(), resumed.model.state_dict().values()):

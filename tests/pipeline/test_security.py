@@ -12,7 +12,8 @@ from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer, SFTDescentConfig
 from hf_descent.commands.evaluate import _results_folder
-from hf_descent.constraints.state import STATE_NAME, read_state, read_summary
+from hf_descent.constraints.state import STATE_NAME, read_state
+from hf_descent.runs import RunFolder
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -79,7 +80,7 @@ class Payload:
 
 
 def test_a_pickle_in_place_of_our_files_is_not_run(tmp_path):
-    for name, read in ((STATE_NAME, read_state), ("descent_config.json", read_summary)):
+    for name, read in ((STATE_NAME, read_state), (RunFolder.SUMMARY, lambda folder: RunFolder(folder).summary)):
         torch.save(Payload(tmp_path / "made"), tmp_path / name)
         with pytest.raises(ValueError, match=name):
             read(str(tmp_path))

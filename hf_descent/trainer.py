@@ -154,7 +154,9 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         if constrained and not labelled:
             raise ValueError(
                 f"A training batch has no tensor of labels (looked for {', '.join(self.label_names) or 'labels'}; "
-                f"found {', '.join(inputs)}); every layer's loss needs it."
+                f"found {', '.join(inputs)}); every layer's loss needs it. Columns of text, and those that "
+                f"{type(inner_model(self.model)).__name__} does not take, were dropped: give labels as numbers, to a "
+                "model with a head (`AutoModelFor...`)."
             )
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         if constrained:
@@ -219,10 +221,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
 
         def score(layer, outputs, hidden):
             if layer in trained and layer < num_layers and not hidden.requires_grad:
-                raise ValueError(
-                    f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave the "
-                    "layer out of `constrained_layers`, or unfreeze the layers up to it."
-                )
+                raise self._readout.without_gradient(layer)
             losses.append(self._task_loss(unwrapped, outputs, labels, items))
 
         trained = state.trained_layers if training else []
@@ -323,6 +322,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self.args.check_descent_arguments()
         self._follow_layers()
         self._check_choice()
+        self._check_data()
         self._state = self._readout = self._noise = self._takes_items = None
         self._layer_sums = self._eval_sums = self._items = None
         self._step_starts.clear()

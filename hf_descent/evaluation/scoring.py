@@ -21,6 +21,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
 from ..files import whole_file
+from ..losses.labels import check_labels
 from ..losses.task import (
     IGNORE_INDEX,
     aligned,
@@ -108,6 +109,8 @@ class Scorer:
         The first labels of tokens are put to the model's own loss here, before its layers are read, to find its shift.
         """
         name = self._label_name(inputs)
+        if self._layer_loss_fn is None and readout is None and name is not None:
+            check_labels(self._model, name, inputs[name])
         if self.shifts_labels is None and readout is None and name is not None and _of_tokens(inputs[name]):
             with probing(self._given):
                 self.shifts_labels = self._shifts(inputs, name)

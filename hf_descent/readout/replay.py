@@ -167,6 +167,21 @@ class Readout:
         with taped(tape, read_out):
             yield self
 
+    def without_gradient(self, layer: int) -> ValueError:
+        """The error for a constrained layer whose hidden state takes no gradient, with the remedy that helps."""
+        trains = [any(parameter.requires_grad for parameter in each.parameters()) for each in self._stack.layers]
+        first = trains.index(True) + 1 if any(trains) else None
+        if first is None:
+            remedy = f"All of `{self._stack.name}` is frozen: unfreeze layers, or train the rest by `objective='erm'`."
+        elif first > layer:
+            kept = list(range(first, self.num_layers + 1))
+            remedy = f"Set `constrained_layers` to some of {kept}, or unfreeze the layers up to it."
+        else:
+            remedy = "Use gradient checkpointing with `use_reentrant=False`."
+        return ValueError(
+            f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. {remedy}"
+        )
+
     def check_parameters(self, inputs):
         """ValueError where `readout` trains parameters that are not the model's; `inputs` as for [`Readout.probe`]."""
         own = set(self.model.parameters())

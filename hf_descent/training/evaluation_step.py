@@ -9,6 +9,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
 from ..configs import levels_of
+from ..constraints.problem import as_python
 from ..evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from ..evaluation.scoring import Scorer, numbered_batches, prepare_collator
 from ..evaluation.sums import fingerprint_of_functions
@@ -110,12 +111,12 @@ class EvaluationMixin:
         Raises:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
+        dataset = self._held_out(eval_dataset)
         gammas = self.args.eval_gammas if gammas is None else gammas
         gammas = [] if gammas is None else levels_of("gammas", gammas)
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model = self._evaluated_model()
-        dataset = self._held_out(eval_dataset)
         settings, is_noise = self._evaluation_settings(model, dataset), kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
@@ -190,7 +191,9 @@ class EvaluationMixin:
         return bool(scorer.shifts_labels)
 
     def _held_out(self, dataset):
-        known = self.eval_dataset
+        known, numbers = self.eval_dataset, as_python(dataset)
+        if isinstance(numbers[0] if isinstance(numbers, list) and numbers else numbers, int | float):
+            raise ValueError(f"`eval_dataset` is {numbers}; give a data set. Noise levels go by their name, `gammas`.")
         if isinstance(known, dict) and (dataset is None or isinstance(dataset, str)):
             if dataset not in known:
                 raise ValueError(f"`eval_dataset` is {dataset!r}; give one of {', '.join(map(repr, known))}.")

@@ -79,11 +79,7 @@ class FusedStepMixin:
                 return self._fused_losses.final_sum / max(len(tokens.rows), 1)
             for layer in state.trained_layers:
                 if layer < num_layers and not hidden_states[layer - 1].requires_grad:
-                    raise ValueError(
-                        f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Leave "
-                        "the layer out of `constrained_layers`, unfreeze the layers up to it, or use gradient "
-                        "checkpointing with `use_reentrant=False`."
-                    )
+                    raise self._readout.without_gradient(layer)
             # The weights of a linear objective are its gradient anywhere; those of a penalty need the losses first.
             parts = hidden_states[-1].new_zeros(num_layers, dtype=torch.float32)
             if self.args.objective in ("hinge", "quadratic") and not state.inactive(step):

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 from ..constraints.auto import SYNTHETIC_LABELS, ConstantPredictor
 from ..constraints.objectives import MEASURING
 from ..constraints.state import STATE_NAME, DescentState
+from ..losses.labels import check_datasets, check_labels
 from ..losses.task import IGNORE_INDEX, aligned, labels_of, shifts_labels
 from ..noise.embedding_noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from ..readout.replay import Readout, has_router_loss, output_logits, output_loss, probing
@@ -101,6 +102,23 @@ class PreparationMixin:
                 "classes in one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
             )
 
+    def _check_data(self) -> None:
+        """Refuse model and labels that training could learn nothing from, before its first batch."""
+        if not self._reads_layers:
+            return
+        if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in self.model.modules()):
+            raise ValueError(
+                f"{type(self.model).__name__} is quantized by torch.ao: its linear layers have no parameters to train. "
+                "Train first and quantize then, or load it in 4 or 8 bits (bitsandbytes) and train adapters."
+            )
+        if self.train_dataset is not None and has_length(self.train_dataset) and not len(self.train_dataset):
+            raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
+        collates = getattr(self.data_collator, "__module__", "").startswith("transformers.")
+        if collates and self.compute_loss_func is None and self._readout_fn is None:
+            evaluated = self.eval_dataset
+            evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+            check_datasets(self.model, {"train_dataset": self.train_dataset, **evaluated}, self.label_names)
+
     @property
     def _shards_parameters(self) -> bool:
         """Whether a forward gathers parameters, so that all processes have to run equally many."""
@@ -119,6 +137,10 @@ class PreparationMixin:
         counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
         if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
             return inputs
+        logger.warning_once(
+            f"The first batch has no label that counts (all are {IGNORE_INDEX}), and such batches teach nothing: see "
+            "to the masking, and to the length at which rows are cut."
+        )
         return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
     def _prepare(self, model, inputs) -> None:
@@ -130,6 +152,10 @@ class PreparationMixin:
         if self._readout is not None and self._state is not None:
             return
         inputs = self._probe_batch(inputs)
+        if self.compute_loss_func is None and self._readout_fn is None:
+            for name in self.label_names:
+                if isinstance(inputs.get(name), torch.Tensor):
+                    check_labels(model, name, inputs[name])
         if self._readout is None:
             self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
             if self._readout_fn is not None and self.is_in_train:

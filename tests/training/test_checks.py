@@ -1,0 +1,158 @@
+"""What is refused before training time is spent, on real models: each used to train, or to end in a raw error."""
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
+from transformers import BertForTokenClassification, DataCollatorWithPadding, default_data_collator
+
+from hf_descent import DescentTrainer
+from hf_descent.evaluation import noise_curve
+
+
+DATA = classification_data(24)
+TEXT = "but BertForSequenceClassification takes whole numbers, 0 to 2"
+
+
+def relabelled(change, rows=DATA):
+    return [{**row, "labels": change(index, row["labels"])} for index, row in enumerate(rows)]
+
+
+def fit(folder, model, data, eval_dataset=None, **keywords):
+    args = config(folder, max_steps=4, **keywords.pop("settings", {}))
+    trainer = DescentTrainer(model, args, train_dataset=data, eval_dataset=eval_dataset, **keywords)
+    try:
+        trainer.train()
+    finally:
+        assert trainer.state.global_step in (0, 4)  # nothing at all, or all
+    return trainer
+
+
+class Rows(torch.utils.data.Dataset):
+    """Whose labels show in batches alone."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("kind", [list, Rows, Dataset.from_list])
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda index, label: label + 3, r"has [345], .*num_labels"),
+        (lambda index, label: -1, r"has -1, .*-100"),
+        (lambda index, label: float(label), r"has \d\.0, .*convert them"),
+        (lambda index, label: [label, 1], "has 2 whole numbers a row"),
+    ],
+)
+def test_labels_that_are_no_classes_of_the_model_are_refused(tmp_path, kind, change, found):
+    with pytest.raises(ValueError, match=f"`labels`.* {found}") as error:
+        fit(tmp_path, bert(), kind(relabelled(change)))
+    assert "BertForSequenceClassification takes whole numbers, 0 to 2" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["label", "labels"])
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_labels_that_are_text_are_refused(tmp_path, kind, name):
+    rows = [{"input_ids": row["input_ids"].tolist(), name: "abc"[row["labels"]]} for row in DATA]
+    for collate in (None, DataCollatorWithPadding(word_tokenizer())):
+        with pytest.raises(ValueError, match=f"`{name}` in `train_dataset` has '[abc]', {TEXT}: number"):
+            fit(tmp_path, bert(), kind(rows), data_collator=collate)
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_a_label_that_comes_late_or_in_evaluation_is_refused_at_the_start(tmp_path, kind):
+    late = kind(relabelled(lambda index, label: 3 if index == 23 else label))
+    with pytest.raises(ValueError, match=f"`labels` in `train_dataset` has 3, {TEXT}"):
+        fit(tmp_path, bert(), late)
+    with pytest.raises(ValueError, match=f"`labels` in `eval_dataset` has 3, {TEXT}"):
+        fit(tmp_path, bert(), DATA, late)
+    with pytest.raises(ValueError, match=f"`labels` in `b` has 3, {TEXT}"):
+        fit(tmp_path, bert(), DATA, {"a": DATA, "b": late})
+
+
+def test_labels_of_tokens_and_of_several_classes_are_checked_too(tmp_path):
+    tokens = BertForTokenClassification(bert().config)
+    with pytest.raises(ValueError, match="`labels` has 3, but BertForTokenClassification"):
+        fit(tmp_path, tokens, relabelled(lambda index, label: [label + 1] * 10))
+    with pytest.raises(ValueError, match=r"`labels` has \d+, but LlamaForCausalLM.*resize its token embeddings"):
+        fit(tmp_path, llama(), [{**row, "labels": row["input_ids"] + 40} for row in language_data(24)])
+    several = bert(problem_type="multi_label_classification")
+    with pytest.raises(ValueError, match=r"`labels` has 0, but `problem_type=.*takes floats"):
+        fit(tmp_path, several, relabelled(lambda index, label: [0, 1, 1]))
+
+
+def test_evaluation_refuses_such_labels_too(tmp_path):
+    rows = relabelled(lambda index, label: label + 3)
+    for measure in ("evaluate", "evaluate_layers"):
+        with pytest.raises(ValueError, match=rf"`labels` has \d, {TEXT}"):
+            getattr(DescentTrainer(bert(), config(tmp_path), eval_dataset=rows), measure)()
+    with pytest.raises(ValueError, match=rf"`labels` has \d, {TEXT}"):
+        noise_curve(bert(), rows, [0.0])
+
+
+def test_labels_that_are_made_right_on_their_way_are_taken(tmp_path):
+    """As are those of true and false, which a collator numbers, and what stands in a column that is not used."""
+
+    def from_one(rows):
+        return default_data_collator([{**row, "labels": row["labels"] - 1} for row in rows])
+
+    def numbered(rows):
+        return {name: [int(x) for x in values] if name == "labels" else values for name, values in rows.items()}
+
+    fit(tmp_path, bert(), relabelled(lambda index, label: label + 1), data_collator=from_one)
+    fit(tmp_path, bert(), Dataset.from_list(relabelled(lambda index, label: str(label))).with_transform(numbered))
+    fit(tmp_path, bert(num_labels=2), [{"input_ids": row["input_ids"], "label": row["labels"] > 0} for row in DATA])
+    fit(tmp_path, bert(), [{**row, "label": 9} for row in DATA])
+    fit(tmp_path, bert(num_labels=1), relabelled(lambda index, label: label + 7))
+
+
+def test_rows_without_any_label_are_called_so(tmp_path, caplog):
+    rows = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in language_data(24)]
+    with caplog.at_level(logging.WARNING):
+        fit(tmp_path, llama(), rows)
+    assert "The first batch has no label that counts" in caplog.text
+
+
+def test_training_on_no_rows_is_refused(tmp_path):
+    for rows in ([], Dataset.from_list(DATA).filter(lambda row: False)):
+        with pytest.raises(ValueError, match="`train_dataset` has no rows"):
+            fit(tmp_path, bert(), rows)
+
+
+@pytest.mark.parametrize(("build", "data"), [(bert, DATA), (llama, language_data(24))])
+def test_a_model_quantized_without_parameters_is_measured_but_not_trained(tmp_path, build, data):
+    model = torch.ao.quantization.quantize_dynamic(build(), {torch.nn.Linear}, dtype=torch.qint8)
+    assert "eval_layer_loss_1" in DescentTrainer(model, config(tmp_path), eval_dataset=data).evaluate()
+    with pytest.raises(ValueError, match="quantized by torch.ao"):
+        fit(tmp_path, model, data)
+
+
+@pytest.mark.parametrize("build", [bert, llama])
+def test_what_helps_a_constrained_layer_without_gradient(tmp_path, build):
+    data, model = (DATA, build()) if build is bert else (language_data(24), build())
+    layers = model.bert.encoder.layer if build is bert else model.model.layers
+    model.base_model.requires_grad_(False)
+    with pytest.raises(ValueError, match="layer 1 has no gradient.*is frozen: unfreeze") as error:
+        fit(tmp_path, model, data, settings={"constrained_layers": [1, 2]})
+    assert "constrained_layers" not in str(error.value)
+    layers[2].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layer 2 has no gradient.*`constrained_layers` to some of \[3\]"):
+        fit(tmp_path, model, data, settings={"constrained_layers": [2, 3]})
+    fit(tmp_path, model, data, settings={"constrained_layers": [3]})
+
+
+@pytest.mark.parametrize("levels", [[0, 1], 0.5, torch.tensor([0.0, 1.0])])
+@pytest.mark.parametrize("eval_gammas", [None, [0.0]])
+def test_noise_levels_in_the_place_of_the_data_set_are_told_where_they_go(tmp_path, levels, eval_gammas):
+    trainer = DescentTrainer(bert(), config(tmp_path, eval_gammas=eval_gammas), eval_dataset=DATA)
+    with pytest.raises(ValueError, match=r"`eval_dataset` is \[?0.*`gammas`"):
+        trainer.evaluate_robustness(levels)

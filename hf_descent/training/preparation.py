@@ -108,8 +108,8 @@ class PreparationMixin:
             return
         if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in self.model.modules()):
             raise ValueError(
-                f"{type(self.model).__name__} is quantized by torch.ao: its linear layers have no parameters to train. "
-                "Train first and quantize then, or load it in 4 or 8 bits (bitsandbytes) and train adapters."
+                f"{type(self.model).__name__} is quantized by torch.ao: its linear layers have no parameters. "
+                "Train first and quantize then, or load the model in 4 or 8 bits (bitsandbytes) and train adapters."
             )
         if self.train_dataset is not None and has_length(self.train_dataset) and not len(self.train_dataset):
             raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")

@@ -8,18 +8,27 @@ those of the analytic Gaussian mechanism, exact for one release.
 
 What is protected: which token stands at a position (`tokens=1`), or the whole text of at most `tokens` tokens.
 
-What is NOT protected: the number of tokens, the padding mask and the positions; labels and answers that are sent back
-in the clear; a text sent twice with fresh noise (epsilons add up; count its tokens twice); anything where the receiver
-knows the generator's seed, or averages noise that it can predict (draw the seed from a source that is secret, and use
-it once); the training data, which training with this noise does not make private; the tokens of a nearby text where
-epsilon is large: tens or hundreds per token promise next to nothing. Noise in floating-point numbers is not exactly
-Gaussian (Mironov 2012).
+What is NOT protected: the number of tokens, masks, positions and token types; images and other inputs; labels and
+answers that are sent back in the clear; what else a model reads from its ids (ESM its mask tokens, Longformer its
+separators, BLT and DeepSeek-V4 hashes); the training data; the tokens of a nearby text where epsilon is large: tens or
+hundreds per token promise next to nothing.
+
+A text that is sent k times with fresh noise counts as k times its tokens: once for each forward call, and for each
+copy that `num_beams` or `num_return_sequences` makes of a decoder's prompt. Refused are `generate(use_cache=False)`,
+which sends the prompt anew with every token, and encoder-decoders whose decoder reads the text again.
+
+Which sums of a floating-point number and its noise can occur depends on the number (Mironov 2012): in float32, one
+release can name its token. Here all is in float64, rounded to a grid of 2^-16 deviations and then to the model's
+dtype; rounding keeps private what is private, even where it gives the clean value back. What remains, unless the
+deviation is far below the norm: probabilities are a Gaussian's to about 2^-34 of themselves, its tails end at 9.
 
 Source: Balle, Wang (2018), arXiv 1805.06530, the analytic Gaussian mechanism, as in Google's `dp-accounting` (`pip
 install hf_descent[privacy]`).
 """
 
 import math
+import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,15 +44,24 @@ from .noise.lookups import look_up
 from .readout.stack import inner_model
 
 
+GRID = 2.0**-16  # in deviations: coarse beside float64, so that the clean value does not decide what can be reached
+
+
 class PrivateEmbeddings(EmbeddingNoise):
     """[`EmbeddingNoise`] on token embeddings that are first clipped to a norm, which bounds what one of them reveals.
 
+    Every position is perturbed: a mask may hide real tokens.
+
     Args:
-        model, gamma, seed, sigma: see [`EmbeddingNoise`].
+        model, sigma: see [`EmbeddingNoise`].
+        gamma (`float` or `(float, float)`): noise level; a range is as private as its lower end.
         clip_norm (`float`): the largest Euclidean norm C of an embedding; longer ones are scaled down.
+        seed (`int`, *optional*): for measurements alone: whoever knows it, or guesses it (torch's generators are no
+            secret ones), takes the noise off. `None`: noise from the operating system's source, never repeated.
 
     Raises:
-        ValueError: as [`EmbeddingNoise`]; `clip_norm` is not positive, or the model has no token embeddings.
+        ValueError: as [`EmbeddingNoise`]; `clip_norm` is not positive, or the model has no token embeddings; in the
+            forward call, a text that the last call released. TypeError: on a device without float64 (MPS).
     """
 
     def __init__(
@@ -54,23 +72,65 @@ class PrivateEmbeddings(EmbeddingNoise):
         seed: int | None = None,
         sigma: float | None = None,
     ):
-        super().__init__(model, gamma, seed, sigma)
+        super().__init__(model, gamma, secrets.randbits(63) if seed is None else seed, sigma)
         _check_positive(clip_norm=clip_norm)
         if not self._lookups:
             raise ValueError(
                 f"{type(inner_model(model)).__name__} has no token embeddings; only those can be private."
             )
         self.clip_norm = clip_norm
+        self._is_secret = seed is None
+        self._continues = False  # whether the running call has a text's beginning in its cache
+        self._last: torch.Tensor | None = None  # the clean embeddings of the last lookup
 
     @property
     def name(self) -> str:
         """What curves call the noise: its kind and the norm."""
         return f"gaussian, clipped to {self.clip_norm}"
 
+    @torch.compiler.disable
+    def _enter(self, module, args, kwargs):
+        if not self._calls:
+            cache = kwargs.get("past_key_values")
+            self._continues = cache is not None and bool(cache.get_seq_length())
+        return super()._enter(module, args, kwargs)
+
+    @torch.compiler.disable  # or the random bytes could become constants
     def _perturb(self, clean, mask):
-        norms = clean.float().norm(dim=-1, keepdim=True)  # [batch, seq, 1]
-        clipped = clean * (self.clip_norm / norms.clamp(min=self.clip_norm)).to(clean.dtype)
-        return super()._perturb(clipped, mask)
+        last, self._last = self._last, clean.detach()
+        if last is not None and self._calls and not self._continues and self._repeats(last.to(clean), clean):
+            raise ValueError(
+                "The last text is looked up again, one token longer or in the decoder, and would be released twice. "
+                "Generate with `use_cache=True` (XLM has no cache); give the decoder ids of its own."
+            )
+        return super()._perturb(clean, None)
+
+    def _repeats(self, last, clean):
+        length, grown = last.shape[1], clean.shape[1] - last.shape[1]
+        if self._reached:  # in this very call: shifted, a decoder's
+            return grown == 0 and length > 1 and torch.equal(clean[:, 1:], last[:, :-1])
+        # XLM puts a mask token last.
+        return grown == 1 and length > 2 and torch.equal(clean[:, : length - 1], last[:, :-1])
+
+    def _noisy(self, clean):
+        noise = self._gaussian(clean)
+        deviation = self._level(noise) * self.sigma
+        exact = clean.double().nan_to_num()  # [batch, seq, hidden]
+        norms = exact.norm(dim=-1, keepdim=True).clamp(min=self.clip_norm)  # [batch, seq, 1]
+        # The margin is above the rounding of norm and product (1e-16 for each dimension): a bound, not nearly one.
+        noisy = exact * (self.clip_norm * (1 - 1e-9) / norms) + noise * deviation
+        grid = deviation * GRID
+        noisy.detach().div_(grid).round_().mul_(grid)  # in place, detached: the gradient passes it by
+        return noisy.to(clean.dtype)
+
+    def _gaussian(self, clean):
+        """Standard normal, float64, in the shape of `clean`."""
+        if not self._is_secret:
+            return torch.randn(clean.shape, generator=self._generator, device=clean.device, dtype=torch.float64)
+        words = np.frombuffer(os.urandom(8 * clean.numel()), np.int64).astype(np.float64)
+        words = torch.from_numpy(words).view(clean.shape)
+        lower = torch.special.ndtri((words.abs() + 0.5) / 2.0**64)  # of both halves, the one without cancellation
+        return lower.copysign(words).to(clean.device)
 
 
 def epsilon_of_gamma(gamma: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1) -> float:

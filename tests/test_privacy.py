@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from noisy import vit
-from scipy.stats import norm
-from tiny import bert, classification_data
-from transformers import MBartConfig, MBartForSequenceClassification
+from noisy import t5, vit
+from scipy.stats import kstest, norm
+from tiny import bert, classification_data, llama
+from transformers import DynamicCache, MBartConfig, MBartForSequenceClassification
 
 from hf_descent import noise_curve
 from hf_descent.evaluation.comparison import Run, check_comparable
@@ -21,6 +21,25 @@ from hf_descent.privacy import (
     median_norm,
     privacy_curve,
 )
+
+
+def mbart():
+    return MBartForSequenceClassification(
+        MBartConfig(
+            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, scale_embedding=True,
+        )
+    ).eval()  # fmt: skip
+
+
+def released(noise, ids, **inputs):
+    """What the layers of BERT are sent for `ids` `[batch, seq]`: `[batch, seq, hidden]`."""
+    model, sent = noise._model, []
+    with noise, torch.no_grad():
+        handle = noise._lookups[0].register_forward_hook(lambda module, args, output: sent.append(output))
+        model(input_ids=ids, **inputs)
+        handle.remove()
+    return sent[0]
 
 
 def delta_of(epsilon, deviation, sensitivity):
@@ -67,18 +86,139 @@ def test_no_attack_on_released_embeddings_beats_the_bound():
         table = model.get_input_embeddings().weight
         direction = torch.nn.functional.normalize(torch.ones(table.shape[1]), dim=0)
         table[5], table[6] = 7 * direction, -7 * direction  # as far apart as clipping allows
-    released = []
-    with PrivateEmbeddings(model, gamma, clip_norm, seed=1, sigma=sigma) as noise, torch.no_grad():
-        noise._lookups[0].register_forward_hook(lambda module, args, output: released.append(output @ direction))
-        for token in (5, 6):
-            model(input_ids=torch.full((20000, 1), token))
-    first, second = (projection.flatten() for projection in released)
+    noise = PrivateEmbeddings(model, gamma, clip_norm, seed=1, sigma=sigma)
+    first, second = ((released(noise, torch.full((20000, 1), token)) @ direction).flatten() for token in (5, 6))
     # P(A | first) - e^epsilon P(A | second) is at most delta for every event A; the worst is a threshold.
     thresholds = torch.linspace(-8, 8, 200)
     gain = [(first > t).double().mean() - math.exp(epsilon) * (second > t).double().mean() for t in thresholds]
     delta = delta_of(epsilon, gamma * sigma, 2 * clip_norm)
     assert max(gain) == pytest.approx(delta, abs=0.02)
     assert delta > 0.03  # the bound is met, and not by far
+
+
+@pytest.mark.parametrize("seed", [None, 0], ids=["secret", "seeded"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_which_floats_are_reached_names_no_token(dtype, seed):
+    """A sum that cancels is a multiple of half the last place of its larger part: what is not, names the other token.
+
+    The event E "near zero, and no such multiple" must obey P(E | one) <= e^epsilon P(E | other) + delta.
+    """
+    epsilon, delta, clip_norm, model = 1.0, 1e-5, 4.0, bert(num_layers=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5:7] = torch.tensor([1.0, 2.0**-12])[:, None]  # 16 coordinates: norm 4
+    noise = PrivateEmbeddings(
+        model.to(dtype), gamma_of_epsilon(epsilon, delta, clip_norm, 1.0), clip_norm, seed=seed, sigma=1.0
+    )
+    place = torch.finfo(dtype).eps / 2
+    shares = []
+    for token in (5, 6):
+        sent = released(noise, torch.full((4000, 8), token)).double()
+        off_lattice = (sent.abs() < 0.5) & (sent % place != 0)
+        shares.append(off_lattice.any(-1).double().mean().item())
+    assert shares[1] < math.exp(epsilon) * shares[0] + delta
+    assert min(shares) > 0.01  # the event happens: the attack is no idle one
+
+
+@pytest.mark.parametrize("seed", [None, 0], ids=["secret", "seeded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_embedding_is_longer_than_the_norm_in_any_dtype(dtype, seed):
+    """Noise as large as the last place is a dither: the mean of what is sent is what was clipped."""
+    model, clip_norm = bert(num_layers=1), 0.01
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 10 + torch.arange(40)[:, None] / 7
+    noise = PrivateEmbeddings(model.to(dtype), 1e-3, clip_norm, seed=seed, sigma=0.02)
+    lengths = released(noise, torch.arange(1, 9).expand(4000, 8)).double().mean(0).norm(dim=-1)
+    torch.testing.assert_close(lengths, torch.full_like(lengths, clip_norm), rtol=3e-4, atol=0)
+
+
+def test_the_gradient_is_that_of_clipping():
+    model = bert(num_layers=1)
+    table, ids = model.get_input_embeddings().weight, torch.tensor([[5, 6], [7, 5]])
+    sent = []
+    with PrivateEmbeddings(model, 1.0, clip_norm=0.05, sigma=1.0) as noise:
+        noise._lookups[0].register_forward_hook(lambda module, args, output: sent.append(output))
+        model(ids)
+    weights = torch.randn(2, 2, 16)
+    (gradient,) = torch.autograd.grad((sent[0] * weights).sum(), table)
+    rows = torch.nn.functional.embedding(ids, table)
+    clipped = rows * (0.05 / rows.norm(dim=-1, keepdim=True).clamp(min=0.05))
+    (expected,) = torch.autograd.grad((clipped * weights).sum(), table)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_embeddings_that_are_no_numbers_are_bounded_too():
+    model = bert(num_layers=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 3], model.get_input_embeddings().weight[6, 3] = math.nan, math.inf
+    sent = released(PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0), torch.tensor([[5, 6, 7]]))
+    assert (sent.norm(dim=-1) <= 1.00001).all()
+
+
+def test_hidden_positions_are_private_too():
+    model = bert(num_layers=1)
+    noise = PrivateEmbeddings(model, 5.0, clip_norm=1.0, seed=0, sigma=1.0)
+    sent = released(noise, torch.full((400, 4), 5), attention_mask=torch.tensor([[1, 1, 0, 0]]).expand(400, 4))
+    assert (sent.std(dim=(0, 2)) > 4).all()
+
+
+def test_a_release_has_secret_noise_and_a_measurement_its_seeds():
+    model, ids = bert(num_layers=1), torch.full((200, 10), 5)
+    sent = []
+    for seed in (None, None, 3, 3):
+        torch.manual_seed(0)  # as every process does that begins with `set_seed`
+        before = torch.get_rng_state()
+        noise = PrivateEmbeddings(model, 1.0, clip_norm=1e-9, seed=seed, sigma=0.5)
+        sent.append(released(noise, ids))
+        assert torch.equal(torch.get_rng_state(), before)
+        noise.reseed()
+        assert torch.equal(released(noise, ids), sent[-1]) == (seed is not None)
+    assert torch.equal(sent[2], sent[3])
+    assert not (sent[0] == sent[1]).any()
+    for each in sent:
+        sample = each.double().flatten().numpy() / 0.5
+        assert kstest(sample, "norm").pvalue > 1e-6
+        assert sample.std() == pytest.approx(1, abs=0.025)
+        assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.03
+
+
+def test_no_text_is_released_twice():
+    model, prompt = llama(num_layers=1).eval(), torch.tensor([[1, 7, 9]])
+    inputs = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    with PrivateEmbeddings(model, 1.0, clip_norm=1.0) as noise:
+        assert model.generate(prompt, **inputs).shape == (1, 7)
+        with pytest.raises(ValueError, match="released twice"):
+            model.generate(prompt, use_cache=False, **inputs)
+        assert model.generate(prompt, **inputs).shape == (1, 7)
+    text, cache = torch.tensor([[5, 6, 7, 8]]), DynamicCache()
+    with noise, torch.no_grad():
+        model(text)
+        model(text[:, :3])
+        for length in (3, 4, 2):  # as guesses of a draft, that follow what is in the cache
+            model(torch.full((1, length), 5), past_key_values=cache)
+    classifier, translator = mbart(), t5()
+    with PrivateEmbeddings(classifier, 1.0, clip_norm=1.0), pytest.raises(ValueError, match="released twice"):
+        classifier(text)
+    with PrivateEmbeddings(translator, 1.0, clip_norm=1.0):
+        translator(input_ids=text, labels=text.flip(1))
+        translator.generate(text, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "shared"])
+def test_what_an_adapter_adds_to_embeddings_is_clipped_and_perturbed(target):
+    peft = pytest.importorskip("peft")
+    model = t5() if target == "shared" else llama(num_layers=1)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[8, 9, 10]])}
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target, "embed_tokens"])).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    sent = []
+    with PrivateEmbeddings(model, 1e-6, clip_norm=1.0, sigma=1.0, seed=0), torch.no_grad():
+        for module in model.modules():
+            if type(module).__name__ in ("LlamaDecoderLayer", "T5Block"):
+                module.register_forward_pre_hook(lambda module, args: sent.append(args[0].norm(dim=-1).max()))
+        model(**inputs)
+    assert sent[0] < 1.001
 
 
 def test_accuracy_against_epsilon(tmp_path):
@@ -137,11 +277,6 @@ def test_bad_arguments_are_named():
 
 
 def test_the_norm_is_that_of_what_the_model_looks_up():
-    model = MBartForSequenceClassification(
-        MBartConfig(
-            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, scale_embedding=True,
-        )
-    )  # fmt: skip
+    model = mbart()
     norms = model.get_input_embeddings().weight.detach().norm(dim=1) * 4  # scaled by the root of 16
     assert median_norm(model) == pytest.approx(norms.median().item(), rel=0.05)

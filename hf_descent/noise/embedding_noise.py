@@ -249,13 +249,16 @@ class EmbeddingNoise:
             return torch.cat([part._perturb(*given) for part, *given in zip(self._parts, chunks, masks)])
         if self._generator is None or self._generator.device != clean.device:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)
-        noise = torch.randn(clean.shape, generator=self._generator, device=clean.device, dtype=torch.float32)
-        noise *= self._level(noise) * self.sigma  # [batch, seq, ...]
-        noisy = clean + noise.to(clean.dtype)
+        noisy = self._noisy(clean)
         if not torch.is_tensor(mask) or mask.ndim != 2 or len(mask) != len(clean) or mask.shape[1] < clean.shape[1]:
             return noisy
         is_token = mask[:, -clean.shape[1] :].to(clean.device, torch.bool)  # [batch, seq]
         return torch.where(is_token.view(*is_token.shape, *[1] * (clean.ndim - 2)), noisy, clean)
+
+    def _noisy(self, clean: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(clean.shape, generator=self._generator, device=clean.device, dtype=torch.float32)
+        noise *= self._level(noise) * self.sigma  # [batch, seq, ...]
+        return clean + noise.to(clean.dtype)
 
     def _level(self, noise: torch.Tensor) -> float | torch.Tensor:
         """The level, or each sample's `[batch, 1, ...]`: one for the encoder and the decoder of a forward call."""

@@ -37,7 +37,9 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
         )
     weight = getattr(lookup, "weight", None)
     twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
-    return [lookup, *twins]
+    # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
+    wrappers = {module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")}
+    return list(dict.fromkeys(wrappers.get(module, module) for module in (lookup, *twins)))
 
 
 @torch.no_grad()

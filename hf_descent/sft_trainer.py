@@ -17,6 +17,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from .loading import has_position_table, position_limit
 from .losses.task import IGNORE_INDEX, aligned
 from .readout.stack import inner_model
+from .runs import RunFolder
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 
@@ -224,7 +225,13 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             dataset, self.args.eval_batch_size, collate_fn=lambda rows: self._prepare_inputs(collate(rows))
         )
 
+    def _run_summary(self):
+        return super()._run_summary() | ({"num_tokens": self._total_train_tokens} if self._training_started else {})
+
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
+        # TRL would count from nothing.
+        saved = RunFolder(kwargs.get("resume_from_checkpoint") or "").summary
+        self._total_train_tokens = saved.get("num_tokens", self._total_train_tokens)
         self._tokens_before = self._total_train_tokens  # of an earlier `train()`, or trial of a search
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 

@@ -291,6 +291,18 @@ def test_preview_and_throughput(tmp_path):
         before = tokens
 
 
+@pytest.mark.parametrize("objective", ["descent", "erm"])
+def test_a_resumed_run_goes_on_counting_tokens(tmp_path, objective):
+    given = {"objective": objective, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+    straight, resumed = (make(SFTDescentTrainer, tmp_path, **given) for _ in range(2))
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # between two logs
+    logs = [
+        {log["step"]: log["num_tokens"] for log in t.state.log_history if "loss" in log} for t in (straight, resumed)
+    ]
+    assert logs[0] == logs[1]
+
+
 def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog):
     said = []
     for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"objective": "deep_supervision"})):

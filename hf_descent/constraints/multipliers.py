@@ -112,7 +112,7 @@ class Multipliers:
             if name not in state or state[name].shape != current.shape:
                 found = tuple(state[name].shape) if name in state else "nothing"
                 raise ValueError(f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed.")
-            if not torch.isfinite(state[name]).all() or (name in ("values", "slacks") and (state[name] < 0).any()):
+            if not torch.isfinite(state[name]).all() or (not name.endswith("mean") and (state[name] < 0).any()):
                 raise ValueError(
                     f"The dual state '{name}' holds negative or non-finite values: {state[name].tolist()}."
                 )

@@ -310,6 +310,7 @@ class DescentState(ReportMixin):
                     if name.startswith("multipliers.")
                 }
             )
+            _check_values(tensors, meta)
             self.averages = tensors["averages"].to(self.averages)
             self.average_weight = tensors["average_weight"].to(self.average_weight)
         except (KeyError, ValueError) as error:
@@ -349,3 +350,19 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
             return tensors, {name: meta[name] for name in ("active_from", "labels_until", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
+
+
+def _check_values(tensors: dict[str, torch.Tensor], meta: dict) -> None:
+    """ValueError where what a state file holds beside the multipliers cannot come from training."""
+    averages, weight = tensors["averages"], tensors["average_weight"]
+    moments = tensors.get("label_moments", torch.zeros(1))
+    counts = moments if moments.dim() == 1 else moments[[0, -1]]  # between those of numbers: sums, of either sign
+    holds = {
+        "averages": averages.shape == tensors["multipliers.values"].shape and averages.isfinite().all(),
+        "average_weight": weight.shape == (1,) and 0 <= weight < math.inf,
+        "label_moments": moments.isfinite().all() and (counts >= 0).all(),
+        "active_from": isinstance(meta["active_from"], int) and meta["active_from"] >= 0,
+        "labels_until": isinstance(meta["labels_until"], int | float) and meta["labels_until"] >= 0,
+    }
+    for name in (name for name, is_sound in holds.items() if not is_sound):
+        raise ValueError(f"'{name}' is {tensors[name].tolist() if name in tensors else meta[name]}")

@@ -5,10 +5,13 @@ A process can be killed at any moment of a save; a run resumes from the newest c
 
 import glob
 import json
+import math
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +30,7 @@ from transformers.utils import logging
 
 from ..configs import BY_RANK, OF_LAYERS
 from ..constraints.state import STATE_NAME
+from ..files import whole_file
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .selection import best_candidate
@@ -34,7 +38,9 @@ from .selection import best_candidate
 
 logger = logging.get_logger(__name__)
 
-DEEPSPEED_FOLDER = "global_step"
+WEIGHTS = ("model", "adapter_model", "pytorch_model")
+CHECKSUMS_NAME = "descent_checksums.json"
+CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming reads, beside JSON, which people may edit
 # What Trainer and DeepSpeed write with `torch.save`; a folder may hold others' files of the same endings.
 TORCH_FILES = (
     "adapter_model", "bf16_zero", "mp_rank", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler",
@@ -53,26 +59,46 @@ class CheckpointMixin:
     command: Mapping[str, Any] = MappingProxyType({})
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        # On the first process: another could see a shared disk as it was a moment ago, and go on from elsewhere.
         if resume_from_checkpoint is True:
-            newest = None
-            if self.args.process_index == 0:
-                try:
-                    newest = newest_complete_checkpoint(self.args.output_dir)
-                except Exception as error:  # whatever it is, the others wait
-                    newest = error
-            # The first process's: another could see a shared disk as it was a moment ago, and go on from elsewhere.
-            resume_from_checkpoint = broadcast_object_list([newest])[0]
-            if isinstance(resume_from_checkpoint, Exception):
-                raise resume_from_checkpoint
-        elif resume_from_checkpoint and os.path.isdir(resume_from_checkpoint):
-            for fault in faults(resume_from_checkpoint):
-                raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
+            resume_from_checkpoint = self._on_first_process(newest_complete_checkpoint, self.args.output_dir)
+        elif resume_from_checkpoint:
+            self._on_first_process(check_complete, resume_from_checkpoint)
+        if resume_from_checkpoint and self.args.process_index == 0:
+            self._report_changes(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             # Trainer removes NEFTune's hook only when training ends well.
             if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
                 handle.remove()
+
+    def _on_first_process(self, function: Callable[[str], Any], folder: str) -> Any:
+        """What `function` gives for `folder` on the first process, or raises there, on all of them."""
+        found = None
+        if self.args.process_index == 0:
+            try:
+                found = function(folder)
+            except Exception as error:  # whatever it is, the others wait
+                found = error
+        found = broadcast_object_list([found])[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _report_changes(self, checkpoint: str) -> None:
+        """One warning that names the arguments that are not those of the run that `checkpoint` is of."""
+        saved = RunFolder(checkpoint).summary.get("arguments")
+        if saved is None:  # of plain Trainer
+            return
+        now = training_arguments(self.args)
+        changes = [
+            f"`{name}` was {saved.get(name, 'at its default')} and is {now.get(name, 'at its default')}"
+            for name in sorted(saved.keys() | now.keys())
+            if (name in saved, saved.get(name)) != (name in now, now.get(name))
+        ]
+        if changes:
+            logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
     def _check_choice(self) -> None:
         """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
@@ -144,6 +170,13 @@ class CheckpointMixin:
         super()._save_rng_state(output_dir)
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
+        self._save_checksums(output_dir)
+
+    def _save_checksums(self, output_dir) -> None:
+        if self.args.should_save:
+            found = {"step": self.state.global_step, "files": checksums(Path(output_dir))}
+            with whole_file(os.path.join(output_dir, CHECKSUMS_NAME)) as file:
+                json.dump(found, file, indent=2)
 
     def _check_agreement(self) -> None:
         """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
@@ -188,6 +221,7 @@ class CheckpointMixin:
 
     def _load_best_model(self):
         best = self.state.best_model_checkpoint
+        self._on_first_process(check_complete, best)
         with self._own_names(best):
             super()._load_best_model()
         if self._state is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
@@ -204,6 +238,7 @@ class CheckpointMixin:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
         if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
             self._save_dual_state(output_dir)
+            self._save_checksums(output_dir)
 
     def _run_summary(self) -> dict:
         """What tells this run from others, plain training included, and what a step of it costs.
@@ -257,47 +292,95 @@ def newest_complete_checkpoint(output_dir: str) -> str:
     Those of plain `Trainer` do not say, and stand for themselves: the trainer state is the last file of a save.
     Incomplete folders, left by a killed process, are passed over and named in the log.
     """
-    complete = []
+    found = []
     for entry in os.scandir(output_dir) if os.path.isdir(output_dir) else ():
         step = entry.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         if not (entry.is_dir() and step.isdecimal() and step != entry.name):
             continue
-        if fault := next(faults(entry.path), None):
-            logger.warning(f"Passing over the incomplete checkpoint {entry.path}: {fault}.")
-        else:
+        try:
             written = os.path.getmtime(os.path.join(entry.path, TRAINER_STATE_NAME))
             started = RunFolder(entry.path).summary.get("training_started") or written
-            complete.append((started, int(step), entry.path))
-    if not complete:
-        raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
-    return max(complete)[-1]
+        except (OSError, ValueError):
+            started = math.inf  # incomplete
+        found.append((started, int(step), entry.path))
+    for *_, folder in sorted(found, reverse=True):
+        fault = next(faults(folder), None)
+        if fault is None:
+            return folder
+        logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
+    raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+
+
+def check_complete(checkpoint: str) -> None:
+    """ValueError where a checkpoint folder is incomplete or damaged."""
+    for fault in faults(checkpoint) if os.path.isdir(checkpoint) else ():
+        raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
 
 
 def faults(checkpoint: str) -> Iterator[str]:
-    """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one."""
-    state = os.path.join(checkpoint, TRAINER_STATE_NAME)
-    try:
-        with open(state, encoding="utf-8") as file:
-            json.load(file)
-    except (OSError, ValueError) as error:
-        yield f"{state} is missing or damaged ({error})"
-    names = set(os.listdir(checkpoint))
-    optimizers = (OPTIMIZER_NAME.split(".")[0], DEEPSPEED_FOLDER)
-    if SCHEDULER_NAME in names and not any(name.startswith(optimizers) for name in names):
-        yield f"{os.path.join(checkpoint, OPTIMIZER_NAME)} is missing"
-    if RunFolder.SUMMARY in names:
+    """What is missing or damaged in a checkpoint folder, one sentence each, cheap checks first; nothing for a complete
+    one."""
+    folder = Path(checkpoint)
+    names = {path.name for path in folder.iterdir()}
+    contents = {}
+    for name in sorted({TRAINER_STATE_NAME, *(name for name in names if name.endswith(".json"))}):
         try:
-            if "multipliers" in RunFolder(checkpoint).summary and SCHEDULER_NAME in names and STATE_NAME not in names:
-                yield f"{os.path.join(checkpoint, STATE_NAME)} is missing"
-        except ValueError as error:
-            yield str(error)
-    yield from _missing_weights(checkpoint, names)
-    for name in names:
-        yield from _missing_shards(os.path.join(checkpoint, name))
-    for name in sorted(names):
-        path = os.path.join(checkpoint, name)
-        if os.path.isfile(path) and _is_damaged(path):
+            contents[name] = json.loads((folder / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            yield f"{folder / name} is missing or damaged ({error})"
+            return
+    if any(name.startswith("optimizer") for name in names):
+        if SCHEDULER_NAME not in names:  # without which Trainer loads no optimizer either
+            yield f"{folder / SCHEDULER_NAME} is missing"
+        if not any(name.startswith("rng_state") for name in names):
+            yield f"{folder / 'rng_state.pth'} is missing"
+    elif SCHEDULER_NAME in names and not any(name.startswith("global_step") for name in names):  # DeepSpeed's
+        yield f"{folder / OPTIMIZER_NAME} is missing"
+    if "multipliers" in contents.get(RunFolder.SUMMARY, ()) and SCHEDULER_NAME in names and STATE_NAME not in names:
+        yield f"{folder / STATE_NAME} is missing"
+    indexes = [content["weight_map"] for name, content in contents.items() if name.endswith(".index.json")]
+    for shard in sorted({shard for index in indexes for shard in index.values()} - names):
+        yield f"{folder / shard} is missing"
+    # Sharded (FSDP, DeepSpeed) weights lie in folders of their own.
+    if not any((folder / name).is_dir() or (name.startswith(WEIGHTS) and not name.endswith(".tmp")) for name in names):
+        yield f"{folder} holds no model weights"
+    for path in sorted(folder.rglob("*")):
+        is_shard = path.parent != folder  # of FSDP or DeepSpeed, whose processes write together
+        if path.suffix == ".distcp" and not (index := path.with_name(".metadata")).exists():  # which is written last
+            yield f"{index} is missing"
+        elif path.is_file() and ((is_shard and path.stat().st_size == 0) or _is_damaged(path, in_full=not is_shard)):
             yield f"{path} is damaged"
+    if (saved := contents.get(CHECKSUMS_NAME)) is not None:  # which older checkpoints lack
+        if contents[TRAINER_STATE_NAME].get("global_step") != saved["step"]:
+            yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
+        found = checksums(folder)
+        for name in (name for name, checksum in saved["files"].items() if found.get(name) != checksum):
+            yield f"{folder / name} is not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
+
+
+def checksums(folder: Path) -> dict[str, list[int]]:
+    """Size and checksum of each file of a checkpoint that resuming reads, by its name in the `folder`.
+
+    Where torch has put checksums into a file itself, theirs are taken. FSDP's shards, which no process could read all
+    of in a short time, are known by their sizes alone.
+    """
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in CHECKED:
+            of_content = 0 if path.suffix == ".distcp" else _checksum(path)
+            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, of_content]
+    return found
+
+
+def _checksum(path: Path) -> int:
+    if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return zlib.crc32(repr([part.CRC for part in archive.infolist()]).encode())
+    found = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(2**20):
+            found = zlib.crc32(chunk, found)
+    return found
 
 
 def _saved_names(folder: str) -> set[str]:
@@ -337,48 +420,22 @@ def _weights_by_own_names(model: PreTrainedModel, folder: str) -> dict[str, torc
         model._weight_conversions = conversions
 
 
-def _missing_weights(checkpoint: str, names: set[str]) -> Iterator[str]:
-    for name in names:
-        if name.endswith(".index.json"):
-            try:
-                with open(os.path.join(checkpoint, name), encoding="utf-8") as file:
-                    shards = set(json.load(file)["weight_map"].values())
-            except (OSError, ValueError, KeyError) as error:
-                yield f"{os.path.join(checkpoint, name)} is damaged ({error})"
-                continue
-            for shard in sorted(shards - names):
-                yield f"{os.path.join(checkpoint, shard)} is missing"
-    # Sharded (FSDP, DeepSpeed) weights lie in folders of their own.
-    weights = ("model", "adapter_model", "pytorch_model")
-    folders = any(os.path.isdir(os.path.join(checkpoint, name)) for name in names)
-    if not folders and not any(name.startswith(weights) and not name.endswith(".tmp") for name in names):
-        yield f"{checkpoint} holds no model weights"
-
-
-def _missing_shards(path: str) -> Iterator[str]:
-    """What lacks in a folder of shards, whose processes write together; FSDP's has an index, which is written last."""
-    if not os.path.isdir(path):
-        return
-    shards = os.listdir(path)
-    if any(shard.endswith(".distcp") for shard in shards) and ".metadata" not in shards:
-        yield f"{os.path.join(path, '.metadata')} is missing"
-    for shard in shards:
-        if os.path.getsize(os.path.join(path, shard)) == 0:
-            yield f"{os.path.join(path, shard)} is empty"
-        elif _is_damaged(os.path.join(path, shard)):
-            yield f"{os.path.join(path, shard)} is damaged"
-
-
-def _is_damaged(path: str) -> bool:
-    """Whether a weights or state file is cut short; both formats show it without being read in full."""
-    if path.endswith(".safetensors"):
+def _is_damaged(path: Path, in_full: bool) -> bool:
+    """Whether a weights or state file is cut short, or, read `in_full`, no longer has torch's own checksums."""
+    if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt"):
                 return False
         except (SafetensorError, OSError):
             return True
-    if not (os.path.basename(path).startswith(TORCH_FILES) and path.endswith((".pt", ".pth", ".bin"))):
+    if not (path.name.startswith(TORCH_FILES) and path.suffix in (".pt", ".pth", ".bin")):
         return False
     with open(path, "rb") as file:
-        legacy = file.read(1) == b"\x80"  # a bare pickle, torch's format before 1.6
-    return not legacy and not zipfile.is_zipfile(path)
+        if file.read(1) == b"\x80":  # a bare pickle, torch's format before 1.6
+            return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            has_checksums = any(part.CRC for part in archive.infolist())  # which can be turned off in torch
+            return in_full and has_checksums and archive.testzip() is not None
+    except zipfile.BadZipFile:
+        return True

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from transformers import TrainerCallback
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
-from hf_descent.training.checkpoints import newest_complete_checkpoint
+from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint
 
 
 DATA = classification_data(40)
@@ -116,10 +117,22 @@ def test_an_output_path_below_a_file_is_named_before_training(tmp_path):
 
 
 def rewrite(path, tensors=None, state=None):
-    """The state file with other tensors, or other settings."""
+    """Give the state file other tensors, or other settings."""
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["state"])
-    save_file({**load_file(path), **(tensors or {})}, path, metadata={"state": json.dumps(state or meta)})
+    save_file({**load_file(path), **(tensors or {})}, path, metadata={"state": json.dumps({**meta, **(state or {})})})
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A checkpoint in the warm-up of "auto", without checksums, as older versions wrote it."""
+    folder = tmp_path_factory.mktemp("two_steps")
+    make(folder, max_steps=2, **AUTO).train()
+    (folder / "checkpoint-2" / CHECKSUMS_NAME).unlink()
+    return folder / "checkpoint-2"
+
+
+AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 5}
 
 
 @pytest.mark.parametrize(
@@ -129,17 +142,24 @@ def rewrite(path, tensors=None, state=None):
         (lambda path: path.write_bytes(b"\x00" * 100), "damaged"),
         (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, float("nan"), 0.0])}), "non-finite"),
         (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, -1.0, 0.0])}), "negative"),
+        (lambda path: rewrite(path, {"multipliers.square": torch.tensor([1.0, -1.0, 0.0])}), "negative"),
         (lambda path: rewrite(path, {"multipliers.values": torch.zeros(4)}), r"\(4,\) for 'values' where \(3,\)"),
-        (lambda path: rewrite(path, state={"active_from": 0}), "cannot be read"),
+        (lambda path: rewrite(path, {"averages": torch.tensor([1.0, float("nan"), 0.0])}), "averages"),
+        (lambda path: rewrite(path, {"averages": torch.ones(4)}), "averages"),
+        (lambda path: rewrite(path, {"average_weight": torch.tensor([-0.5])}), "average_weight"),
+        (lambda path: rewrite(path, {"label_moments": torch.tensor([5.0, -1.0, 4.0])}), "label_moments"),
+        (lambda path: rewrite(path, {"label_moments": torch.full((3,), float("inf"))}), "label_moments"),
+        (lambda path: rewrite(path, state={"active_from": None}), "active_from"),
+        (lambda path: rewrite(path, state={"labels_until": float("nan")}), "labels_until"),
+        (lambda path: save_file(load_file(path), path, metadata={"state": '{"active_from": 0}'}), "cannot be read"),
         (lambda path: save_file(load_file(path), path), "cannot be read"),
     ],
 )
-def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(tmp_path, damage, message):
-    make(tmp_path, max_steps=2).train()
-    path = tmp_path / "checkpoint-2" / STATE_NAME
-    damage(path)
+def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(tmp_path, two_steps, damage, message):
+    checkpoint = shutil.copytree(two_steps, tmp_path / "checkpoint-2")
+    damage(checkpoint / STATE_NAME)
     with pytest.raises(ValueError, match=message) as error:
-        make(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        make(tmp_path, **AUTO).train(resume_from_checkpoint=str(checkpoint))
     assert STATE_NAME in str(error.value) and "esume from" in str(error.value)
 
 

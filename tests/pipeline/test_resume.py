@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import zipfile
+from functools import partialmethod
 
 import pytest
 import torch
@@ -15,13 +17,13 @@ from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import VOCAB, bert, classification_data, config
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.runs import RunFolder
 from hf_descent.training import checkpoints
-from hf_descent.training.checkpoints import faults, newest_complete_checkpoint
+from hf_descent.training.checkpoints import CHECKSUMS_NAME, faults, newest_complete_checkpoint
 
 
 SETTINGS = {
@@ -51,6 +53,8 @@ def test_resumed_equals_straight(tmp_path, setting, stop):
     for other in tmp_path.glob("checkpoint-*"):
         if other != folder:
             shutil.rmtree(other)
+    if stop == 5:  # as by an older version
+        (folder / CHECKSUMS_NAME).unlink()
 
     resumed = make(arguments(tmp_path, **SETTINGS[setting]))
     resumed.train(resume_from_checkpoint=True)
@@ -133,16 +137,10 @@ def test_another_schedule_is_refused(tmp_path, change, match):
 
 
 def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embeddings(tmp_path):
-    def adapted():
-        torch.manual_seed(1)
-        lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["word_embeddings"], task_type="SEQ_CLS")
-        args = arguments(tmp_path, learning_rate=0.1)
-        return DescentTrainer(get_peft_model(bert(), lora), args, train_dataset=classification_data(40))
-
-    straight = adapted()
+    straight = adapted(arguments(tmp_path, learning_rate=0.1))
     straight.train()
     assert not (tmp_path / "checkpoint-6" / "config.json").exists()
-    resumed = adapted()
+    resumed = adapted(arguments(tmp_path, learning_rate=0.1))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
     assert torch.equal(straight.multipliers.values, resumed.multipliers.values)
@@ -192,6 +190,7 @@ def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_si
     saved = type(straight.model).from_pretrained(folder)
     assert not set(load_file(folder / "model.safetensors")) <= set(saved.state_dict())
     (folder / "model.safetensors").unlink()
+    (folder / CHECKSUMS_NAME).unlink()
     saved.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (folder / "model.safetensors").is_file() == (max_shard_size == "5GB")
     resumed = make_renamed(tmp_path, name)
@@ -275,32 +274,145 @@ def test_another_layer_count_is_refused(tmp_path):
     )
     four_layers.train()
     (tmp_path / "four" / "checkpoint-4" / STATE_NAME).write_bytes(state)
+    (tmp_path / "four" / "checkpoint-4" / CHECKSUMS_NAME).unlink()
     again = DescentTrainer(bert(num_layers=4), arguments(tmp_path / "four"), train_dataset=classification_data(40))
     with pytest.raises(ValueError, match="num_layers=3 but this run has 4"):
         again.train(resume_from_checkpoint=True)
 
 
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory):
+    """The folder of a run that saved a checkpoint at each of its three steps."""
+    folder = tmp_path_factory.mktemp("three_steps")
+    make(arguments(folder, max_steps=3)).train()
+    return folder
+
+
+def flip(path):
+    """Change one bit in the midst of a file, or of the largest part of a zip file."""
+    content = bytearray(path.read_bytes())
+    largest = content
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            largest = archive.read(max(archive.infolist(), key=lambda part: part.file_size))
+    content[content.index(largest) + len(largest) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {"missing": os.unlink, "cut": cut, "empty": lambda path: path.write_bytes(b""), "flipped": flip}
+TENSORS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_NAME)
+TEXTS = ("trainer_state.json", "config.json", RunFolder.SUMMARY)
+
+
 @pytest.mark.parametrize(
-    "victim",
-    ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json", STATE_NAME, RunFolder.SUMMARY],
+    ("victim", "damage"),
+    [(victim, damage) for victim in TENSORS for damage in DAMAGES]
+    + [(victim, damage) for victim in TEXTS for damage in ("cut", "empty")]
+    + [("trainer_state.json", "missing")],
 )
-@pytest.mark.parametrize("damage", ["missing", "cut", "empty"])
-def test_incomplete_checkpoints_are_passed_over(tmp_path, victim, damage):
-    if victim in ("rng_state.pth", RunFolder.SUMMARY) and damage == "missing":
-        pytest.skip("also a multi-process checkpoint, or one of plain Trainer")
-    make(arguments(tmp_path, max_steps=3)).train()
-    path = tmp_path / "checkpoint-3" / victim
-    whole = path.read_bytes()
-    path.unlink() if damage == "missing" else path.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"")
+def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, damage):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    checkpoint = tmp_path / "checkpoint-3"
+    DAMAGES[damage](checkpoint / victim)
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
-        make(arguments(tmp_path)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        make(arguments(tmp_path)).train(resume_from_checkpoint=str(checkpoint))
+    if damage != "flipped":  # in a checkpoint of an older version, too
+        (checkpoint / CHECKSUMS_NAME).unlink()
+        assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("victim", [STATE_NAME, "optimizer.pt", "trainer_state.json"])
+def test_a_file_of_another_step_is_noticed(tmp_path, three_steps, victim):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "checkpoint-2" / victim, tmp_path / "checkpoint-3" / victim)
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
+def adapted(args):
+    torch.manual_seed(1)
+    lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["word_embeddings"], task_type="SEQ_CLS")
+    return DescentTrainer(get_peft_model(bert(), lora), args, train_dataset=classification_data(40))
+
+
+@pytest.mark.parametrize(
+    ("make_trainer", "save", "victim"),
+    [
+        (make, {"max_shard_size": "20KB"}, "model-00002-of-*.safetensors"),
+        (adapted, {}, "adapter_model.safetensors"),
+        (make, {"save_only_model": True}, "model.safetensors"),
+    ],
+    ids=["sharded", "adapter", "model only"],
+)
+def test_a_flipped_bit_is_noticed_in_weights_of_any_kind(tmp_path, monkeypatch, make_trainer, save, victim):
+    if "max_shard_size" in save:
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", partialmethod(PreTrainedModel.save_pretrained, **save))
+        save = {}
+    make_trainer(arguments(tmp_path, max_steps=2, **save)).train()
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    (path,) = (tmp_path / "checkpoint-2").glob(victim)
+    flip(path)
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
+
+
+def test_a_damaged_best_model_is_not_taken_for_the_best_one(tmp_path):
+    class Damage(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            raise AssertionError("training ended well")
+
+        def on_log(self, args, state, control, **kwargs):
+            if state.global_step == 3 and "loss" in kwargs["logs"]:
+                flip(tmp_path / "checkpoint-1" / "model.safetensors")
+
+    args = arguments(
+        tmp_path, max_steps=3, load_best_model_at_end=True, greater_is_better=True, metric_for_best_model="eval_step",
+        eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    data = classification_data(40)
+    trainer = DescentTrainer(
+        bert(), args, train_dataset=data, eval_dataset=data, callbacks=[Damage()],
+        compute_metrics=lambda predictions: {"step": -trainer.state.global_step},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors"):
+        trainer.train()
+
+
+def test_a_checkpoint_that_was_half_replaced_by_a_later_run_is_noticed(tmp_path, three_steps):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+
+    class Killed(DescentTrainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            if self.state.global_step == 3:
+                raise KeyboardInterrupt
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    with pytest.raises(KeyboardInterrupt):
+        Killed(bert(), arguments(tmp_path, learning_rate=0.1), train_dataset=classification_data(40)).train()
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
+def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
+    def warnings():
+        return [record.message for record in caplog.records if "changed arguments" in record.message]
+
+    checkpoint = str(three_steps / "checkpoint-3")
+    make(arguments(tmp_path, max_steps=3)).train(checkpoint)
+    assert not warnings()
+    changes = {"multiplier_max": 7.0, "noise_gamma": 0.5, "adam_beta2": 0.9, "max_steps": 4}
+    make(arguments(tmp_path, **changes)).train(checkpoint)
+    (warning,) = warnings()
+    assert [name for name in (*changes, "seed", "dual_learning_rate") if f"`{name}`" in warning] == [*changes]
 
 
 def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
     make(arguments(tmp_path, max_steps=2)).train()
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "index.bin").write_bytes(b"not torch's")
+    (checkpoint / CHECKSUMS_NAME).unlink()
     for name in ("optimizer.pt", "scheduler.pt"):
         state = torch.load(checkpoint / name, weights_only=False)
         torch.save(state, checkpoint / name, _use_new_zipfile_serialization=False)
@@ -329,7 +441,7 @@ def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_ru
     [
         ("model.safetensors.index.json", '{"weight_map": {"a": "model-2"}}', "model-2 is missing"),
         ("fsdp_model_0/__0_0.distcp", "shard", ".metadata is missing"),
-        ("global_step1/shard", "", "shard is empty"),
+        ("global_step1/shard", "", "shard is damaged"),
         ("global_step1/mp_rank_00.pt", "cut", "mp_rank_00.pt is damaged"),
     ],
 )

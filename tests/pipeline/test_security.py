@@ -14,6 +14,7 @@ from hf_descent import DescentTrainer, SFTDescentConfig
 from hf_descent.commands.evaluate import _results_folder
 from hf_descent.constraints.state import STATE_NAME, read_state
 from hf_descent.runs import RunFolder
+from hf_descent.training.checkpoints import CHECKSUMS_NAME
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,6 +91,7 @@ def test_a_pickle_in_place_of_our_files_is_not_run(tmp_path):
 def test_a_poisoned_optimizer_state_is_not_run(tmp_path):
     args = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     DescentTrainer(bert(), config(tmp_path, **args), train_dataset=classification_data(16)).train()
+    (tmp_path / "checkpoint-2" / CHECKSUMS_NAME).unlink()  # as who poisons it would do
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         checkpoint = tmp_path / "checkpoint-2"
         before = (checkpoint / name).read_bytes()

@@ -40,7 +40,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     Raises:
         ValueError: a data set has none of the columns that TRL knows, no token with a label, or a sequence longer than
-            a table of positions; `loss_type` is not "nll" where layers are read.
+            a table of positions; `loss_type` is not "nll" where layers are read, or documents packed into one row see
+            one another there.
 
     Example:
 
@@ -130,6 +131,16 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
                 f"`loss_type` is {self.args.loss_type!r}, which has no form per layer; use 'nll', or "
                 "`objective='erm'`."
             )
+        if self.args.eval_packing and not self.padding_free and self.args.packing_strategy != "wrapped":
+            raise ValueError(
+                "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
+                "`padding_free=True`, or `eval_packing=False`."
+            )
+
+    @property
+    def _packs_documents(self) -> bool:
+        sizes = [self.args.train_batch_size, *([self.args.eval_batch_size] if self.eval_dataset else [])]
+        return self.padding_free and (self.args.packing or max(sizes) > 1)
 
     @property
     def _stock_scaling_is_right(self) -> bool:

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import itertools
 import subprocess
@@ -6,10 +7,13 @@ import warnings
 
 import pytest
 import torch
+import transformers
+from architectures import MODELS
 from datasets import Dataset
+from tiny import spread
 from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
 from torch import nn
-from transformers import TrainingArguments
+from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
@@ -320,6 +324,7 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
+        ({"eval_packing": True, "max_length": 48}, "`eval_packing=True` without `packing`"),
         (
             {"data": lambda *_: Dataset.from_list([{"question": "a", "answer": "b"}])},
             "columns \\['answer', 'question'\\]",
@@ -371,6 +376,68 @@ def test_packed_rows_may_be_longer_than_the_positions_of_a_document(tmp_path):
     trainer.train()
     with pytest.raises(ValueError, match="128 positions"):
         make(SFTDescentTrainer, tmp_path, **given, packing_strategy="wrapped")
+
+
+PACKED = {"packing": True, "max_length": 48}
+STRUNG = {"padding_free": True, "max_length": None}
+
+
+def language_model(name, **config):
+    """A model whose layers all matter, which may have 128 positions."""
+    model_class = getattr(transformers, name)
+    fields = {**MODELS.get(name, (MODELS["LlamaForCausalLM"][0],))[0], "vocab_size": len(TOKENIZER)}
+    fields |= {size: 128 for size in ("max_position_embeddings", "n_positions") if size in fields}
+    return spread(model_class(model_class.config_class(**fields | config)))
+
+
+@pytest.mark.parametrize("given", [PACKED, STRUNG, {**PACKED, "bf16": True}], ids=["packed", "strung", "bf16"])
+@pytest.mark.parametrize(
+    "name", ["OPTForCausalLM", "BloomForCausalLM", "FalconForCausalLM", "MambaForCausalLM", "GptOssForCausalLM"]
+)
+def test_refuses_models_in_which_packed_documents_see_one_another(tmp_path, name, given):
+    trainer = make(SFTDescentTrainer, tmp_path, model=lambda: language_model(name), **given, **CONSTRAINED)
+    with pytest.raises(ValueError, match="see one another.*`packing=False`"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3ForCausalLM", "GPT2LMHeadModel", "MistralForCausalLM"])
+def test_packed_documents_are_read_as_they_are_apart(tmp_path, name, attention):
+    settings = {"model": lambda: language_model(name, attn_implementation=attention), "data": plain, **CONSTRAINED}
+    packed, apart = (make(SFTDescentTrainer, tmp_path, **given, **settings).evaluate() for given in (PACKED, {}))
+    for metric in ("eval_layer_loss_1", "eval_layer_loss_3"):
+        assert packed[metric] == pytest.approx(apart[metric], rel=1e-5), metric
+    make(SFTDescentTrainer, tmp_path, **settings, **PACKED, bf16=True).evaluate()
+
+
+def test_one_document_in_a_row_sees_no_other(tmp_path):
+    settings = {"model": lambda: language_model("OPTForCausalLM"), "per_device_train_batch_size": 1, **CONSTRAINED}
+    settings["per_device_eval_batch_size"] = 1
+    strung, padded = (make(SFTDescentTrainer, tmp_path, **given, **settings) for given in (STRUNG, {}))
+    assert strung.evaluate()["eval_loss"] == pytest.approx(padded.evaluate()["eval_loss"], rel=1e-5)
+    strung.train()
+    # A first row with one document, unlike those to come.
+    long = {"data": lambda *_: Dataset.from_list([{"text": "ab" * 40}, *({"text": "abc"} for _ in range(31))])}
+    packed = make(SFTDescentTrainer, tmp_path, **PACKED, **settings, **long, train_sampling_strategy="sequential")
+    assert len(packed.train_dataset[0]["seq_lengths"]) == 1
+    with pytest.raises(ValueError, match="see one another"):
+        packed.train()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "OPTForCausalLM"])
+def test_a_collator_that_flattens_is_tried_too(tmp_path, name):
+    rows = [{"input_ids": list(range(5, 15 + index)), "labels": list(range(5, 15 + index))} for index in range(8)]
+    args = DescentConfig(str(tmp_path), max_steps=1, save_strategy="no", report_to="none", use_cpu=True)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    trainer = DescentTrainer(language_model(name), args, train_dataset=rows, data_collator=collator)
+    with pytest.raises(ValueError, match="see one another") if name.startswith("OPT") else contextlib.nullcontext():
+        trainer.train()
+
+
+def test_trained_prompts_stand_before_the_first_document_alone(tmp_path):
+    for setting in ("prompt tuning", "prefix tuning"):
+        with pytest.raises(ValueError, match="see one another"):
+            make(SFTDescentTrainer, tmp_path, **SETTINGS[setting], **PACKED, **CONSTRAINED).train()
 
 
 def test_importing_the_package_needs_neither_trl_nor_peft():

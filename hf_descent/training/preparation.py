@@ -34,6 +34,7 @@ from ..runs import RunFolder
 logger = get_logger(__name__)
 
 SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estimated
+PROBED_TOKENS = 64  # of each of the documents that are tried packed and apart
 MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
 
 
@@ -50,6 +51,8 @@ def is_readable_once(dataset) -> bool:
 
 class PreparationMixin:
     """The part of [`DescentMixin`] that looks at model, loss and data once."""
+
+    _packs_documents = False  # whether a batch may hold several documents in one row, though the first one did not
 
     def _refuse_unsupported(self) -> None:
         args = self.args
@@ -157,6 +160,7 @@ class PreparationMixin:
                 if isinstance(inputs.get(name), torch.Tensor):
                     check_labels(model, name, inputs[name])
         if self._readout is None:
+            self._check_documents(model, inputs)
             self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
             if self._readout_fn is not None and self.is_in_train:
                 self._readout.check_parameters(inputs)
@@ -202,6 +206,60 @@ class PreparationMixin:
         self._layer_sums = torch.zeros(num_layers, device=device)
         self._eval_sums = torch.zeros(num_layers + 1, device=device)
         self._state = state
+
+    def _check_documents(self, model, inputs) -> None:
+        """ValueError where several documents share a row (their positions start anew) and the model lets one see
+        another. Tried on the beginnings of two; where only later batches have several, on the halves of one."""
+        positions = inputs.get("position_ids")  # [rows, seq]
+        labels = labels_of(inputs, self.label_names)
+        if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
+            return
+        starts = positions.diff(dim=1) != 1  # [rows, seq - 1]
+        row = int(starts.any(1).int().argmax())
+        ends = [*(starts[row].nonzero()[:, 0] + 1).tolist(), positions.shape[1]]
+        documents = sorted(zip([0, *ends], ends), key=lambda document: document[0] - document[1])  # by length
+        documents = [(start, end - start) for start, end in documents if end - start > 1]  # others predict nothing
+        if len(documents) == 1 and self._packs_documents:
+            start, length = documents[0]
+            documents = [(start, length // 2), (start + length // 2, length // 2)]
+        if len(documents) < 2:
+            return
+        (first, _), (second, length) = documents[:2]
+        length = min(length, PROBED_TOKENS)
+
+        def logits(rows):
+            """Of short rows `[[start of a document, ...], ...]`, less their means; `[documents, tokens, vocab]`."""
+            size, own = len(rows[0]), torch.arange(length, device=positions.device)
+            tokens = torch.tensor(rows, device=own.device)[..., None] + own  # [rows, documents, tokens]
+            order = torch.arange(size, device=own.device, dtype=torch.int32)
+            told = {
+                "position_ids": positions[row, first + own].repeat(len(rows), size),
+                "seq_idx": order.repeat_interleave(length).repeat(len(rows), 1),
+                **{f"cu_seq_lens_{side}": torch.cat([order, order[-1:] + 1]) * length for side in "qk"},
+                **{f"max_length_{side}": length for side in "qk"},
+            }
+            batch = {
+                name: value[row, tokens.flatten(1)] if getattr(value, "shape", ())[:2] == positions.shape else value
+                for name, value in inputs.items()
+                if value is not labels and (size > 1 or name not in ("cu_seq_lens_q", "cu_seq_lens_k"))
+            }
+            found = output_logits(model(**batch | {name: value for name, value in told.items() if name in batch}))
+            # Without those of a trained prompt.
+            found = found[:, -size * length :].float().unflatten(1, (size, length)).flatten(0, 1)
+            return found - found.mean(-1, keepdim=True)
+
+        with probing(model):
+            packed, apart = logits([[first, second]]), logits([[first], [second]])
+            rounding = (logits([[first]])[0] - apart[0]).norm() / apart[0].norm()
+        error = ((packed - apart).norm() / apart.norm()).item()
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, torch.float32)
+        dtypes = {mixed, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+        if error > max(1e-4, 8 * max(torch.finfo(dtype).eps for dtype in dtypes), 10 * rounding.item()):
+            raise ValueError(
+                f"{type(model).__name__} lets the documents of a packed row see one another: its logits change by "
+                f"{error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
+                "meant to be joined `packing_strategy='wrapped'`; with flash attention some models keep them apart."
+            )
 
     def _constant_predictor(self, model, inputs, outputs) -> ConstantPredictor | None:
         """What measures the loss of the best constant prediction; `None` where that is neither needed nor possible.

@@ -19,7 +19,7 @@ _EXPORTS = {
     "SFTDescentTrainer": "sft_trainer",
     "Seq2SeqDescentConfig": "seq2seq_config",
     "Seq2SeqDescentTrainer": "seq2seq_trainer",
-    "hp_space": "commands.tune",
+    "hp_space": "training.search_space",
     "layer_logits": "readout.replay",
     "layer_losses": "losses.task",
     "layer_profile": "evaluation",
@@ -43,7 +43,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .commands.tune import hp_space
     from .configs import DescentConfig
     from .constraints.multipliers import Multipliers
     from .constraints.problem import DescentProblem
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from .sft_config import SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer
     from .trainer import DescentTrainer
+    from .training.search_space import hp_space
 
 
 def __getattr__(name: str):

@@ -1,45 +1,35 @@
 """`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation rows, by Optuna.
 
 Every trial is a whole run of the command (`classify`, ...) in a folder of its own, judged by the metric at one stated
-noise level on the VALIDATION rows; test rows are never read. The study lies in the output folder and goes on after an
-interruption. Feasible trials rank before infeasible ones, but for baselines, which have no constraints.
+noise level on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output
+folder, under a name that tells their settings: the same search goes on after an interruption (one process at a time),
+another one starts from the beginning. Feasible trials rank before infeasible ones, but for baselines, which have no
+constraints.
 
-The paper tuned alpha, f_0, both learning rates and the resilience: by Bayesian search with 5 runs for language (the
-ERM model also run 5 times), by a grid for video (section 4, appendix B). Its ranges and grids are not given; `RANGES`
-and `GRID` are this package's, for losses of the size of a classifier's: give your own by `--search_space` for others.
+The paper searched with 5 runs for language (Bayesian), and by a grid for video (section 4, appendix B).
 """
 
+import hashlib
 import importlib
 import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from operator import index
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from ..cli import parse_recipe
-from ..configs import DescentConfig
-from ..constraints.problem import LARGEST, as_python
-from ..files import fingerprint, whole_file
-from ..recorded_arguments import training_arguments
+from ..constraints.problem import LARGEST
+from ..evaluation.comparison import Run
+from ..files import whole_file
+from ..runs import training_arguments
+from ..training.search_space import RANGES, check_range, hp_space, whole_settings
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
-FILES = ("model_name_or_path", "train_file", "validation_file", "train_files", "data_dir")  # what trials read
-# Setting -> least and greatest value; all are searched on a logarithmic scale.
-RANGES = {
-    "learning_rate": (1e-5, 1e-3),
-    "descent_alpha": (0.01, 0.5),
-    "initial_loss_bound": (0.5, 4.0),
-    "dual_learning_rate": (1e-3, 1e-1),
-    "resilience": (1e-4, 1e-1),
-}
 GRID = {
     "descent_alpha": (0.05, 0.1, 0.2),
     "initial_loss_bound": (0.7, 1.1),
@@ -47,54 +37,6 @@ GRID = {
     "resilience": (0.001, 0.05),
 }
 PENALTY_RANGE, PENALTY_GRID = (0.03, 10.0), (0.1, 1.0, 10.0)  # of the baselines with a `penalty_coefficient`
-
-
-def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
-    """A search space for `hyperparameter_search(hp_space=hf_descent.hp_space, backend="optuna")`.
-
-    Args:
-        trial (`optuna.Trial`): suggests the values.
-        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, whole numbers for settings
-            that are, or more than two values, of which one is taken. `RANGES` where not given.
-
-    Raises:
-        ValueError: a range of fewer than two values, of two in descending order, or with one that is no positive
-            number.
-    """
-    space, whole = {}, whole_settings(DescentConfig)
-    for name, values in (RANGES if ranges is None else ranges).items():
-        values = check_range(name, values)
-        if len(values) > 2:
-            space[name] = trial.suggest_categorical(name, values)
-        elif all(isinstance(value, int) for value in values) and whole.get(name, True):
-            space[name] = trial.suggest_int(name, *values, log=True)
-        else:
-            space[name] = trial.suggest_float(name, *values, log=True)
-    return space
-
-
-def check_range(name: str, values: Sequence[float]) -> list[float]:
-    """The values of a range in Python's own numbers; ValueError where it cannot be searched."""
-    found = as_python(values)
-    positive = isinstance(found, list) and all(
-        isinstance(value, int | float) and 0 < value < math.inf for value in found
-    )
-    if not positive or len(set(found)) < 2 or (len(found) == 2 and found[0] > found[1]):
-        raise ValueError(
-            f"The range of `{name}` is {values}; give two positive numbers, the least first, or more to choose from."
-        )
-    return found
-
-
-def noisy_objective(trainer, gamma: float, **settings) -> Callable[[Mapping[str, float]], float]:
-    """A `compute_objective` for `hyperparameter_search`: the metric at noise level `gamma` on the trainer's evaluation
-    rows, which should be validation rows. `settings` are those of [`DescentTrainer.evaluate_robustness`]."""
-
-    def objective(metrics: Mapping[str, float]) -> float:
-        given = {"metric": "accuracy", **settings}  # not rmse unasked: a search maximizes
-        return float(trainer.evaluate_robustness(gammas=[gamma], **given).mean[0])
-
-    return objective
 
 
 @dataclass
@@ -145,8 +87,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     Raises:
         ValueError: a search space that is no JSON mapping, or has settings or values that the command does not take;
-            the command leaves no noise curve; the folder holds the study of another search, or another process
-            searches in it; no trial has a finite metric.
+            the command leaves no noise curve; no trial has a finite metric.
         ImportError: no Optuna.
     """
     try:
@@ -176,24 +117,19 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         **asdict(model_args),
         **asdict(data_args),
         **training_arguments(args),
-        "files": fingerprints(vars(model_args) | vars(data_args)),
     }
     os.makedirs(args.output_dir, exist_ok=True)
-    with alone(args.output_dir):
-        place = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}"
-        where = {"storage": place, "study_name": "hf_descent"}
-        study = optuna.create_study(**where, direction="maximize", load_if_exists=True)
-        state = optuna.trial.TrialState
-        # A killed or failed run is made again.
-        finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
-        if not finished:  # a failed start must not bind its correction, neither here nor in Optuna's parameters
-            optuna.delete_study(**where)
-            study = optuna.create_study(**where, direction="maximize")
-        check_same_search(study, setup)
-        for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
-            study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
-        for study.sampler in samplers(tune_args, ranges, args.seed, [trial.params for trial in finished]):
-            study.optimize(objective, n_trials=1)
+    digest = hashlib.sha256(json.dumps(setup, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    storage = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}"
+    name = f"{tune_args.search} {digest}"
+    study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+    state = optuna.trial.TrialState
+    for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
+        study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
+    # A killed or failed run is made again.
+    finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
+    for study.sampler in samplers(tune_args, ranges, args.seed, len(finished)):
+        study.optimize(objective, n_trials=1)
     ranked = rank(study.trials)
     if not ranked:
         raise ValueError(f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates.")
@@ -210,48 +146,17 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
 
 
-@contextmanager
-def alone(folder: str) -> Iterator[None]:
-    """ValueError where another process searches in the folder: each would take the other's trial for a killed one."""
-    try:
-        held = FileLock(os.path.join(folder, "study.lock")).acquire(blocking=False)
-    except Timeout:
-        raise ValueError(
-            f"Another process searches in `output_dir` {folder}: wait until it has finished, or name another folder."
-        ) from None
-    with held:
-        yield
-
-
-def samplers(args: TuneArguments, ranges: Mapping[str, Sequence[float]], seed: int, made: Sequence[dict]) -> list:
-    """One sampler for each run that lacks beside those `made`, so that a search that goes on is the same search."""
+def samplers(args: TuneArguments, ranges: Mapping[str, Sequence[float]], seed: int, finished: int) -> list:
+    """One sampler for each run that is left, so that a search that goes on is the same search."""
     from optuna.samplers import GPSampler, GridSampler
 
     if args.search == "grid":
-        grid = [dict(zip(ranges, values)) for values in product(*ranges.values())]
-        random.Random(seed).shuffle(grid)
-        left = [{name: [value] for name, value in settings.items()} for settings in grid if settings not in made]
-        return [GridSampler(cell) for cell in left[: max(0, args.n_trials - len(made))]]
+        cells = list(product(*ranges.values()))
+        random.Random(seed).shuffle(cells)
+        left = cells[finished : args.n_trials]
+        return [GridSampler({name: [value] for name, value in zip(ranges, cell)}) for cell in left]
     # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
-    return [GPSampler(seed=seed + n, n_startup_trials=2) for n in range(len(made), args.n_trials)]
-
-
-def check_same_search(study, setup: Mapping[str, Any]) -> None:
-    """ValueError where the study in the folder is another search, whose trials do not compare with these."""
-    setup = json.loads(json.dumps(setup, default=str))
-    saved = {"files": setup["files"]} | study.user_attrs.get("setup", setup)  # earlier versions did not tell them
-    if changed := sorted(name for name in {*setup, *saved} if setup.get(name) != saved.get(name)):
-        raise ValueError(
-            f"The study in `output_dir` was made with other settings ({', '.join(changed)}), and its trials do not "
-            "compare with new ones; give the same again, or another folder."
-        )
-    study.set_user_attr("setup", setup)
-
-
-def fingerprints(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Argument -> the fingerprints of the files that it names."""
-    named = {name: arguments[name] for name in FILES if arguments.get(name)}
-    return {name: [fingerprint(each) for each in ([v] if isinstance(v, str) else v)] for name, v in named.items()}
+    return [GPSampler(seed=seed + n, n_startup_trials=2) for n in range(finished, args.n_trials)]
 
 
 def without_test_rows(data_args: Any) -> Any:
@@ -297,15 +202,8 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
     return ranges
 
 
-def whole_settings(args: Any) -> dict[str, bool]:
-    """Which settings of a dataclass are whole numbers."""
-    return {setting.name: setting.type in (int, int | None) for setting in fields(args)}
-
-
 def judge(folder: str, gamma: float) -> dict[str, Any]:
     """What a trial's folder says: metric at `gamma` and without noise, whether it is feasible (see [`Run`])."""
-    from ..runs import Run
-
     found = Run.load(folder)
     values = dict(zip(found.curve.gammas.tolist(), found.curve.mean.tolist()))
     return {

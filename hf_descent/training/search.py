@@ -6,7 +6,7 @@ from ..configs import JSON_ARGUMENTS
 
 
 class SearchMixin:
-    """The part of [`DescentMixin`] that searches; the spaces are in `commands/tune.py`."""
+    """The part of [`DescentMixin`] that searches; the spaces are in `search_space.py`."""
 
     def hyperparameter_search(
         self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", *args, **kwargs

@@ -3,10 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
-from subprocess import PIPE
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +13,7 @@ from tiny import bert, classification_data, config
 
 from hf_descent import DescentTrainer, cli, hp_space, noise_curve
 from hf_descent.commands import tune
+from hf_descent.training import search_space
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +36,7 @@ def test_values_lie_in_their_ranges():
     assert set(values[0]) == {
         "learning_rate", "descent_alpha", "initial_loss_bound", "dual_learning_rate", "resilience"
     }  # fmt: skip
-    for name, (low, high) in tune.RANGES.items():
+    for name, (low, high) in search_space.RANGES.items():
         found = [value[name] for value in values]
         assert low <= min(found) < (low * high) ** 0.5 < max(found) <= high
     assert hp_space(optuna.create_study().ask(), {"resilience": [1, 2, 4]})["resilience"] in (1, 2, 4)
@@ -56,7 +53,7 @@ def test_trainers_search_takes_space_and_objective(tmp_path):
     data, seen = classification_data(32), []
     args = config(tmp_path, max_steps=3, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=1)
     trainer = DescentTrainer(args=args, model_init=lambda: bert(num_layers=2), train_dataset=data, eval_dataset=data)
-    objective = tune.noisy_objective(trainer, 1.0, draws=2)
+    objective = search_space.noisy_objective(trainer, 1.0, draws=2)
 
     def judged(metrics):
         seen.append(
@@ -113,40 +110,25 @@ def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(com
     assert json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())["feasible"] is not None
 
 
-def test_trials_of_another_search_are_not_ranked_with_these(command, tmp_path, monkeypatch):
+def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
+    """Trials that do not compare are not ranked together, and a search that is asked for again goes on."""
     argv = [*command, "--output_dir", str(tmp_path), "--n_trials"]
+    seen = judged_by_settings(monkeypatch)
 
-    def killed(*arguments):
-        raise KeyboardInterrupt
+    def trials():
+        return [trial["settings"] for trial in json.loads((tmp_path / "study.json").read_text())["trials"]]
 
-    def main_killed(argv):
-        with monkeypatch.context() as patch:
-            patch.setattr("hf_descent.commands.classify.run", killed)
-            with pytest.raises(KeyboardInterrupt):
-                cli.main(argv)
-
-    main_killed([*argv, "1", "--max_steps", "3", "--search_space", '{"learning_rate": [1e-5, 1e-4, 1e-3]}'])
-    cli.main([*argv, "1"])  # nothing was made with the other settings
-    for flags, named in (
-        (["--tune_gamma", "0.5"], "gamma"),
-        (["--search_space", '{"learning_rate": [1e-4, 1e-3]}'], "search_space"),
-        (["--max_steps", "5"], "max_steps"),
-    ):
-        with pytest.raises(ValueError, match=rf"made with other settings \({named}\)"):
-            cli.main([*argv, "2", *flags])
-    train_file = Path(command[command.index("--train_file") + 1])
-    rows = train_file.read_text()
-    train_file.write_text(f"{rows}\na bad film,1")
-    with pytest.raises(ValueError, match=r"made with other settings \(files\)"):
-        cli.main([*argv, "2"])
-    study = optuna.load_study(study_name="hf_descent", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    told = {name: value for name, value in study.user_attrs["setup"].items() if name != "files"}
-    study.set_user_attr("setup", told)  # as earlier versions left it
-    train_file.write_text(rows)
-    main_killed([*argv, "2"])
     cli.main([*argv, "2"])
-    trials = json.loads((tmp_path / "study.json").read_text())["trials"]
-    assert sorted(trial["trial"] for trial in trials) == [0, 2]  # the killed one is made up for
+    first = trials()
+    for flags in (
+        ["--tune_gamma", "0.5"],
+        ["--search_space", '{"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}'],
+        ["--max_steps", "5"],
+    ):
+        cli.main([*argv, "1", *flags])
+        assert len(trials()) == 1
+    cli.main([*argv, "3"])
+    assert len(seen) == 2 + 3 + 1 and len(trials()) == 3 and all(settings in trials() for settings in first)
 
 
 def judged_by_settings(monkeypatch, stop_at=None, value=None, greater_is_better=True):
@@ -202,21 +184,6 @@ def test_the_least_error_is_the_best(command, tmp_path, monkeypatch):
     assert 0 < values[0] < values[1] < values[2]
 
 
-def test_two_processes_do_not_search_in_one_folder(command, tmp_path, monkeypatch):
-    argv = [*command, "--output_dir", str(tmp_path), "--n_trials", "1"]
-    seen = judged_by_settings(monkeypatch)
-    holder = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); input()"
-    held = str(tmp_path / "study.lock")
-    with subprocess.Popen([sys.executable, "-c", holder, held], stdin=PIPE, stdout=PIPE) as other:
-        other.stdout.readline()
-        with pytest.raises(ValueError, match="Another process searches in `output_dir`"):
-            cli.main(argv)
-        other.kill()
-    assert not seen and not (tmp_path / "study.db").exists()
-    cli.main(argv)
-    assert len(seen) == 1
-
-
 def test_a_search_without_a_finite_metric_says_so(command, tmp_path, monkeypatch):
     seen = judged_by_settings(monkeypatch, value=math.nan)
     for _ in range(2):
@@ -251,7 +218,7 @@ def space(tmp_path, objective="descent", **tune_args):
 def test_spaces_suit_the_objective(tmp_path):
     assert set(space(tmp_path, "erm")) == {"learning_rate"}
     for objective, names in (
-        ("descent", set(tune.RANGES)),
+        ("descent", set(search_space.RANGES)),
         ("hinge", {"learning_rate", "descent_alpha", "initial_loss_bound", "penalty_coefficient"}),
         ("deep_supervision", {"learning_rate", "penalty_coefficient"}),
     ):

@@ -237,7 +237,7 @@ GIVEN = ["--data", "imdb", "setup.cfg", "--model", "distilbert", "tests"]
             [*GIVEN, "--set", "hing.max_steps=1"],
             "`--set hing.max_steps=1`: the arms are deep_supervision, descent, erm,",
         ),
-        ([*GIVEN, "--set", "hinge.max_eval_samples=9"], "`--set hinge.max_eval_samples=9`: arms stand side by side"),
+        ([*GIVEN, "--set", "hinge.max_eval_samples=9"], "`--set hinge.max_eval_samples=9`: all arms take"),
         (["--data", "imdb", *["setup.cfg"] * 4], "`--data imdb` has 4 files after it: give 1 to 3"),
         (["--data", "clips", *["tests/*.py"] * 3], "`--data clips` has 3 files after it: give 1 to 2"),
         (["--data", "imdb"], "`--data imdb` has 0 files after it"),

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_descent import cli
-from hf_descent.files import digest, whole_file
+from hf_descent.files import whole_file
 from hf_descent.training.checkpoints import newest_complete_checkpoint
 
-from .facts import facts, fingerprints
+from .facts import digest, facts, fingerprints
 from .scales import ARMS, VIDEO, Scale
 from .tables import Panel, Way, searched
 

@@ -13,9 +13,9 @@ answers that are sent back in the clear; what else a model reads from its ids (E
 separators, BLT and DeepSeek-V4 hashes); the training data; the tokens of a nearby text where epsilon is large: tens or
 hundreds per token promise next to nothing.
 
-A text that is sent k times with fresh noise counts as k times its tokens: once for each forward call, and for each
-copy that `num_beams` or `num_return_sequences` makes of a decoder's prompt. Refused are `generate(use_cache=False)`,
-which sends the prompt anew with every token, and encoder-decoders whose decoder reads the text again.
+A text that is sent k times with fresh noise counts as k times its tokens: once for each forward call, each choice of
+a multiple-choice model, and each copy that `num_beams` or `num_return_sequences` makes of a decoder's prompt. Refused
+are `generate(use_cache=False)`, which sends the prompt anew with every token, and decoders that read the text again.
 
 Which sums of a floating-point number and its noise can occur depends on the number (Mironov 2012): in float32, one
 release can name its token. Here all is in float64, rounded to a grid of 2^-16 deviations and then to the model's

@@ -1,6 +1,7 @@
 """Privacy of noisy embeddings: against the closed form of the mechanism, an attack, and what the hooks really do."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -129,6 +130,16 @@ def test_no_embedding_is_longer_than_the_norm_in_any_dtype(dtype, seed):
     noise = PrivateEmbeddings(model.to(dtype), 1e-3, clip_norm, seed=seed, sigma=0.02)
     lengths = released(noise, torch.arange(1, 9).expand(4000, 8)).double().mean(0).norm(dim=-1)
     torch.testing.assert_close(lengths, torch.full_like(lengths, clip_norm), rtol=3e-4, atol=0)
+
+
+def test_no_embedding_is_longer_than_the_norm_to_the_last_bit():
+    model = bert(num_layers=1).double()
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= torch.logspace(0, 4, 40)[:, None]
+    for clip_norm in (0.3, 1.0, 7.7):
+        noise = PrivateEmbeddings(model, 1e-9, clip_norm, seed=0, sigma=1e-9)  # too little to tell
+        for row in released(noise, torch.arange(40)[None, 8:])[0].tolist():
+            assert sum(Fraction(value) ** 2 for value in row) <= Fraction(clip_norm) ** 2
 
 
 def test_the_gradient_is_that_of_clipping():

@@ -159,15 +159,22 @@ class PreparationMixin:
             for name in self.label_names:
                 if isinstance(inputs.get(name), torch.Tensor):
                     check_labels(model, name, inputs[name])
+        given = inputs
+        if self.compute_loss_func is not None:
+            try:
+                with probing(model):
+                    model(**inputs)
+            except Exception:  # the model's own loss need not take these labels
+                given = {name: value for name, value in inputs.items() if name != "labels"}
         if self._readout is None:
             self._check_documents(model, inputs)
-            self._readout = Readout.probe(model, inputs, readout=self._readout_fn)
+            self._readout = Readout.probe(model, given, readout=self._readout_fn)
             if self._readout_fn is not None and self.is_in_train:
-                self._readout.check_parameters(inputs)
+                self._readout.check_parameters(given)
             self._find_fused_readout(model, inputs)
         num_layers, device = self._readout.num_layers, self.args.device
         with probing(model):
-            outputs = model(**inputs)
+            outputs = model(**given)
         if self._readout_fn is not None and not isinstance(outputs, dict):
             raise ValueError(
                 f"{type(model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "

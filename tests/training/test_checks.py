@@ -156,3 +156,12 @@ def test_noise_levels_in_the_place_of_the_data_set_are_told_where_they_go(tmp_pa
     trainer = DescentTrainer(bert(), config(tmp_path, eval_gammas=eval_gammas), eval_dataset=DATA)
     with pytest.raises(ValueError, match=r"`eval_dataset` is \[?0.*`gammas`"):
         trainer.evaluate_robustness(levels)
+
+
+def test_a_loss_of_ones_own_takes_labels_that_the_model_s_does_not(tmp_path):
+    def ordinal(outputs, labels, num_items_in_batch=None):
+        return (outputs.logits.softmax(-1) @ torch.arange(3.0) - labels).square().mean()
+
+    rows = relabelled(lambda index, label: label + 0.5)
+    metrics = fit(tmp_path, bert(), rows, rows, layer_loss_fn=ordinal).evaluate()
+    assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]

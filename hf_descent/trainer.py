@@ -78,6 +78,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._noise: EmbeddingNoise | None = None
         self._resumed_from: str | None = None
         self._takes_items: bool | None = None
+        self._is_prepared_plain = False
         self._items: torch.Tensor | None = None  # items of the optimizer step, over micro-batches and processes
         self._micro_step = 0
         self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
@@ -144,6 +145,11 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
             counts = [count.to(device) for batch in batches if (count := self._count_items(batch)) is not None]
             self._items = self._reduce(sum(counts)) if counts else None
         return batches, num_items
+
+    def _get_num_items_in_batch(self, batch_samples, device):
+        if not (self._reads_layers or self._is_prepared_plain) and batch_samples:
+            self._prepare_plain(batch_samples[0])
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._reported_loss = None
@@ -324,6 +330,7 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         self._check_choice()
         self._check_data()
         self._state = self._readout = self._noise = self._takes_items = None
+        self._is_prepared_plain = False
         self._layer_sums = self._eval_sums = self._items = None
         self._step_starts.clear()
         self._resumed_from = kwargs.get("resume_from_checkpoint")

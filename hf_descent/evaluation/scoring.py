@@ -29,6 +29,7 @@ from ..losses.task import (
     count_items,
     loss_from_logits,
     loss_of_ones_own,
+    of_tokens,
     shifts_labels,
     with_named_outputs,
 )
@@ -111,7 +112,7 @@ class Scorer:
         name = self._label_name(inputs)
         if self._layer_loss_fn is None and readout is None and name is not None:
             check_labels(self._model, name, inputs[name])
-        if self.shifts_labels is None and readout is None and name is not None and _of_tokens(inputs[name]):
+        if self.shifts_labels is None and readout is None and name is not None and of_tokens(inputs[name]):
             with probing(self._given):
                 self.shifts_labels = self._shifts(inputs, name)
             if self._layer_loss_fn is None:
@@ -201,7 +202,7 @@ class Scorer:
         if name is None:
             raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self._label_names}.")
         labels = inputs[name]
-        if not _of_tokens(labels) or logits.dim() != 3:
+        if not of_tokens(labels) or logits.dim() != 3:
             # A single logit is a number to models, though labels are whole: as a class it would always be the first.
             return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
         if self.shifts_labels is None:  # the model's own loss, which tells it on any scale, is not in use
@@ -330,10 +331,6 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def _of_tokens(labels: Any) -> bool:
-    return torch.is_tensor(labels) and labels.dim() == 2 and not labels.is_floating_point()
 
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,6 +54,11 @@ def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | No
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
+def of_tokens(labels: Any) -> bool:
+    """Whether labels are classes `[batch, seq]`."""
+    return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+
+
 def aligned(
     model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, shifts_labels: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

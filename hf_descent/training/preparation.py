@@ -8,6 +8,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend, broadcast_object_list, send_to_device
 from datasets import Dataset
 from torch.utils.data import IterableDataset, Subset
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
@@ -25,7 +27,7 @@ from ..constraints.auto import SYNTHETIC_LABELS, ConstantPredictor
 from ..constraints.objectives import MEASURING
 from ..constraints.state import STATE_NAME, DescentState
 from ..losses.labels import check_datasets, check_labels
-from ..losses.task import IGNORE_INDEX, aligned, labels_of, shifts_labels
+from ..losses.task import IGNORE_INDEX, aligned, labels_of, of_tokens, shifts_labels
 from ..noise.embedding_noise import EmbeddingNoise, deviation_from_moments, signal_moments
 from ..readout.replay import Readout, has_router_loss, output_logits, output_loss, probing
 from ..runs import RunFolder
@@ -47,6 +49,16 @@ def _unmeasurable(what: str) -> ValueError:
 def is_readable_once(dataset) -> bool:
     """Whether what is read of a data set is gone, as from a generator."""
     return not has_length(dataset) and iter(dataset) is iter(dataset)
+
+
+@dataclass
+class _Smoother(LabelSmoother):
+    """Shifts labels as the model does; Trainer goes by the name of its class here, too."""
+
+    shifts: bool = False
+
+    def __call__(self, model_output, labels, shift_labels=False, num_items_in_batch=None):
+        return super().__call__(model_output, labels, self.shifts, num_items_in_batch)
 
 
 class PreparationMixin:
@@ -180,14 +192,11 @@ class PreparationMixin:
                 f"{type(model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
                 "`return_dict=True`, or return names."
             )
-        logits, labels = output_logits(outputs), labels_of(inputs, self.label_names)
-        loss = output_loss(outputs)
+        labels, loss = labels_of(inputs, self.label_names), output_loss(outputs)
         has_loss = isinstance(loss, torch.Tensor) and loss.dim() < 2 and loss.numel() == 1
-        if self._fused is None and has_loss and labels is not None:
-            tokens = labels is inputs.get("labels") and labels.dim() == 2 and logits.shape[:2] == labels.shape
-            with probing(model):
-                self._loss_shifts_labels = tokens and not labels.is_floating_point() and shifts_labels(model, inputs)
-            if loss.dtype in (torch.bfloat16, torch.float16):
+        if self._fused is None and labels is not None:
+            self._find_label_shift(model, inputs)
+            if has_loss and loss.dtype in (torch.bfloat16, torch.float16):
                 logger.warning(
                     f"The model's loss is computed in {loss.dtype}, whose {3 if loss.dtype == torch.bfloat16 else 4} "
                     "digits blur violations; load the model in float32 and set `bf16=True` (mixed precision)."
@@ -267,6 +276,37 @@ class PreparationMixin:
                 f"{error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
                 "meant to be joined `packing_strategy='wrapped'`; with flash attention some models keep them apart."
             )
+
+    def _find_label_shift(self, model, inputs) -> bool:
+        """Find out whether the loss predicts a token's label at the token before, so that no first label is an item;
+        whether that could be found.
+
+        Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts its labels, XLNetLMHeadModel
+        does not, and a loss of one's own need not do as its model does.
+        """
+        labels, loss_of = inputs.get("labels"), None
+        try:
+            with probing(model):
+                outputs = model(**inputs)
+                if self.compute_loss_func is not None:
+                    loss_of = partial(self._task_loss, model, outputs, items=torch.tensor(1))
+                tokens = of_tokens(labels) and output_logits(outputs).shape[:2] == labels.shape
+                self._loss_shifts_labels = tokens and shifts_labels(model, inputs, loss_of=loss_of)
+            return True
+        except Exception:  # there is no loss, or none where labels are missing
+            return False
+
+    def _prepare_plain(self, inputs) -> None:
+        """What plain training has to know of its first batch, where anything depends on the number of items."""
+        self._is_prepared_plain = True
+        own = self.compute_loss_func is not None or self.label_smoother is not None
+        counts = self.model_accepts_loss_kwargs or own or not self._stock_scaling_is_right
+        if not (counts and of_tokens(inputs.get("labels"))):
+            return
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        found = self._find_label_shift(model, self._probe_batch(self._prepare_inputs(inputs)))
+        if found and self.label_smoother is not None:
+            self.label_smoother = _Smoother(self.args.label_smoothing_factor, shifts=self._loss_shifts_labels)
 
     def _constant_predictor(self, model, inputs, outputs) -> ConstantPredictor | None:
         """What measures the loss of the best constant prediction; `None` where that is neither needed nor possible.

@@ -24,6 +24,8 @@ CASES = {
     "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
     "image, plain training": ("image", {"objective": "erm"}),
     "readout": ("readout", {}),
+    "own loss": ("own loss", LANGUAGE),
+    "own loss, plain training": ("own loss", {"objective": "erm"}),
     "fine-tuning": ("sft", {**LANGUAGE, **SAVED}),
     "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),

@@ -15,7 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from accelerate_on_cpu import keep_sharding_on_cpu
 from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
-from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, ViTConfig, ViTForImageClassification
 
 from hf_descent.commands.classify import train_and_report
 
@@ -32,6 +33,18 @@ def vit():
             patch_size=4,
         )
     )  # fmt: skip
+
+
+def gpt2():
+    """Shifts its labels, which its name does not tell."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def mean_of_tokens(outputs, labels, num_items_in_batch=None):
+    """A loss that ignores the items."""
+    return F.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def images(count):
@@ -112,6 +125,7 @@ def train(output, task, batch=8, accumulation=1, **settings):
         "sft": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "image": lambda: (vit(), images(80)),
         "readout": lambda: (bert(), classification_data(80)),
+        "own loss": lambda: (gpt2(), language_data(80)),
     }[task]()
     # Past the pooler, whose parameters then have no gradient.
     readout = {"readout": lambda model, hidden, inputs: model.classifier(hidden[:, 0])}.get(task)
@@ -132,7 +146,10 @@ def train(output, task, batch=8, accumulation=1, **settings):
     else:
         model = get_peft_model(model, lora) if lora else model
         args = config(output, **settings)
-        trainer = InOrder(model, args, train_dataset=data, eval_dataset=data[:31], readout=readout)
+        loss_fn = {"own loss": mean_of_tokens}.get(task)
+        trainer = InOrder(
+            model, args, train_dataset=data, eval_dataset=data[:31], readout=readout, layer_loss_fn=loss_fn
+        )
     if trainer.is_deepspeed_enabled:  # by its default, ZeRO-3 would leave all of a tiny model in every process
         zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0

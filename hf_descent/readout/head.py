@@ -325,7 +325,7 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
     scores = torch.linspace(-100, 100, head.out_features, dtype=dtype, device=head.weight.device)  # [vocab]
     try:
         with intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)):
-            logits = output_logits(model(**_without_labels(model, inputs))).float()  # [batch, 1, vocab]
+            logits = output_logits(model(**_without_labels(model, inputs))).to(scores.device, torch.float32)
     except Exception as error:
         if should_reduce_batch_size(error):
             raise  # for `auto_find_batch_size`

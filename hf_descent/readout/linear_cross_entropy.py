@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..losses.task import IGNORE_INDEX
+from .stack import map_tensors
 from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Workspace
 
 
@@ -143,14 +144,16 @@ def fused_layer_losses(
     if any(math.prod(hidden.shape[:-1]) != positions for hidden in hidden_states):
         raise ValueError("`hidden_states` differ in their number of positions; give whole outputs of one stack.")
 
-    rows, targets, sample = tokens
+    # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
+    here, there = tokens.rows.device, head.weight.device
+    rows, targets, sample = (None if tensor is None else tensor.to(there) for tensor in tokens)
     num_tokens = len(rows)
     picked = slice(None) if sample is None else sample
     expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
     reads = [LayerRead(hidden, rows[picked], targets[picked]) for hidden in hidden_states[:-1]]
     reads.append(LayerRead(hidden_states[-1], rows, targets))
     if weights is not None:
-        spread = weights.detach() * expansion  # [layers]
+        spread = weights.detach().to(there) * expansion  # [layers]
         for layer in value_only:
             spread[layer - 1].zero_()  # an assignment would copy from the host
         unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
@@ -176,11 +179,11 @@ def fused_layer_losses(
         gradients = [(read.gradient, read.rows) for read in reads] + [(grad, None) for grad in reader.gradients]
         objective = _KnownGradients.apply(value, gradients, *hidden_states, *reader.parameters)
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
-        objective = objective * (unit.to(value) / (max(num_tokens, 1) if num_items is None else num_items))
+        items = max(num_tokens, 1) if num_items is None else num_items
+        objective = objective.to(here) * (unit.to(here, value.dtype) / items)
     losses = reads[-1].losses
-    return LayerLossSums(
-        objective, torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits, reader.skipped_share()
-    )
+    measured = (torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits, reader.skipped_share())
+    return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
 
 
 class _KnownGradients(torch.autograd.Function):
@@ -204,9 +207,9 @@ class _KnownGradients(torch.autograd.Function):
             if gradient is not None:
                 # A GPU would cast the factor (1 / tokens, loss scaling) to half precision before it multiplies.
                 wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                gradient = wide.mul_(grad_value).to(gradient.dtype)
+                gradient = wide.mul_(grad_value.to(wide.device)).to(gradient.dtype)
                 if rows is not None:
                     full = gradient.new_zeros(shape.numel() // shape[-1], shape[-1])  # [batch * seq, hidden]
-                    gradient = full.index_copy_(0, rows, gradient).view(shape)
+                    gradient = full.index_copy_(0, rows.to(full.device), gradient).view(shape)
             gradients[index] = gradient
         return None, None, *gradients

@@ -251,7 +251,7 @@ def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _equal(a, b):
-    return a.shape == b.shape and torch.equal(a, b)
+    return a.shape == b.shape and torch.equal(a, b.to(a.device))  # the layers of one model may be on several
 
 
 def _differing_shapes(model_name, what, shapes):

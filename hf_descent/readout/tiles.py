@@ -86,7 +86,7 @@ class TiledReader:
 
     def __init__(self, norm, head, head_loss: HeadLoss, workspace: Workspace, trains: bool):
         self.norm, self.head_loss, self.workspace, self.trains = norm, head_loss, workspace, trains
-        device = head.weight.device
+        self.device = device = head.weight.device
         self.autocast_off = torch.autocast(device.type, enabled=False)
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else head.weight.dtype
         self.weight = head.weight.detach().to(dtype)  # [vocab, hidden]
@@ -131,8 +131,11 @@ class TiledReader:
 
     def _run_group(self, group: list[LayerRead], trains: bool, statistics: list[torch.Tensor] | None = None):
         with torch.set_grad_enabled(trains):
-            inputs = [read.hidden.detach().flatten(0, -2).index_select(0, read.rows) for read in group]
-            normed = [self.norm(x.requires_grad_(trains)) for x in inputs]  # each [tokens, hidden]
+            inputs = [
+                read.hidden.detach().flatten(0, -2).index_select(0, read.rows.to(read.hidden.device)) for read in group
+            ]
+            # Each [tokens, hidden]. A norm with a device of its own is moved to by accelerate's hook.
+            normed = [self.norm(x.requires_grad_(trains).to(self.device)).to(self.device) for x in inputs]
         with self.autocast_off:
             x = torch.cat([y.detach() for y in normed]).to(self.weight.dtype)  # [group tokens, hidden]
             targets = torch.cat([read.targets for read in group])  # [group tokens]

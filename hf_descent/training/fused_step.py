@@ -81,7 +81,7 @@ class FusedStepMixin:
                 if layer < num_layers and not hidden_states[layer - 1].requires_grad:
                     raise self._readout.without_gradient(layer)
             # The weights of a linear objective are its gradient anywhere; those of a penalty need the losses first.
-            parts = hidden_states[-1].new_zeros(num_layers, dtype=torch.float32)
+            parts = torch.zeros(num_layers, device=share.device)
             if self.args.objective in ("hinge", "quadratic") and not state.inactive(step):
                 with torch.no_grad():
                     parts = read(tokens).sums / items

@@ -261,10 +261,8 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
         tables.append(f"{kind}, by their rate\n{found}")
 
-    problem, tolerance = None, 0.0
-    if "alpha" in summary:
-        names = ("alpha", "initial_loss_bound", "num_layers", "constrained_layers")
-        problem = DescentProblem(**{name: summary[name] for name in names})
+    problem, tolerance = DescentProblem.saved_in(summary), 0.0
+    if problem is not None:
         share = args.feasibility_tolerance
         if share is None:
             share = summary.get("arguments", {}).get("feasibility_tolerance", DescentConfig.feasibility_tolerance)

@@ -15,7 +15,7 @@ Conventions, stated once for the whole package:
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch
 
 # Settings beyond these would leave float32 when they are multiplied, divided or squared.
 SMALLEST, LARGEST = 1e-12, 1e12
+MIN_ROWS = 8  # fewer held-out rows show nothing of a model
 
 
 class DescentProblem:
@@ -37,6 +38,8 @@ class DescentProblem:
             Number of layers L.
         constrained_layers (sequence of `int`, *optional*):
             The constrained layers, 1-based and increasing; consecutive entries constrain each other. `None`: all.
+        chance_loss (`float`, *optional*):
+            The measured loss of the best constant prediction, where it is known; f_0 may lie above it.
 
     Raises:
         ValueError: naming the argument, its value and the remedy, when an argument is out of range; by the methods,
@@ -49,6 +52,7 @@ class DescentProblem:
         initial_loss_bound: float,
         num_layers: int,
         constrained_layers: Sequence[int] | None = None,
+        chance_loss: float | None = None,
     ):
         if num_layers < 1:
             raise ValueError(f"`num_layers` is {num_layers}; the problem needs at least one layer.")
@@ -56,11 +60,18 @@ class DescentProblem:
         self.alpha = check_alpha(alpha, num_layers, "alpha")
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
+        self.chance_loss = chance_loss
 
         layers = torch.tensor(self.constrained_layers)  # [constrained], 1-based
         self._layers = layers - 1
         self._previous = torch.cat([layers.new_zeros(1), layers[:-1]])  # [constrained], 0 stands for f_0
         self._contraction = 1.0 - torch.tensor(self.alpha, dtype=torch.float32)[self._layers]  # [constrained]
+
+    @classmethod
+    def saved_in(cls, summary: Mapping[str, Any]) -> "DescentProblem | None":
+        """The problem in the `descent_config.json` of a run; `None` where it has none."""
+        names = ("alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss")
+        return cls(**{name: summary.get(name) for name in names}) if "alpha" in summary else None
 
     def to(self, device: torch.device | str) -> "DescentProblem":
         """Move the constants to `device` and return self."""
@@ -99,8 +110,31 @@ class DescentProblem:
         return self.violations(layer_losses)[self._layers].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float = 0.0) -> bool:
-        """Whether every violation is at most `tol` (in units of the loss); never with a non-finite violation."""
-        return bool(self.max_violation(layer_losses) <= tol)
+        """Whether every violation is at most `tol` (in units of the loss), and no constrained layer is at chance.
+
+        Never with a violation or a last loss that is not finite.
+        """
+        met = (self.max_violation(layer_losses) <= tol) & torch.isfinite(layer_losses[-1])
+        return bool(met) and not self.at_chance(layer_losses, tol)
+
+    def at_chance(self, layer_losses: torch.Tensor, tol: float = 0.0) -> list[int]:
+        """The constrained layers whose loss is above `chance`, or within `tol` below it.
+
+        They may satisfy a constraint that asks for less than `tol`, but have learned nothing.
+        """
+        losses = self._over_layers("layer_losses", layer_losses)[self._layers]  # [constrained]
+        return (self._layers[losses >= self.chance - tol] + 1).tolist()
+
+    def shortfall(self, layer_losses: torch.Tensor, tol: float = 0.0) -> float:
+        """How far the losses are from feasible: the largest violation, or more than `tol` by how far the worst of the
+        layers at chance is from leaving it."""
+        worst = layer_losses[self._layers].max() - (self.chance - 2 * tol)
+        return torch.maximum(self.max_violation(layer_losses), worst).item()
+
+    @property
+    def chance(self) -> float:
+        """The loss of a constant prediction as far as it is known: f_0, or `chance_loss` where that is less."""
+        return min(self.initial_loss_bound, self.initial_loss_bound if self.chance_loss is None else self.chance_loss)
 
     def state_dict(self) -> dict:
         """The problem in plain Python values; the keyword arguments of the constructor."""
@@ -109,6 +143,7 @@ class DescentProblem:
             "initial_loss_bound": self.initial_loss_bound,
             "num_layers": self.num_layers,
             "constrained_layers": self.constrained_layers,
+            "chance_loss": self.chance_loss,
         }
 
     def _over_layers(self, name: str, values: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,8 @@ import math
 import torch
 from accelerate.logging import get_logger
 
+from .problem import MIN_ROWS
+
 
 logger = get_logger(__name__)
 
@@ -36,26 +38,31 @@ class ReportMixin:
             logs |= {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
         return logs
 
-    def evaluation(self, layer_losses: torch.Tensor, prefix: str, step: int = 0) -> dict[str, float]:
+    def evaluation(
+        self, layer_losses: torch.Tensor, prefix: str, step: int = 0, rows: int = MIN_ROWS
+    ) -> dict[str, float]:
         """Metrics of held-out layer losses `[L]`: the losses, and feasibility once the problem is known.
 
+        No model is called feasible on fewer than `MIN_ROWS` rows, or before the loss at chance was measured.
+
         `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
-        negative score, minus its largest violation in units of f_0; a feasible one a positive score that falls with
-        f_L. One with a loss that is not finite has the score of an unknown problem, since no checkpoint would be
-        better than not-a-number. In warm-up, before the problem is known, the score rises with every `step`, so that
-        patience with it does not run out.
+        negative score, minus its `shortfall` ([`DescentProblem`]) in units of f_0; a feasible one a positive score
+        that falls with f_L. One with a loss that is not finite has the score of an unknown problem, since no
+        checkpoint would be better than not-a-number. In warm-up, before the problem is known, the score rises with
+        every `step`, so that patience with it does not run out.
         """
         metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
         if self.problem is not None:
             losses = layer_losses.to(self.device, torch.float32)
             bound = self.problem.initial_loss_bound
-            violation, last = self.problem.max_violation(losses).item(), layer_losses[-1].item()
-            feasible = violation <= self.args.feasibility_tolerance * bound
-            metrics[f"{prefix}_max_violation"] = violation
-            metrics[f"{prefix}_feasible"] = float(feasible)
-            score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -violation / bound
+            tolerance, last = self.args.feasibility_tolerance * bound, layer_losses[-1].item()
+            feasible = self.problem.feasible(losses, tolerance)
+            metrics[f"{prefix}_max_violation"] = self.problem.max_violation(losses).item()
+            metrics[f"{prefix}_feasible"] = float(feasible and rows >= MIN_ROWS)
+            shortfall = self.problem.shortfall(losses, tolerance)
+            score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -shortfall / bound
             metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score) else UNKNOWN_SCORE
-        elif self.awaits_problem:
+        if self.needs_labels or (self.problem is None and self.awaits_problem):
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
         return metrics
 
@@ -74,11 +81,16 @@ class ReportMixin:
         if not metrics:
             return {}
         violations = self.problem.violations(self.mean_losses).tolist()  # [layers]
+        at_chance = self.problem.at_chance(
+            self.mean_losses, self.args.feasibility_tolerance * self.problem.initial_loss_bound
+        )
         hardest = max(self.problem.constrained_layers, key=lambda layer: violations[layer - 1])
         text = (
             f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
             f"(f_0 = {self.problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1]:.3g})"
         )
+        if at_chance:
+            text += f"; layers {at_chance} are no better than a constant prediction, within the tolerance"
         if metrics["train_feasible"]:
             logger.info(f"The descent constraints are met at the end of training: {text}.")
         elif self.args.objective == "descent":

@@ -59,6 +59,7 @@ class DescentState(ReportMixin):
         warmup = args.dual_warmup_steps
         warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
         self.active_from = start_step + warmup
+        self.max_steps = max_steps
         self.labels_until = 1.0  # the epoch until which labels are counted: each row once
         check_constrained_layers(args.constrained_layers, num_layers)
         if args.descent_alpha != "auto":
@@ -179,7 +180,7 @@ class DescentState(ReportMixin):
                 violations = violations / self.problem.initial_loss_bound
             self.multipliers.step(torch.where(usable, violations, torch.nan))
             self._released = None
-        if step + 1 >= self.active_from and not self._warmed_up:
+        if step + 1 >= self._measured_from and not self._warmed_up:
             self._end_warmup()
 
     def restart_slacks(self) -> None:
@@ -192,6 +193,12 @@ class DescentState(ReportMixin):
         """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
         return self.averages / self.average_weight
 
+    @property
+    def _measured_from(self) -> int:
+        """The step after which labels are no longer counted: for a problem in numbers a quarter of the run, at least,
+        since the labels of a short warm-up, or none, would tell too little of the loss at chance."""
+        return self.active_from if self.args.is_auto else max(self.active_from, math.ceil(self.max_steps / 4))
+
     def _end_warmup(self) -> None:
         """Freeze a schedule that was to be measured; say where a given f_0 is above chance."""
         predictor, bound = self.constant_predictor, self.args.initial_loss_bound
@@ -203,10 +210,11 @@ class DescentState(ReportMixin):
             chance = None  # it would only judge the f_0 that was given
         if self.problem is None:
             self._freeze_schedule(chance if bound == "auto" else bound)
+        self.problem.chance_loss = chance
         if bound != "auto" and chance is not None and bound > 1.001 * chance:
             logger.info(
                 f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
-                "prediction: a layer that is worse than chance can meet the first constraint."
+                "prediction: a layer at chance can meet the first constraint, though no verdict calls that feasible."
             )
         self._warmed_up = True
 
@@ -221,10 +229,12 @@ class DescentState(ReportMixin):
             f"measured in the warm-up up to step {self.active_from}, at f_L = {self.mean_losses[-1].item():.4g}."
         )
 
-    def _set_problem(self, alpha, initial_loss_bound, constrained_layers=None) -> None:
-        layers = constrained_layers or self.args.constrained_layers
-        self.problem = DescentProblem(alpha, initial_loss_bound, self.num_layers, layers).to(self.device)
-        self._index = None
+    def _set_problem(self, alpha, initial_loss_bound) -> None:
+        layers = self.args.constrained_layers
+        self._take_problem(DescentProblem(alpha, initial_loss_bound, self.num_layers, layers))
+
+    def _take_problem(self, problem: DescentProblem) -> None:
+        self.problem, self._index = problem.to(self.device), None
 
     def take_saved_problem(self, name: str) -> None:
         """For a model that is only evaluated: the problem that it was trained on, where `name`'s files tell."""
@@ -232,19 +242,19 @@ class DescentState(ReportMixin):
             return
         summary = RunFolder(name).summary
         if summary.get("num_layers") == self.num_layers:  # it may have been cut since
-            self._set_problem(summary["alpha"], summary["initial_loss_bound"], summary["constrained_layers"])
+            self._take_problem(DescentProblem.saved_in(summary))
 
     def _load_fixed_multipliers(self) -> None:
-        args = self.args
-        values, alpha, bound, layers = args.fixed_multipliers, args.descent_alpha, args.initial_loss_bound, None
+        args, problem = self.args, None
+        values = args.fixed_multipliers
         if isinstance(values, str):
             summary = RunFolder(values).summary
-            if "alpha" not in summary:
+            problem = DescentProblem.saved_in(summary)
+            if problem is None:
                 raise ValueError(
                     f"There is no run in {values} with multipliers: it is unconstrained, or was saved in its warm-up."
                 )
-            values, alpha, bound = summary["multipliers"], summary["alpha"], summary["initial_loss_bound"]
-            layers = summary["constrained_layers"]
+            values = summary["multipliers"]
         elif args.is_auto:
             raise ValueError(
                 "`fixed_multipliers` as a list needs `descent_alpha` and `initial_loss_bound` as numbers, not 'auto'."
@@ -255,7 +265,10 @@ class DescentState(ReportMixin):
             )
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
-        self._set_problem(alpha, bound, layers)
+        if problem is None:
+            self._set_problem(args.descent_alpha, args.initial_loss_bound)
+        else:
+            self._take_problem(problem)
         if free := [n for n, value in enumerate(values, 1) if value and n not in self.problem.constrained_layers]:
             raise ValueError(f"`fixed_multipliers` is {values}, but layers {free} have no constraint; set 0 there.")
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
@@ -319,8 +332,7 @@ class DescentState(ReportMixin):
             ) from error
         self.active_from, self.labels_until = meta["active_from"], meta["labels_until"]
         if meta["problem"] is not None:
-            problem = meta["problem"]
-            self._set_problem(problem["alpha"], problem["initial_loss_bound"], problem["constrained_layers"])
+            self._take_problem(DescentProblem(**meta["problem"]))
         self._warmed_up |= meta["problem"] is not None and "label_moments" not in tensors
         if self.constant_predictor is not None and "label_moments" in tensors:
             # Zeros elsewhere rather than nothing, so that all processes have a part in the next sum.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..constraints.problem import DescentProblem
 from .profile import LayerProfile
 from .scoring import Result, mean_loss
 from .uncertainty import radius
@@ -28,9 +29,10 @@ class Certificate(Result):
         layers (`list[int]`): the constrained layers, 1-based.
         violations (float64 `[constrained]`): g_l, in units of the loss.
         radii (float64 `[constrained]`): half-widths of simultaneous intervals of g_l (Bonferroni over the layers).
-        certified (`list[bool]`): whether g_l plus its radius is at most the tolerance.
+        certified (`list[bool]`): whether g_l plus its radius is at most the tolerance, and f_l plus its own less than
+            the loss at chance by more than that ([`DescentProblem`]).
         certified_share (`float`): share of the constrained layers that are certified.
-        refuted_share (`float`): share of those whose g_l minus its radius exceeds the tolerance; the rest is open.
+        refuted_share (`float`): share of those where either is beyond it less the radius; the rest is open.
     """
 
     gamma: float
@@ -69,8 +71,12 @@ def certify(profile: LayerProfile, confidence: float = 0.95) -> Certificate:
     index = np.array(layers) - 1
     radii = np.broadcast_to(profile.radius("violations", confidence, len(layers)), profile.losses.shape)[index]
     found = profile.violations[index]
-    certified = found + radii <= profile.tolerance  # never with a radius that is not a number
-    refuted = found - radii > profile.tolerance
+    # A layer is infeasible in one of two ways: both intervals of one level are no less sure together.
+    losses, problem = profile.losses[index], DescentProblem(**profile.problem)
+    errors = np.broadcast_to(profile.radius("losses", confidence, len(layers)), profile.losses.shape)[index]
+    margin = problem.chance - profile.tolerance
+    certified = (found + radii <= profile.tolerance) & (losses + errors < margin)  # never with a radius of nan
+    refuted = (found - radii > profile.tolerance) | (losses - errors >= margin)
     return Certificate(
         profile.gamma,
         confidence,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from ..configs import levels_of
-from ..constraints.problem import DescentProblem
+from ..constraints.problem import MIN_ROWS, DescentProblem
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout
 from .scoring import (
@@ -48,7 +48,8 @@ class LayerProfile(Result):
         gamma (`float`): noise level of the input.
         violations (float64 `[L]`, *optional*): g_l of the problem, in units of the loss; at most 0 is satisfied.
         max_violation (`float`, *optional*): the largest violation over the constrained layers.
-        feasible (`bool`, *optional*): whether no violation exceeds the tolerance.
+        feasible (`bool`, *optional*): whether no violation exceeds the tolerance and no constrained layer is at chance
+            ([`DescentProblem`]); never on fewer than 8 samples.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
         tolerance (`float`): largest violation that counts as feasible, in units of the loss.
         blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
@@ -255,7 +256,7 @@ def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance, data) -> 
         profile,
         violations=problem.violations(losses).numpy(),
         max_violation=problem.max_violation(losses).item(),
-        feasible=problem.feasible(losses, tolerance),
+        feasible=len(sample_losses) >= MIN_ROWS and problem.feasible(losses, tolerance),
         problem=arguments,
         tolerance=tolerance,
     )

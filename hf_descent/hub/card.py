@@ -6,10 +6,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.problem import DescentProblem
 from ..evaluation.robustness import SUMMARIES
 
 
@@ -285,6 +287,7 @@ def _verdict(card, layers) -> str:
     if card["objective"] in UNCONSTRAINED:
         return "Feasibility was not asked for: no layer was constrained."
     evaluation, descent = card.get("evaluation") or {}, card.get("descent") or {}
+    losses = layers.get("losses") or _numbered(evaluation, "layer_loss_")
     violation, feasible, source = layers.get("max_violation"), layers.get("feasible"), "held-out data"
     if violation is not None:
         source += f" at noise gamma {layers['gamma']:g}" if layers.get("gamma") else " without noise"
@@ -294,15 +297,22 @@ def _verdict(card, layers) -> str:
     if violation is None:
         violation, feasible = (descent.get(f"train_{name}") for name in ("max_violation", "feasible"))
         source = "the training batches before it was saved (running averages)"
+        losses = descent.get("train_layer_losses")
     if violation is None:
         return "Whether the constraints are met was not measured."
-    bound = descent.get("initial_loss_bound")
-    scale = f" (f_0 = {_cell(bound)})" if bound is not None else ""
-    if feasible:
-        return f"**Feasible** on {source}: the largest violation is {_cell(violation)}{scale}, within the tolerance."
+    problem, share = DescentProblem.saved_in(descent), (card.get("settings") or {}).get("feasibility_tolerance", 0.0)
+    found, at_chance = f"the largest violation is {_cell(violation)}", []
+    if problem is not None:
+        found += f" (f_0 = {_cell(problem.initial_loss_bound)})"
+        if len(losses or []) == problem.num_layers and None not in losses:
+            tolerance = layers.get("tolerance") or share * problem.initial_loss_bound
+            at_chance = problem.at_chance(torch.tensor(losses), tolerance)
+    if feasible and not at_chance:
+        return f"**Feasible** on {source}: {found}, within the tolerance."
+    if at_chance:
+        found += f"; layers {_cell(at_chance)} are no better than a constant prediction, within the tolerance"
     return (
-        f"**Not feasible** on {source}: the largest violation is {_cell(violation)}{scale}. Models that miss their "
-        "constraints can be far worse than plain ones."
+        f"**Not feasible** on {source}: {found}. Models that miss their constraints can be far worse than plain ones."
     )
 
 

@@ -217,8 +217,8 @@ def _summary(name: str, result: Any) -> dict[str, Any]:
         measured = {name: result.settings.get(name) for name in COMMON}
         return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1], **measured}
     if name == "layer_profile":
-        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "data")
-        fields += ("descending_share",)
+        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "tolerance")
+        fields += ("data", "descending_share")
         median = np.median(result.ratios) if result.ratios.size else None
         return {field: getattr(result, field) for field in fields} | {"ratio_median": median}
     if name == "exit_profile":

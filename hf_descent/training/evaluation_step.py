@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
 from ..configs import levels_of
-from ..constraints.problem import as_python
+from ..constraints.problem import MIN_ROWS, as_python
 from ..evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from ..evaluation.scoring import Scorer, numbered_batches, prepare_collator
 from ..evaluation.sums import fingerprint_of_functions
@@ -34,13 +34,21 @@ class EvaluationMixin:
         if self._eval_sums is not None:
             self._eval_sums = torch.zeros_like(self._eval_sums)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._reads_layers and not output.num_samples:
+            raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._eval_sums is not None:
             *sums, count = self._reduce(self._eval_sums).tolist()
             if count:
                 losses = torch.tensor(sums) / count  # [layers]
                 # Trainer averages batches; f_L is an average over items.
                 output.metrics[f"{metric_key_prefix}_loss"] = losses[-1].item()
-                output.metrics.update(self._state.evaluation(losses, metric_key_prefix, self.state.global_step))
+                rows, step = output.num_samples, self.state.global_step
+                if rows < MIN_ROWS:
+                    logger.warning_once(
+                        f"{rows} rows of evaluation data are too few for a verdict on the constraints: give at least "
+                        f"{MIN_ROWS}."
+                    )
+                output.metrics.update(self._state.evaluation(losses, metric_key_prefix, step, rows))
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):

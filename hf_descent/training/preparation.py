@@ -74,6 +74,10 @@ class PreparationMixin:
                 f"`{scorer.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
                 "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
             )
+        held_out = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for name, rows in held_out.items():
+            if has_length(rows) and not len(rows):
+                raise ValueError(f"`eval_dataset`{name and f' {name!r}'} has no rows: give some, or leave it out.")
         if self.compute_loss_func is not None:
             try:
                 inspect.signature(self.compute_loss_func).bind(None, None, num_items_in_batch=None)

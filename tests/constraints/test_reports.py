@@ -3,13 +3,15 @@ import logging
 import re
 import sqlite3
 import struct
+from functools import partial
 
 import pytest
 import torch
-from tiny import InOrder, bert, classification_data, config, truncated
+from tiny import InOrder, bert, classification_data, config, language_data, llama, truncated
 from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
+from hf_descent.evaluation import certify
 
 
 DATA = classification_data()
@@ -171,3 +173,60 @@ def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
     logging.getLogger("hf_descent").propagate = True
     DescentTrainer(bert(), config(tmp_path, descent_alpha=0.9), train_dataset=DATA).train()
     assert "NOT met" in caplog.text and "layer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "given"),
+    [
+        (bert, DATA, {}),
+        (partial(bert, 24), DATA, {}),
+        (bert, DATA, {"initial_loss_bound": 1.6, "descent_alpha": 0.005, "dual_warmup_steps": 0}),
+        (llama, language_data(64, length=16, seed=2), {}),
+    ],
+    ids=["classifier", "24 layers", "f_0 above chance", "causal language model"],
+)
+def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, caplog, make, rows, given):
+    """The constraints ask for less than their tolerance here, so that layers at chance violate none of them."""
+    logging.getLogger("hf_descent").propagate = True
+    auto = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 0.5}
+    args = config(tmp_path, max_steps=8, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, **auto | given)
+    trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    verdict = next(log for log in trainer.state.log_history if "train_feasible" in log)
+    tolerance = 0.01 * trainer.problem.initial_loss_bound
+    assert verdict["train_max_violation"] < tolerance and verdict["train_feasible"] == 0
+    assert "NOT met" in caplog.text and "are met" not in caplog.text
+    evaluations = [log for log in trainer.state.log_history if "eval_feasible" in log] + [trainer.evaluate()]
+    assert len(evaluations) == 5
+    assert all(log["eval_feasible"] == 0 > log["eval_feasible_score"] for log in evaluations)
+    trainer.save_model()
+    trainer.create_model_card()
+    assert "**Not feasible** on held-out data" in (tmp_path / "README.md").read_text()
+    profile = trainer.evaluate_layers()
+    assert profile.max_violation < tolerance and not profile.feasible and not any(certify(profile).certified)
+    trainer.create_model_card()
+    assert "**Not feasible** on held-out data without noise" in (tmp_path / "README.md").read_text()
+
+
+def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, caplog):
+    logging.getLogger("hf_descent").propagate = True
+    rows = classification_data(256, pad=False)
+    given = {"initial_loss_bound": 1.2, "descent_alpha": [0.3, 0.01, 0.01]}
+    args = config(tmp_path, max_steps=90, per_device_train_batch_size=32, **given)
+    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert "are met at the end of training" in caplog.text and "NOT met" not in caplog.text
+    metrics, few = trainer.evaluate(), trainer.evaluate(rows[:3])
+    assert metrics["eval_feasible"] == 1 and metrics["eval_feasible_score"] > 0 and few["eval_feasible"] == 0
+    assert all(few[f"eval_layer_loss_{layer}"] < 0.7 for layer in (1, 2, 3))
+    assert "3 rows of evaluation data are too few" in caplog.text
+    profiles = [trainer.evaluate_layers(part, batch_size=8) for part in (rows, rows[:3])]
+    assert [profile.feasible for profile in profiles] == [True, False]
+    assert [certify(profile).certified_share for profile in profiles] == [1.0, 0.0]
+    with pytest.raises(ValueError, match="no rows"):
+        trainer.evaluate([])
+    for empty in ([], {"some": rows, "none": []}):
+        with pytest.raises(ValueError, match="`eval_dataset`.* has no rows"):
+            DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=empty)

@@ -62,11 +62,17 @@ def test_radii_pair_the_layers_over_the_data():
 
 def test_layers_are_certified_open_or_refuted():
     generator = np.random.default_rng(1)
-    losses = np.array([0.9, 0.9]) + 0.02 * generator.normal(size=(12, 2))  # violations: about 0, and 0.18
-    certificate = certify(profile_of(losses, PROBLEM))
+    losses = np.array([0.6, 0.6]) + 0.02 * generator.normal(size=(12, 2))  # violations: about 0, and 0.18
+    problem = DescentProblem([0.4, 0.3], 1.0, 2).state_dict()
+    certificate = certify(profile_of(losses, problem))
     assert certificate.certified == [False, False]
     assert (certificate.certified_share, certificate.refuted_share) == (0.0, 0.5)
-    assert certify(profile_of(losses, PROBLEM, tolerance=0.3)).certified_share == 1.0
+    assert certify(profile_of(losses, problem, tolerance=0.3)).certified_share == 1.0
+    # At chance, within the tolerance or by a measured loss below f_0, a layer is refuted; near its edge it is open.
+    assert certify(profile_of(losses, problem, tolerance=0.5)).refuted_share == 1.0
+    for chance, refuted in ((0.8, 1.0), (0.9, 0.0), (1.0, 0.0)):
+        found = certify(profile_of(losses, problem | {"chance_loss": chance}, tolerance=0.3))
+        assert (found.certified_share, found.refuted_share) == (float(chance == 1), refuted), chance
     assert "not certified" in str(certificate)
     assert "independent samples" in str(certificate)
 

@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,16 @@ COMMANDS = {
     "exit": "report what a trained model is worth, and costs, when it stops early",
     "card": "write the model card of a run from what was measured, and upload it where asked to",
 }
+
+
+# In a run's folder: where its data came from, and how it was read. Neither Trainer nor `card` uploads a file of such a
+# name, and this one holds paths of the machine.
+RECORD_NAME = "_data.json"
+# Told one of these, a command takes none of the others from a record: they say together which rows are measured.
+SOURCES = (
+    "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
+    "validation_file", "test_file", "data_layout", "data_dir", "train_files", "test_files",
+)  # fmt: skip
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
@@ -68,13 +78,72 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         return module, module.parse(args.arguments, prog=prog, description=summary)
     if hasattr(module, "argument_types"):
         return module, parse_recipe(module.argument_types, args.arguments, prog=prog, description=summary)
-    command_parser = argparse.ArgumentParser(prog=prog, description=summary)
+    command_parser = argparse.ArgumentParser(prog=prog, description=summary, allow_abbrev=False)
     module.add_arguments(command_parser)
-    return module, (command_parser.parse_args(args.arguments),)
+    parsed = command_parser.parse_args(args.arguments)
+    if hasattr(parsed, "model"):
+        known = recorded([parsed.model], flags_of(args.arguments))
+        command_parser.set_defaults(**{name: value for name, value in known.items() if hasattr(parsed, name)})
+        parsed = command_parser.parse_args(args.arguments)
+    return module, (parsed,)
+
+
+def flags_of(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line."""
+    return {word[2:].split("=")[0] for word in argv if word.startswith("--")}
+
+
+def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
+    """What the records of `models` say of arguments that are not `told`; what no run recorded keeps its default.
+
+    Raises:
+        ValueError: two records differ.
+    """
+    told, found = {*told, *(SOURCES if set(SOURCES) & set(told) else ())}, {}
+    for model in models:
+        for name, value in record_of(model).items():
+            if name not in told and found.setdefault(name, value) != value:
+                raise ValueError(
+                    f"`{name}` was {found[name]!r} in the training of one of {list(models)} and {value!r} in that of "
+                    f"another: say which by `--{name}`."
+                )
+    return found
+
+
+def record_of(model: str) -> dict[str, Any]:
+    """The arguments of data that a run recorded, but for those that had no value; of a checkpoint, those of its run.
+
+    Older runs, and those that come from the Hub, tell of their files nothing but names: they name no sources.
+    """
+    from .constraints.state import SUMMARY_NAME, is_stale
+    from .files import find_json
+
+    summary = find_json(model, SUMMARY_NAME)
+    folder = Path(model).resolve()
+    path = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECORD_NAME
+    if path.is_file() and not is_stale(path, summary):
+        known = find_json(str(path.parent), RECORD_NAME)
+    else:
+        known = {name: value for name, value in summary.get("command", {}).items() if name not in (*SOURCES, "dtype")}
+        known = {"max_seq_length": summary.get("arguments", {}).get("max_length")} | known  # as SFT calls it
+    # What is drawn from the rows of training is none of the rows that are measured.
+    return {name: value for name, value in known.items() if value is not None and name != "max_train_samples"}
+
+
+def absolute(name: str, value: Any) -> Any:
+    """The argument `name` of data with its paths made absolute, so that it can be read from anywhere."""
+    if isinstance(value, list):
+        return [absolute(name, item) for item in value]
+    is_path = name.endswith(("_file", "_files", "_dir")) or (name == "dataset_name" and os.path.exists(value or ""))
+    return os.path.abspath(value) if value and is_path and "://" not in value else value
 
 
 def parse_recipe(
-    argument_types: Sequence[type], argv: Sequence[str], ignore_unknown_keys: bool = False, **parser_kwargs
+    argument_types: Sequence[type],
+    argv: Sequence[str],
+    ignore_unknown_keys: bool = False,
+    models: Sequence[str] = (),
+    **parser_kwargs,
 ) -> tuple:
     """Parses flags into dataclasses; a YAML file named by `--config` gives defaults, and flags win over it.
 
@@ -85,6 +154,8 @@ def parse_recipe(
             The flags.
         ignore_unknown_keys (`bool`):
             Pass over what else the file sets, as the recipe of another command does.
+        models (sequence of `str`):
+            Finished runs, whose records give what neither flags nor the file do.
         parser_kwargs:
             Passed to the parser (`prog`, `description`, ...).
 
@@ -98,18 +169,20 @@ def parse_recipe(
     config_parser.add_argument("--config", help="YAML file with values for any of the arguments; flags win over it.")
     parser = HfArgumentParser(argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs)
 
-    config_path = config_parser.parse_known_args(argv)[0].config
+    config_path, values = config_parser.parse_known_args(argv)[0].config, {}
+    fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
     if config_path is not None:
         values = load_recipe(config_path)
-        fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
         if ignore_unknown_keys:
             values = {name: value for name, value in values.items() if name in fields}
         elif unknown := sorted(set(values) - fields):
             raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
-        # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
-        parser.set_defaults(**values)
-        for action in parser._actions:
-            action.required = action.required and action.dest not in values
+    known = recorded(models, flags_of(argv) | values.keys()) if models else {}
+    values = {name: value for name, value in known.items() if name in fields} | values
+    # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
+    parser.set_defaults(**values)
+    for action in parser._actions:
+        action.required = action.required and action.dest not in values
     return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
 
 

@@ -1,5 +1,6 @@
 """`hf-descent classify`: fine-tune a text classifier, then report it per layer and under noise."""
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ from datasets import DatasetDict
 from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
 from transformers.utils import is_peft_available
 
+from ..cli import RECORD_NAME, absolute
 from ..configs import DescentConfig
 from ..data.text import DataArguments, load_text_classification, most_tokens, tokenize
+from ..files import whole_file
 from ..loading import load_tokenizer
 from ..metrics.accuracy import Accuracy
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
@@ -129,8 +132,9 @@ def train_and_report(
 ) -> None:
     """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
 
-    `arguments` are those of the command beside the trainer's; the run's `descent_config.json` gets what they say of
-    the training, since runs that differ in it are not seeds of one.
+    `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets what
+    they say of the training, since runs that differ in it are not seeds of one. What was measured, and on which rows,
+    is recorded for the commands that measure the model again.
     """
     given = {name: value for each in arguments for name, value in vars(each).items() if name not in OF_REPORTS}
     trainer.command = {name: json_value(value) for name, value in given.items()}
@@ -141,6 +145,13 @@ def train_and_report(
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", metrics)
+    if trainer.is_world_process_zero():
+        args = trainer.args
+        record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
+        record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
+        record |= {name: absolute(name, value) for name, value in vars(arguments[-1]).items()}
+        with whole_file(os.path.join(args.output_dir, RECORD_NAME)) as file:
+            json.dump(record, file, indent=2)
     report()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()  # what was saved before is without the results

@@ -1,11 +1,11 @@
 """`hf-descent evaluate MODEL...`: how good models are under noise and at every layer, on the same held-out rows.
 
-The task is read off the models' architecture; the data comes from the recipe that trained them (`--config`) or from
-flags. All models see the same batches and, per batch and level, the same noise, so that `hf-descent compare` can pair
-them. Results go into each model's folder: `noise_curve.json` and `.csv`; `layer_profile.json` and, of a constrained
-run, `certificate.json`, both also at noise levels (`..._gamma_<level>.json`); `shift_growth.json`; with
-`--perturbation_rates` a curve named after the perturbation, with `--epsilons` `privacy_curve.json`. A results folder
-elsewhere also gets the model's `descent_config.json`.
+The task is read off the models' architecture; the data comes from flags, from a recipe (`--config`) or, as far as
+these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
+the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
+`.csv`; `layer_profile.json` and, of a constrained run, `certificate.json`, both also at noise levels
+(`..._gamma_<level>.json`); `shift_growth.json`; with `--perturbation_rates` a curve named after the perturbation, with
+`--epsilons` `privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..cli import check_least, parse_recipe, writable_folder
+from ..cli import check_least, parse_recipe, record_of, writable_folder
 from ..configs import DescentConfig, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
 from ..data.alpaca import AlpacaArguments, load_alpaca
@@ -126,7 +126,8 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     tokenizer = load_tokenizer(name)
     model = load_model(name)
     rows = _held_out(load_alpaca(args, tokenizer))
-    settings = {"tokenizer": tokenizer, "limit": position_limit(model)}
+    limits = (position_limit(model), record_of(name).get("max_seq_length"))
+    settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
     rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
     return Task(model, rows, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
@@ -182,6 +183,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], 
         (EvaluateArguments, data_arguments),
         argv[len(names) :],
         ignore_unknown_keys=True,
+        models=names,
         prog=prog,
         usage=f"{prog} MODEL... [--config RECIPE] [flags]",
         description=description,

@@ -59,7 +59,9 @@ def test_the_best_candidate_is_loaded_where_it_changes_backwards(tmp_path, save_
         tmp_path, max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy=save_strategy, save_steps=2,
         load_best_model_at_end=True, metric_for_best_model="best_candidate", greater_is_better=False,
     )  # fmt: skip
-    trainer = Measured(bert(num_layers=2), args, train_dataset=classification_data(48), eval_dataset=[])
+    trainer = Measured(
+        bert(num_layers=2), args, train_dataset=classification_data(48), eval_dataset=classification_data(8)
+    )
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")

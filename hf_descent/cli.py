@@ -36,9 +36,6 @@ COMMANDS = {
 }
 
 
-# In a run's folder: where its data came from, and how it was read. Neither Trainer nor `card` uploads a file of such a
-# name, and this one holds paths of the machine.
-RECORD_NAME = "_data.json"
 # Told one of these, a command takes none of the others from a record: they say together which rows are measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
@@ -115,15 +112,11 @@ def record_of(model: str) -> dict[str, Any]:
 
     Older runs, and those that come from the Hub, tell of their files nothing but names: they name no sources.
     """
-    from .constraints.state import SUMMARY_NAME, is_stale
-    from .files import find_json
+    from .runs import RunFolder  # takes seconds: not for `hf-descent --help`
 
-    summary = find_json(model, SUMMARY_NAME)
-    folder = Path(model).resolve()
-    path = (folder.parent if folder.name.startswith("checkpoint-") else folder) / RECORD_NAME
-    if path.is_file() and not is_stale(path, summary):
-        known = find_json(str(path.parent), RECORD_NAME)
-    else:
+    summary, folder = RunFolder(model).summary, Path(model).resolve()
+    known = RunFolder(folder.parent if folder.name.startswith("checkpoint-") else folder).read(RunFolder.DATA)
+    if not known:
         known = {name: value for name, value in summary.get("command", {}).items() if name not in (*SOURCES, "dtype")}
         known = {"max_seq_length": summary.get("arguments", {}).get("max_length")} | known  # as SFT calls it
     # What is drawn from the rows of training is none of the rows that are measured.

@@ -54,6 +54,9 @@ class RunFolder:
 
     SUMMARY = "descent_config.json"
     CARD = "model_card.json"
+    # Where the data came from, and how it was read. It holds paths of this machine, and has a name that neither Trainer
+    # nor `card` uploads.
+    DATA = "_data.json"
     HISTORY = "trainer_state.json"
     EXITS_FIGURE = "exits.png"
     # What `hf-descent evaluate` writes, beside curves.

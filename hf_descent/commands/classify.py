@@ -11,14 +11,14 @@ from datasets import DatasetDict
 from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
 from transformers.utils import is_peft_available
 
-from ..cli import RECORD_NAME, absolute
+from ..cli import absolute
 from ..configs import DescentConfig
 from ..data.text import DataArguments, load_text_classification, most_tokens, tokenize
 from ..files import whole_file
 from ..loading import load_tokenizer
 from ..metrics.accuracy import Accuracy
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
-from ..runs import json_value
+from ..runs import RunFolder, json_value
 from ..trainer import DescentMixin, DescentTrainer
 
 
@@ -150,7 +150,7 @@ def train_and_report(
         record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
         record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
         record |= {name: absolute(name, value) for name, value in vars(arguments[-1]).items()}
-        with whole_file(os.path.join(args.output_dir, RECORD_NAME)) as file:
+        with whole_file(os.path.join(args.output_dir, RunFolder.DATA)) as file:
             json.dump(record, file, indent=2)
     report()
     if trainer.args.push_to_hub:

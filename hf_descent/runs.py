@@ -54,8 +54,8 @@ class RunFolder:
 
     SUMMARY = "descent_config.json"
     CARD = "model_card.json"
-    # Where the data came from, and how it was read. It holds paths of this machine, and has a name that neither Trainer
-    # nor `card` uploads.
+    # Where the data came from, and how it was read. It holds paths of this machine, so its name is one that neither
+    # Trainer nor `card` uploads.
     DATA = "_data.json"
     HISTORY = "trainer_state.json"
     EXITS_FIGURE = "exits.png"

@@ -39,6 +39,7 @@ from .selection import best_candidate
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
+OPTIMIZERS = ("optimizer", "global_step")  # the beginnings of their names, the latter with DeepSpeed
 CHECKSUMS_NAME = "descent_checksums.json"
 CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming reads, beside JSON, which people may edit
 # What Trainer and DeepSpeed write with `torch.save`; a folder may hold others' files of the same endings.
@@ -64,7 +65,7 @@ class CheckpointMixin:
             resume_from_checkpoint = self._on_first_process(newest_complete_checkpoint, self.args.output_dir)
         elif resume_from_checkpoint:
             self._on_first_process(check_complete, resume_from_checkpoint)
-        if resume_from_checkpoint and self.args.process_index == 0:
+        if resume_from_checkpoint and self.args.process_index == 0 and os.path.isdir(resume_from_checkpoint):
             self._report_changes(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -87,15 +88,20 @@ class CheckpointMixin:
         return found
 
     def _report_changes(self, checkpoint: str) -> None:
-        """One warning that names the arguments that are not those of the run that `checkpoint` is of."""
+        """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
+        if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
+            logger.warning(
+                f"{checkpoint} holds no optimizer (see `save_only_model`): it and the learning rate's schedule start "
+                "afresh."
+            )
         saved = RunFolder(checkpoint).summary.get("arguments")
         if saved is None:  # of plain Trainer
             return
-        now = training_arguments(self.args)
+        now, default = training_arguments(self.args), "at its default"
         changes = [
-            f"`{name}` was {saved.get(name, 'at its default')} and is {now.get(name, 'at its default')}"
+            f"`{name}` was {saved.get(name, default)} and is {now.get(name, default)}"
             for name in sorted(saved.keys() | now.keys())
-            if (name in saved, saved.get(name)) != (name in now, now.get(name))
+            if saved.get(name, default) != now.get(name, default)
         ]
         if changes:
             logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
@@ -219,9 +225,13 @@ class CheckpointMixin:
         finally:
             handle.remove()
 
+    def _finalize_training(self, *args, **kwargs):
+        if self.args.load_best_model_at_end:  # here, since Trainer loads where it sees the folder, with others' disks
+            self._on_first_process(check_complete, self.state.best_model_checkpoint or "")
+        return super()._finalize_training(*args, **kwargs)
+
     def _load_best_model(self):
         best = self.state.best_model_checkpoint
-        self._on_first_process(check_complete, best)
         with self._own_names(best):
             super()._load_best_model()
         if self._state is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
@@ -329,12 +339,12 @@ def faults(checkpoint: str) -> Iterator[str]:
         except (OSError, ValueError) as error:
             yield f"{folder / name} is missing or damaged ({error})"
             return
-    if any(name.startswith("optimizer") for name in names):
+    if any(name.startswith(OPTIMIZERS[0]) for name in names):
         if SCHEDULER_NAME not in names:  # without which Trainer loads no optimizer either
             yield f"{folder / SCHEDULER_NAME} is missing"
         if not any(name.startswith("rng_state") for name in names):
             yield f"{folder / 'rng_state.pth'} is missing"
-    elif SCHEDULER_NAME in names and not any(name.startswith("global_step") for name in names):  # DeepSpeed's
+    elif SCHEDULER_NAME in names and not any(name.startswith(OPTIMIZERS[1]) for name in names):
         yield f"{folder / OPTIMIZER_NAME} is missing"
     if "multipliers" in contents.get(RunFolder.SUMMARY, ()) and SCHEDULER_NAME in names and STATE_NAME not in names:
         yield f"{folder / STATE_NAME} is missing"
@@ -344,7 +354,7 @@ def faults(checkpoint: str) -> Iterator[str]:
     # Sharded (FSDP, DeepSpeed) weights lie in folders of their own.
     if not any((folder / name).is_dir() or (name.startswith(WEIGHTS) and not name.endswith(".tmp")) for name in names):
         yield f"{folder} holds no model weights"
-    for path in sorted(folder.rglob("*")):
+    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
         is_shard = path.parent != folder  # of FSDP or DeepSpeed, whose processes write together
         if path.suffix == ".distcp" and not (index := path.with_name(".metadata")).exists():  # which is written last
             yield f"{index} is missing"
@@ -355,7 +365,8 @@ def faults(checkpoint: str) -> Iterator[str]:
             yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
         found = checksums(folder)
         for name in (name for name, checksum in saved["files"].items() if found.get(name) != checksum):
-            yield f"{folder / name} is not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
+            fault = f"not as it was saved (if you changed it, delete {CHECKSUMS_NAME})" if name in found else "missing"
+            yield f"{folder / name} is {fault}"
 
 
 def checksums(folder: Path) -> dict[str, list[int]]:

@@ -395,6 +395,12 @@ def test_a_checkpoint_that_was_half_replaced_by_a_later_run_is_noticed(tmp_path,
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
+def test_a_checkpoint_without_optimizer_says_so(tmp_path, caplog):
+    make(arguments(tmp_path, max_steps=1, save_only_model=True)).train()
+    make(arguments(tmp_path, max_steps=2)).train(resume_from_checkpoint=True)
+    assert caplog.text.count("holds no optimizer") == 1
+
+
 def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
     def warnings():
         return [record.message for record in caplog.records if "changed arguments" in record.message]
@@ -412,6 +418,9 @@ def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
     make(arguments(tmp_path, max_steps=2)).train()
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "index.bin").write_bytes(b"not torch's")
+    lock = checkpoint / ".cache" / "huggingface" / "download" / "model.lock"  # as downloads leave them
+    lock.parent.mkdir(parents=True)
+    lock.touch()
     (checkpoint / CHECKSUMS_NAME).unlink()
     for name in ("optimizer.pt", "scheduler.pt"):
         state = torch.load(checkpoint / name, weights_only=False)

@@ -35,9 +35,14 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
         dtype (`str`): of the weights; "auto": as saved.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or was trained with a readout of its own.
     """
     adapter, summary = find_json(name, ADAPTER), RunFolder(name).summary
+    if "readout" in summary:
+        raise ValueError(
+            f"{name} was trained with a readout of its own (`{summary['readout']}`), which no file holds: its "
+            "head says nothing of it. Measure it in a script, where the functions of `hf_descent` take the `readout`."
+        )
     architecture = _architecture(name, adapter, summary)
     if architecture.endswith("ForSequenceClassification"):
         auto_class = AutoModelForSequenceClassification

@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER, GPT, MODELS, build
-from tiny import bert, llama
+from tiny import bert, classification_data, config, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hf_descent import DescentTrainer
 from hf_descent.loading import architecture_of, has_position_table, load_model, load_tokenizer, position_limit
 
 
@@ -130,3 +131,14 @@ def test_as_many_tokens_as_the_limit_are_taken_and_no_more():
         model(torch.full((1, limit), 5))
         with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
             model(torch.full((1, limit + 1), 5))
+
+
+def test_a_model_of_a_readout_of_its_own_is_not_read_by_its_head(tmp_path):
+    trainer = DescentTrainer(
+        bert(), config(tmp_path, max_steps=1), train_dataset=classification_data(8),
+        readout=lambda model, hidden, inputs: model.classifier(hidden[:, 1]),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    with pytest.raises(ValueError, match="readout of its own"):
+        load_model(str(tmp_path))

@@ -61,7 +61,7 @@ class ReportMixin:
             metrics[f"{prefix}_feasible"] = float(feasible and rows >= MIN_ROWS)
             shortfall = self.problem.shortfall(losses, tolerance)
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -shortfall / bound
-            metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score) else UNKNOWN_SCORE
+            metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score + last) else UNKNOWN_SCORE
         if self.needs_labels or (self.problem is None and self.awaits_problem):
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
         return metrics

@@ -50,6 +50,13 @@ def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path
     assert feasible[2] > feasible[0] > feasible[1] > 0 > infeasible[0] > infeasible[1] > infeasible[2]
 
 
+def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(tmp_path):
+    trainer = DescentTrainer(bert(), config(tmp_path, constrained_layers=[1]), eval_dataset=DATA_TEST)
+    trainer.evaluate()
+    found = trainer._state.evaluation(torch.tensor([0.5, 0.4, float("nan")]), "eval")
+    assert found["eval_feasible"] == 0 and found["eval_feasible_score"] < -1e8
+
+
 def test_tolerance_and_score_are_in_units_of_f_0(tmp_path):
     args = config(tmp_path, initial_loss_bound=4.0, feasibility_tolerance=0.1)
     trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST)

@@ -3,7 +3,8 @@
 Where the tail of a model is one module that acts on each position alone (the final norm) and one linear head, the
 layer losses need no replay: [`FusedReadout`] records the hidden states of a forward whose head is given nothing to do,
 and reads all of them with `fused_layer_losses`. Whether a tail is of that kind is found out on a real batch, and the
-losses are checked against those of the replay; every other tail raises, and the replay remains.
+losses are checked against those of the replay; every other tail raises, and the replay remains. That of RoBERTa and
+its kin is such a one: what their head calls between its modules is a function, which cannot be called apart from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -297,7 +298,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             chain.insert(0, module)
             reached = received[0]
     if not share_storage(reached, last):
-        raise ValueError(f"{name}: no chain of modules leads from the last layer to the head.")
+        raise ValueError(f"{name}: no chain of modules leads from the last layer to the head; a function is between.")
     norm = _Norm(*chain)
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
     for module, _, _ in tail:

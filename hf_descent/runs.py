@@ -102,20 +102,24 @@ class RunFolder:
         """The fresh results of the class `kind` in the files `pattern`."""
         return [kind.from_json(str(path)) for path in self.fresh(f"{pattern}.json")]
 
-    def write(self, results: Mapping[str, Any]) -> str:
-        """Write results by their names, as JSON and curves also as CSV; returns them as tables."""
+    def write(self, results: Mapping[str, Any]) -> None:
+        """Write results by their names, as JSON and noise curves also as CSV."""
         self.path.mkdir(parents=True, exist_ok=True)
         for name, result in results.items():
             result.to_json(str(self.path / f"{name}.json"))
             if hasattr(result, "to_csv"):
                 result.to_csv(str(self.path / f"{name}.csv"))
-        return "\n\n".join(f"{name.replace('_', ' ')}\n{result}" for name, result in results.items())
 
     def remove_evaluations(self, curves: Sequence[str] = ()) -> None:
         """Remove the profiles of earlier evaluations, perhaps of other rows, what was made of them, and `curves`."""
         for pattern in (*self.EVALUATIONS, *(f"{name}.{ending}" for name in curves for ending in ("json", "csv"))):
             for path in self.path.glob(pattern):
                 path.unlink()
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """Results as people read them, each under its name."""
+    return "\n\n".join(f"{name.replace('_', ' ')}\n{result}" for name, result in results.items())
 
 
 def training_arguments(args: DescentArguments) -> dict[str, Any]:

@@ -1,37 +1,25 @@
 """`hf-descent classify`: fine-tune a text classifier, then report it per layer and under noise."""
 
-import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from datasets import DatasetDict
 from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
 from transformers.utils import is_peft_available
 
-from ..cli import absolute
 from ..configs import DescentConfig
 from ..data.text import DataArguments, load_text_classification, most_tokens, tokenize
-from ..files import whole_file
 from ..loading import load_tokenizer
 from ..metrics.accuracy import Accuracy
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
-from ..runs import RunFolder, json_value
-from ..trainer import DescentMixin, DescentTrainer
+from ..trainer import DescentTrainer
+from .training import OutputArguments, report, resume_choice, train_and_report
 
 
-# Arguments of the commands that say nothing of the training.
-OF_REPORTS = (
-    "cache_dir", "classical_clips", "compare_with", "max_eval_samples", "noise_draws", "overwrite_output_dir",
-    "picture_gamma", "test_file", "test_files", "test_split",
-)  # fmt: skip
 POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(OutputArguments):
     """Which model, how its layers are read out, and whether it is adapted by LoRA."""
 
     model_name_or_path: str = field(metadata={"help": "Model on the Hub or in a local folder."})
@@ -57,10 +45,6 @@ class ModelArguments:
     lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
     lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
-    )
 
     def __post_init__(self):
         if self.pooling not in POOLING:
@@ -107,54 +91,6 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         compute_metrics=accuracy_of,
     )
     train_and_report(trainer, resume, partial(report, trainer, dataset), model_args, data_args)
-
-
-def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
-    """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch).
-
-    Raises:
-        ValueError: the output folder holds something, and the arguments say neither to resume nor to overwrite.
-    """
-    # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
-    resume = {"true": True, "false": None, "none": None}.get(
-        str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint
-    )
-    if not (resume or overwrite) and os.path.isdir(args.output_dir) and os.listdir(args.output_dir):
-        raise ValueError(
-            f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
-            "afresh in it with `--overwrite_output_dir`, or name another."
-        )
-    return resume
-
-
-def train_and_report(
-    trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None], *arguments: Any
-) -> None:
-    """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
-
-    `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets what
-    they say of the training, since runs that differ in it are not seeds of one. What was measured, and on which rows,
-    is recorded for the commands that measure the model again.
-    """
-    given = {name: value for each in arguments for name, value in vars(each).items() if name not in OF_REPORTS}
-    trainer.command = {name: json_value(value) for name, value in given.items()}
-    metrics = trainer.train(resume_from_checkpoint=resume).metrics
-    if trainer.is_fsdp_enabled:
-        # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    trainer.save_model()
-    trainer.save_state()
-    trainer.save_metrics("train", metrics)
-    if trainer.is_world_process_zero():
-        args = trainer.args
-        record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
-        record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
-        record |= {name: absolute(name, value) for name, value in vars(arguments[-1]).items()}
-        with whole_file(os.path.join(args.output_dir, RunFolder.DATA)) as file:
-            json.dump(record, file, indent=2)
-    report()
-    if trainer.args.push_to_hub:
-        trainer.push_to_hub()  # what was saved before is without the results
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
@@ -204,34 +140,3 @@ def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:
     logits = prediction.predictions
     logits = logits[0] if isinstance(logits, tuple) else logits  # BART's come with the states of its encoder
     return metric.compute(predictions=logits.argmax(-1), references=prediction.label_ids)
-
-
-def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> None:
-    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
-    args = trainer.args
-    tables = [f"{'':10} {'accuracy':>10} {'loss':>10}"]
-    prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
-    for split, prefix in prefixes.items():
-        metrics = trainer.evaluate(dataset[split], metric_key_prefix=prefix)
-        # TRL calls its own metrics `eval_...` whatever the prefix.
-        metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
-        trainer.save_metrics(prefix, metrics)
-        tables[0] += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
-
-    # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
-    results = {}
-    for gamma in sorted({args.gamma_train, 0.0}, reverse=True):  # last without noise: metrics and card have that one
-        profile = trainer.evaluate_layers(dataset[split], gamma=gamma)
-        results[f"layer_profile{profile.ending}"] = profile
-    if args.eval_gammas:
-        results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
-    for result in results.values():
-        metrics |= {f"{prefix}_{name}": value for name, value in result.to_dict().items()}
-    trainer.save_metrics(prefix, metrics)
-    if trainer.is_world_process_zero():
-        for name, result in results.items():
-            result.to_json(os.path.join(args.output_dir, f"{name}.json"))
-            if name == "noise_curve":
-                result.to_csv(os.path.join(args.output_dir, f"{name}.csv"))
-            tables.append(f"{name.replace('_', ' ')}, {split} rows\n{result}")
-        print("\n\n".join([*tables, f"Written to {args.output_dir}"]))

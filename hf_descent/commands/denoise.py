@@ -11,26 +11,27 @@ from itertools import islice
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForImageToImage, PreTrainedModel, set_seed
 
 from ..configs import DescentConfig
-from ..data.patches import check_patch_size, collate, collate_images, frame_rows, from_patches, patch_rows, to_patches
+from ..data.denoising import ImageTask, PatchTask, draw_rows, some_clips
 from ..data.video import VideoArguments, load_clips
+from ..evaluation.classical import classical_rmse, import_restoration
+from ..evaluation.plots import plot_strip, save_gif
 from ..evaluation.scoring import Result
 from ..models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
 from ..noise.embedding_noise import deviation_from_moments, moments_of
+from ..runs import RunFolder, tables
 from ..trainer import DescentTrainer
-from .classify import resume_choice, train_and_report
-from .denoise_report import classical_rmse, import_restoration, plot_strip, restore, save_gif, table
+from .training import OutputArguments, metrics_of, resume_choice, train_and_report
 
 
 ARCHITECTURES = ("ut", "dust", "vit")
 SIGMA_ROWS = 4096  # rows from which the deviation of the clean signal is measured
-SHUFFLE_BUFFER = 10_000  # rows held to draw from where videos are streamed
 
 
 @dataclass
-class ModelArguments:
+class ModelArguments(OutputArguments):
     """Which denoiser, and what is printed and drawn beside it."""
 
     architecture: str = field(metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
@@ -65,10 +66,6 @@ class ModelArguments:
         default=None, metadata={"help": "Folder of another denoiser, of the same patches or images, for the pictures."}
     )
     picture_gamma: float = field(default=0.25, metadata={"help": "Noise level of the pictures."})
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
-    )
 
     def __post_init__(self):
         if self.architecture not in ARCHITECTURES:
@@ -86,61 +83,6 @@ class ModelArguments:
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)
-
-
-class PatchTask:
-    """Rows are the patches `[frames, values]` of a clip at one place; a clip is a batch of them."""
-
-    pixel_range = 1.0  # of the model's input
-
-    def __init__(self, data_args: VideoArguments):
-        self.patch_size, self.frame_size = data_args.patch_size, data_args.frame_size
-        check_patch_size(self.frame_size, self.patch_size)
-        self.collate = collate
-
-    def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        """The rows of a split of clips."""
-        return patch_rows(clips, self.patch_size)
-
-    def preprocess(self, frames: np.ndarray) -> np.ndarray:
-        """The frames of a video, uint8, as the model is to restore them: in [0, 1], `[frames, height, width]`."""
-        return frames / 255
-
-    def inputs(self, clip: np.ndarray) -> torch.Tensor:
-        """What the model is given for a clip of such frames, noisy or not."""
-        return to_patches(torch.from_numpy(clip).float(), self.patch_size)
-
-    def frames(self, outputs: torch.Tensor) -> np.ndarray:
-        """The inverse of `inputs`."""
-        return from_patches(outputs, self.frame_size).numpy()
-
-
-class ImageTask:
-    """Rows are frames, made into images by the model's own processor; a clip is a batch of them. As [`PatchTask`]."""
-
-    def __init__(self, model_name_or_path: str):
-        self.processor = processor = AutoImageProcessor.from_pretrained(model_name_or_path)
-        self.mean, self.std = 0.0, 1.0
-        if processor.do_normalize:
-            # One scale for all channels, or the RMSE would weigh them differently.
-            self.mean, self.std = float(np.mean(processor.image_mean)), float(np.mean(processor.image_std))
-            processor.image_mean, processor.image_std = [self.mean] * 3, [self.std] * 3
-        self.pixel_range = 1 / self.std
-        self.collate = partial(collate_images, image_processor=self.processor)
-
-    def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        return frame_rows(clips)
-
-    def preprocess(self, frames: np.ndarray) -> np.ndarray:
-        # A processor sets the size of its images: they are restored in that.
-        return self.frames(self.collate([{"pixel_values": frame} for frame in torch.tensor(frames)])["pixel_values"])
-
-    def inputs(self, clip: np.ndarray) -> torch.Tensor:
-        images = (torch.from_numpy(clip).float() - self.mean) / self.std  # [frames, height, width]
-        return images[:, None].expand(-1, 3, -1, -1)
-
-    def frames(self, outputs: torch.Tensor) -> np.ndarray:
-        return (outputs.mean(1) * self.std + self.mean).numpy()
 
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
@@ -210,22 +152,10 @@ def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_arg
     for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
         results = report(trainer, task, name, rows[name], clips[name], model_args)
     if is_main:
-        for kind, result in results.items():
-            result.to_json(os.path.join(folder, f"{kind}.json"))
+        RunFolder(folder).write(results)
     draw(trainer, task, clips[kept], model_args)
     if is_main:
         print(f"Written to {folder}")
-
-
-def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset | list:
-    """The rows of a split in random order, as many as the arguments allow."""
-    limit = args.max_train_samples if split == "train" else args.max_eval_samples
-    if isinstance(rows, Dataset):
-        rows = rows.shuffle(seed=args.split_seed)
-        return rows if limit is None else rows.select(range(min(limit, len(rows))))
-    rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
-    # A part is held, since a stream is shuffled anew for every epoch: its first rows would be others.
-    return rows if limit is None else list(rows.take(limit))
 
 
 def measure_sigma(rows: Dataset | IterableDataset, task: PatchTask | ImageTask) -> float:
@@ -256,27 +186,26 @@ def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: M
     """Measures the model on a split at every noise level and at every layer, and prints the tables."""
     args = trainer.args
     shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
-    profile = trainer.evaluate_layers(rows, gamma=args.gamma_train, **shared)
-    results = {"layer_profile": profile}
-    metrics = {f"{split}_{name}": value for name, value in profile.to_dict().items()}
-    tables = [f"{split}: loss of every layer at noise level {args.gamma_train:g}\n{profile}"]
+    results = {"layer_profile": trainer.evaluate_layers(rows, gamma=args.gamma_train, **shared)}
+    classical = {}
     if args.eval_gammas:
         results["noise_curve"] = curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
-        metrics |= {f"{split}_{name}": value for name, value in curve.to_dict().items()}
-        metrics[f"{split}_mean_rmse"] = float(curve.mean.mean())
-        gammas = curve.gammas.tolist()
-        columns = {}
         if model_args.classical_clips:
             few = [row["frames"] for row in some_clips(clips, model_args.classical_clips)]
             # They see gray frames in [0, 1], and are given the deviation of those.
-            columns = classical_rmse(np.stack(few) / 255, gammas, args.noise_sigma / task.pixel_range)
-        for name, values in columns.items():
-            metrics |= {f"{split}_{name}_rmse@{gamma:g}": value for gamma, value in zip(gammas, values)}
-        columns["this model"] = curve.mean.tolist()
-        tables.append(f"{split}: RMSE (0-255) against the noise level\n{table(columns, gammas)}")
+            sigma = args.noise_sigma / task.pixel_range
+            classical = classical_rmse(np.stack(few) / 255, curve.gammas.tolist(), sigma)
+    metrics = metrics_of(results, split)
+    for name, values in classical.items():
+        metrics |= {f"{split}_{name}_rmse@{gamma:g}": value for gamma, value in zip(curve.gammas, values)}
+    if args.eval_gammas:
+        metrics[f"{split}_mean_rmse"] = curve.mean_over_levels
     trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
-        print("\n\n".join(tables), end="\n\n")
+        print(f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n")
+        print(tables(results), end="\n\n")
+        for name, values in classical.items():
+            print(f"{name:>10}, RMSE at these levels:" + "".join(f"{value:9.3f}" for value in values))
     return results
 
 
@@ -288,8 +217,8 @@ def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
         models = {os.path.basename(os.path.normpath(args.compare_with)): other} | models
     clip = task.preprocess(some_clips(clips, 1)[0]["frames"])  # [frames, height, width]
     deviation = args.picture_gamma * trainer.args.noise_sigma / task.pixel_range
-    functions = {name: partial(_denoise, model.eval(), task) for name, model in models.items()}
-    pictures = restore(functions, clip, deviation, trainer.args.seed)
+    noisy = clip + deviation * np.random.default_rng(trainer.args.seed).standard_normal(clip.shape)
+    pictures = {"noisy": noisy} | {name: _denoise(model.eval(), task, noisy) for name, model in models.items()}
     middle = len(clip) // 2
     if not trainer.is_world_process_zero():  # but a sharded model runs on all together
         return
@@ -300,13 +229,6 @@ def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
     )
     strip.savefig(os.path.join(trainer.args.output_dir, "strip.png"), dpi=120)
     save_gif(os.path.join(trainer.args.output_dir, "clip.gif"), [*pictures.values(), clip])
-
-
-def some_clips(clips: Dataset | IterableDataset, count: int) -> list[dict]:
-    """Rows spread evenly over a split; the first ones of a stream."""
-    if isinstance(clips, Dataset):
-        clips = clips.select(np.linspace(0, len(clips), 2 * min(count, len(clips)) + 1).astype(int)[1::2])
-    return list(islice(clips.with_format("numpy"), count))
 
 
 @torch.no_grad()

@@ -20,14 +20,14 @@ from transformers import (
     AutoModelForImageToImage,
     DataCollatorForSeq2Seq,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
 
 from ..cli import check_least, parse_recipe, record_of, writable_folder
 from ..configs import DescentConfig, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
-from ..data.alpaca import AlpacaArguments, load_alpaca
+from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
+from ..data.denoising import ImageTask, PatchTask, draw_rows
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
@@ -36,7 +36,7 @@ from ..evaluation.uncertainty import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..losses.task import IGNORE_INDEX
 from ..privacy import privacy_curve
-from ..runs import RunFolder
+from ..runs import RunFolder, tables
 
 
 logger = logging.get_logger(__name__)
@@ -135,8 +135,6 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
 
 def denoising_task(name: str, args: VideoArguments) -> Task:
     """RMSE of a denoiser on the 0-255 scale."""
-    from .denoise import ImageTask, PatchTask, draw_rows
-
     model = AutoModelForImageToImage.from_pretrained(name)
     task = ImageTask(name) if model.config.model_type.startswith("vit") else PatchTask(args)
     clips = load_clips(args)
@@ -239,9 +237,9 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         path = os.path.join(folder, f"{file}.json")
         return noise_curve(model, rows, gammas, draws=args.draws, path=path, **shared | settings)
 
-    tables, private = [], None
+    results = {}
     if args.epsilons is not None:  # first, since it refuses the most
-        private = privacy_curve(
+        results["privacy_curve"] = privacy_curve(
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
     # Before anything is written: a killed call would leave them beside new ones. Curves of a model without a time of
@@ -254,14 +252,10 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
         else:
             (run.path / run.SUMMARY).unlink(missing_ok=True)  # of another model of this name
-    if private is not None:
-        tables.append(run.write({"privacy_curve": private}))
-    found = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
-    tables.append(f"noise curve\n{found}")
+    results["noise_curve"] = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
     if args.perturbation_rates is not None:
-        kind = task.perturbation.name
-        found = curve(f"{kind}_curve", task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
-        tables.append(f"{kind}, by their rate\n{found}")
+        file = f"{task.perturbation.name}_curve"
+        results[file] = curve(file, task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
 
     problem, tolerance = DescentProblem.saved_in(summary), 0.0
     if problem is not None:
@@ -271,30 +265,14 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         tolerance = share * problem.initial_loss_bound
     gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
-    results = {}
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
             results[f"certificate{profile.ending}"] = certify(profile, args.confidence)
     if 0.0 in gammas and len(gammas) > 1:
         results["shift_growth"] = shift_growth(profiles)
-    return "\n\n".join([*tables, run.write(results)])
-
-
-def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:
-    """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
-    `SFTTrainer` makes them; cut to `limit` tokens."""
-    if isinstance(row["prompt"], str):
-        prompt, end = tokenizer(row["prompt"])["input_ids"], tokenizer.eos_token or ""
-        ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
-    else:
-        messages = row["prompt"]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        ids = tokenizer.apply_chat_template([*messages, *row["completion"]], return_dict=False)
-    # A token may join the end of the prompt and what follows.
-    start = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
-    labels = [IGNORE_INDEX] * start + ids[start:]
-    return {"input_ids": ids[:limit], "attention_mask": [1] * len(ids[:limit]), "labels": labels[: len(ids[:limit])]}
+    run.write(results)
+    return tables(results)
 
 
 def _held_out(splits) -> Dataset:

@@ -1,6 +1,6 @@
 """`hf-descent sft`: fine-tune a language model on instructions, then report it per layer and under noise."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from trl import ModelConfig, get_peft_config, get_quantization_config
@@ -9,17 +9,12 @@ from ..data.alpaca import AlpacaArguments, load_alpaca
 from ..loading import load_tokenizer
 from ..sft_config import SFTDescentConfig
 from ..sft_trainer import SFTDescentTrainer
-from .classify import report, resume_choice, train_and_report
+from .training import OutputArguments, report, resume_choice, train_and_report
 
 
 @dataclass
-class ModelArguments(ModelConfig):
+class ModelArguments(OutputArguments, ModelConfig):
     """TRL's model arguments: name, precision, LoRA, quantisation."""
-
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
-    )
 
 
 argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)

@@ -6,6 +6,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..losses.task import IGNORE_INDEX
 from .splits import SplitArguments, check_texts, hold_out, load_splits
 
 
@@ -119,3 +120,19 @@ def check_prompts(rows: Dataset, source: str) -> None:
     check_texts(rows, "instruction", source)
     if "input" in rows.column_names:
         check_texts(rows, "input", source, str | None)
+
+
+def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:
+    """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
+    `SFTTrainer` makes them; cut to `limit` tokens."""
+    if isinstance(row["prompt"], str):
+        prompt, end = tokenizer(row["prompt"])["input_ids"], tokenizer.eos_token or ""
+        ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
+    else:
+        messages = row["prompt"]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template([*messages, *row["completion"]], return_dict=False)
+    # A token may join the end of the prompt and what follows.
+    start = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
+    labels = [IGNORE_INDEX] * start + ids[start:]
+    return {"input_ids": ids[:limit], "attention_mask": [1] * len(ids[:limit]), "labels": labels[: len(ids[:limit])]}

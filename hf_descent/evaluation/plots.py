@@ -5,7 +5,8 @@
 - `plot_duals`: multipliers and violations over the steps of one run;
 - `plot_ratios`: per-sample ratios of consecutive layer losses (figure 12);
 - `plot_ablation`: metric at three noise levels against a setting, such as alpha (figures 5 and 14) or the dual rate
-  (figure 15).
+  (figure 15);
+- `plot_strip` and `save_gif`: what denoisers make of a noisy clip.
 """
 
 import os
@@ -17,6 +18,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from .comparison import Comparison, Run, descent_level, shared_levels
 
@@ -35,6 +37,7 @@ STYLES = (
 )
 LINES = ("-", "--", "-.", ":", (0, (1, 3)))
 FILES = re.compile(r"(metric_against_noise|layer_losses|ratios|duals_\w+|ablation_\w+)\.(png|svg)")
+GIF_FRAME_MS = 100
 ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
 
 
@@ -166,6 +169,35 @@ def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
         axes.set_xscale("log")
     axes.legend(frameon=False)
     return figure
+
+
+def plot_strip(clean: np.ndarray, others: Mapping[str, np.ndarray], title: str) -> Figure:
+    """The clean frame `[height, width]` and the others in a row, with maps of their absolute errors below.
+
+    All maps share one scale, which ends at the largest error but for the last 1% of the noisy frame's.
+    """
+    errors = {name: np.abs(frame - clean) for name, frame in others.items()}
+    largest = max(np.quantile(next(iter(errors.values())), 0.99), 1e-3)
+    figure = Figure(figsize=(2.2 * (1 + len(others)), 5), layout="constrained")
+    axes = figure.subplots(2, 1 + len(others))
+    axes[0, 0].imshow(clean, cmap="gray", vmin=0, vmax=1)
+    axes[0, 0].set_title("clean")
+    for column, (name, frame) in enumerate(others.items(), start=1):
+        axes[0, column].imshow(frame, cmap="gray", vmin=0, vmax=1)
+        axes[0, column].set_title(f"{name}\nRMSE {255 * np.sqrt(np.square(errors[name]).mean()):.1f}")
+        image = axes[1, column].imshow(errors[name], cmap="gray_r", vmin=0, vmax=largest)
+    figure.colorbar(image, ax=axes[1, -1], label="absolute error")
+    for ax in axes.flat:
+        ax.set_axis_off()
+    figure.suptitle(title)
+    return figure
+
+
+def save_gif(path: str, columns: Sequence[np.ndarray]) -> None:
+    """Clips `[frames, height, width]` in [0, 1] side by side, as a GIF that repeats."""
+    pixels = (np.concatenate(columns, axis=2).clip(0, 1) * 255).round().astype(np.uint8)  # [frames, height, all]
+    first, *rest = [Image.fromarray(frame) for frame in pixels]
+    first.save(path, save_all=True, append_images=rest, duration=GIF_FRAME_MS, loop=0)
 
 
 def _level(gamma: float) -> str:

@@ -17,12 +17,14 @@ from PIL import Image
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli
-from hf_descent.commands.denoise import ImageTask, ModelArguments, PatchTask, draw_rows, measure_sigma, some_clips
-from hf_descent.commands.denoise_report import classical_rmse, plot_strip, save_gif, table
+from hf_descent.commands.denoise import ModelArguments, measure_sigma
 from hf_descent.commands.tune import without_test_rows
+from hf_descent.data.denoising import ImageTask, PatchTask, draw_rows, some_clips
 from hf_descent.data.patches import patch_rows
 from hf_descent.data.video import VideoArguments, load_clips, split_videos
+from hf_descent.evaluation.classical import classical_rmse
 from hf_descent.evaluation.perturbations import salt_and_pepper
+from hf_descent.evaluation.plots import plot_strip, save_gif
 from hf_descent.evaluation.scoring import noise_key
 from hf_descent.models import (
     DustConfig,
@@ -117,7 +119,7 @@ def test_smoke_recipes_run(smoke, recipe, capsys):
     assert Image.open(folder / "strip.png").size[0] > 300
     assert Image.open(folder / "clip.gif").n_frames == 4
     printed = capsys.readouterr().out
-    assert "test: RMSE (0-255)" in printed and f"{results['test_rmse@0.5']:.3f}" in printed
+    assert f"{results['test_rmse@0.5']:.5g}" in printed
 
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
@@ -335,9 +337,6 @@ def test_classical_denoisers_know_the_noise():
         assert curves[name][0] == 0
         assert all(value < 0.6 * noisy for value, noisy in zip(curves[name][1:], curves["noisy"][1:]))
     assert curves == classical_rmse(clips, [0.0, 0.2, 0.5], sigma=0.3)
-    lines = table(curves, [0.0, 0.2, 0.5]).splitlines()
-    assert lines[-1].split()[0] == "mean"
-    assert float(lines[-1].split()[1]) == pytest.approx(np.mean(curves["noisy"]), rel=1e-3)
 
 
 def test_pictures(tmp_path):

@@ -19,6 +19,7 @@ from transformers import (
 
 from hf_descent import cli, noise_curve
 from hf_descent.commands import evaluate
+from hf_descent.data.alpaca import completion_labels, format_prompt
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
 from hf_descent.evaluation.comparison import Run
 from hf_descent.losses.task import IGNORE_INDEX
@@ -208,7 +209,7 @@ def test_completions_of_a_language_model(tmp_path):
 
     right = count = 0
     for row in rows:
-        prompt = evaluate.load_alpaca.__globals__["format_prompt"](row["instruction"])
+        prompt = format_prompt(row["instruction"])
         ids = tokenizer(prompt)["input_ids"] + tokenizer(f"{row['output']}</s>")["input_ids"]
         ids, start = ids[:64], len(tokenizer(prompt)["input_ids"])
         with torch.no_grad():
@@ -230,10 +231,10 @@ def test_labels_of_a_completion_leave_the_prompt_out():
             return {"input_ids": [len(word) for word in text.split()]}
 
     row = {"prompt": "one three ", "completion": "eleven words"}
-    found = evaluate.completion_labels(row, Words())
+    found = completion_labels(row, Words())
     assert found["input_ids"] == [3, 5, 6, 5, 1]
     assert found["labels"] == [IGNORE_INDEX, IGNORE_INDEX, 6, 5, 1]
-    cut = evaluate.completion_labels(row, Words(), limit=3)
+    cut = completion_labels(row, Words(), limit=3)
     assert (cut["labels"], cut["attention_mask"]) == ([IGNORE_INDEX, IGNORE_INDEX, 6], [1, 1, 1])
 
 
@@ -250,7 +251,7 @@ def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
     model = llama(vocab_size=len(tokenizer))
     trainer = trl.SFTTrainer(model, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     for row, made in zip(rows, trainer.train_dataset, strict=True):
-        found = evaluate.completion_labels(row, tokenizer)
+        found = completion_labels(row, tokenizer)
         assert (found["input_ids"], found["labels"]) == (made["input_ids"], made["labels"])
 
 

@@ -18,7 +18,7 @@ from tiny import InOrder, bert, classification_data, config, language_data, llam
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, ViTConfig, ViTForImageClassification
 
-from hf_descent.commands.classify import train_and_report
+from hf_descent.commands.training import train_and_report
 
 
 keep_sharding_on_cpu()

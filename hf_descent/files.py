@@ -1,10 +1,11 @@
 """A run's files: atomic writes, and reads with errors that name the file."""
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO
+from typing import IO, Any
 
 from transformers.utils import cached_file
 
@@ -36,3 +37,18 @@ def find_json(name: str, file: str) -> dict:
     except OSError:  # nor is there such a repository: the model was loaded from a folder that is gone
         path = None
     return {} if path is None else read_json(path)
+
+
+def plain(value: Any) -> Any:
+    """`value` in what JSON and YAML know: scalars of numpy and torch converted, not-a-numbers and infinities None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or type(value) in (bool, int, str):
+        return value
+    return getattr(value, "value", str(value))  # an enumeration's

@@ -1,13 +1,10 @@
 """`hf-descent compare RUN...`: a table, paired tests with a verdict in words, and the paper's figures."""
 
 import argparse
-import json
 import os
 
 from ..evaluation.comparison import compare
-from ..evaluation.plots import save_figures
-from ..files import whole_file
-from ..hub.push import plain
+from ..evaluation.plots import save_comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser):
@@ -43,10 +40,5 @@ def run(args: argparse.Namespace):
             group, _, folder = word.partition("=")
             runs.setdefault(group, []).append(folder)
     comparison = compare(runs, args.baseline, args.confidence, args.curve)
-    os.makedirs(args.output_dir, exist_ok=True)
-    with whole_file(os.path.join(args.output_dir, "comparison.json")) as file:
-        json.dump(plain(comparison.to_dict()), file, indent=1)
-    with whole_file(os.path.join(args.output_dir, "comparison.txt")) as file:
-        file.write(f"{comparison}\n")
-    files = save_figures(comparison, args.output_dir)
-    print(f"{comparison}\n\nWritten to {args.output_dir}: comparison.json, comparison.txt, {', '.join(files)}")
+    files = save_comparison(comparison, args.output_dir)
+    print(f"{comparison}\n\nWritten to {args.output_dir}: {', '.join(files)}")

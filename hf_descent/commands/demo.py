@@ -1,32 +1,32 @@
 """`hf-descent demo`: plain training, descent constraints and deep supervision on one small denoiser, in minutes.
 
 Real image content (`data/pans.py`), a 5-layer unrolled transformer, three objectives in one trainer, several seeds.
-Everything reported is measured on regions of the photographs that training never saw.
+Everything reported is measured on regions of the photographs that training never saw. Each model lies in a run folder
+of its own, as `hf-descent compare` takes them.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from transformers import PrinterCallback
 
 from ..configs import DescentConfig
 from ..constraints.problem import DescentProblem
 from ..data.pans import photo_pans
-from ..evaluation import layer_profile, noise_curve
+from ..evaluation.comparison import Comparison, compare
+from ..evaluation.plots import save_comparison
 from ..models import UTConfig, UTForVideoDenoising
+from ..runs import RunFolder
 from ..trainer import DescentTrainer
 
 
 ARMS = {"erm": "plain training", "descent": "constrained", "deep_supervision": "deep supervision"}
 GAMMA_TRAIN = 0.15
 GAMMAS = (0.0, 0.05, 0.1, GAMMA_TRAIN, 0.25, 0.4, 0.6, 0.8, 1.0)
-NUM_LAYERS, EXIT_LAYER = 5, 3
+NUM_LAYERS = 5
 ALPHA, INITIAL_LOSS_BOUND = 0.05, 1.0  # f_0: the noisy input's own loss
 PROBLEM = {
     "descent_alpha": ALPHA,
@@ -42,11 +42,11 @@ def demo(
     max_steps: int = 1200,
     negative_weights: str | None = None,
     auto: float | None = None,
-) -> dict:
-    """Train every arm with every seed, evaluate on held-out clips, print the tables, write `demo.json` and `demo.png`.
+) -> Comparison:
+    """Train every arm with every seed, evaluate on held-out clips, compare the arms in a table and in figures.
 
     Args:
-        output_dir (`str`): folder for both files.
+        output_dir (`str`): folder for the comparison, and for the run folders `<arm>-<seed>`.
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
         negative_weights (`str`, *optional*): "keep" or "clip", as in [`DescentConfig`], for the constrained arm; with
@@ -56,10 +56,8 @@ def demo(
             problem.
 
     Returns:
-        What `demo.json` holds: `settings`, `gammas`, and for each arm a list of one dict per seed: `layer_losses`
-        (mean squared error / noise power at the training noise level, layers 1..L), `max_violation` (in units of
-        f_0), `rmse` (0-255 scale, one per gamma), and for the constrained arm `multipliers` (a list of L for each of
-        `steps`).
+        The [`Comparison`] of the arms; metrics are RMSE on the 0-255 scale, layer losses mean squared error divided
+        by the noise power at the training noise level.
 
     Raises:
         ValueError: no steps; no seeds, a negative one, or one twice.
@@ -69,127 +67,32 @@ def demo(
             f"`seeds` is {list(seeds)} and `max_steps` {max_steps}; give seeds that differ, none of them negative, "
             "and at least one step."
         )
-    output_dir = Path(output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
-    sigma = float(train.std())
     negative_weights = negative_weights or ("keep" if auto is None else DescentConfig.negative_weights)
-    settings = {"max_steps": max_steps, "negative_weights": negative_weights, "auto": auto}
-    results = {
-        "settings": {"seeds": list(seeds), "gamma_train": GAMMA_TRAIN, "sigma": sigma, **settings},
-        "gammas": list(GAMMAS),
-        "arms": {arm: [] for arm in ARMS},
-    }
+    folders = {name: [f"{output_dir}/{arm}-{seed}" for seed in seeds] for arm, name in ARMS.items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices as small as these take longer on several
     try:
-        for seed in seeds:
-            for arm in ARMS:
+        for index, seed in enumerate(seeds):
+            for arm, name in ARMS.items():
                 start = time.perf_counter()
-                results["arms"][arm].append(_run(arm, seed, train, test, sigma, output_dir, **settings))
-                print(f"seed {seed}, {ARMS[arm]}: {time.perf_counter() - start:.0f} s", flush=True)
+                _run(folders[name][index], arm, seed, train, test, max_steps, negative_weights, auto)
+                print(f"seed {seed}, {name}: {time.perf_counter() - start:.0f} s", flush=True)
     finally:
         torch.set_num_threads(threads)
-    (output_dir / "demo.json").write_text(json.dumps(results, indent=1))
-    plot(results).savefig(output_dir / "demo.png", dpi=150)
-    print(format_tables(results))
-    print(f"\nWritten: {output_dir / 'demo.json'}, {output_dir / 'demo.png'}")
-    return results
+    comparison = compare(folders)
+    files = save_comparison(comparison, output_dir)
+    print(f"\nLoss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)")
+    for name, runs in comparison.groups.items():
+        losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
+        print(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
+    print(f"\nHeld-out {comparison}\n\nWritten to {output_dir}: {', '.join(files)}")
+    return comparison
 
 
-def format_tables(results: dict) -> str:
-    """The text that the demo prints, from what it returns."""
-    losses, violations, rmse = (_collect(results, name) for name in ("layer_losses", "max_violation", "rmse"))
-    mean_rmse = {arm: curves.mean(1) for arm, curves in rmse.items()}  # [seeds]
-    changes = {
-        arm: (_change(mean_rmse, arm), *(_change(_column(rmse, n), arm) for n in (GAMMAS.index(GAMMA_TRAIN), 0)))
-        for arm in ARMS
-        if arm != "erm"
-    }
-    header = " " * 28 + "".join(f"{name:>20}" for name in ARMS.values())
-    return "\n".join(
-        [
-            f"Held-out data, mean +- standard deviation over {len(violations['erm'])} seeds.",
-            "",
-            f"Loss of each layer at noise level {GAMMA_TRAIN} (1: the noisy input's own)",
-            header,
-            *(_row(f"  layer {n + 1}", _column(losses, n)) for n in range(NUM_LAYERS)),
-            _row("  largest violation", violations),
-            _row(f"Loss, exiting at layer {EXIT_LAYER}", _column(losses, EXIT_LAYER - 1)),
-            "",
-            f"RMSE on the 0-255 scale (training noise level: {GAMMA_TRAIN})",
-            header,
-            *(_row(f"  noise level {gamma:g}", _column(rmse, n)) for n, gamma in enumerate(GAMMAS)),
-            _row("  mean", mean_rmse),
-            "",
-            *(
-                f"{ARMS[arm].capitalize()} against plain training: mean RMSE {mean:+.1%}, at the training level "
-                f"{train:+.1%}, without noise {clean:+.1%}."
-                for arm, (mean, train, clean) in changes.items()
-            ),
-        ]
-    )
-
-
-def plot(results: dict) -> Figure:
-    """Layer losses, RMSE against noise (bands: the range over seeds) and the multipliers of the first seed."""
-    figure = Figure(figsize=(14, 4), layout="constrained")
-    losses_axes, rmse_axes, multiplier_axes = figure.subplots(1, 3)
-    styles = {"erm": ("black", "-", "o"), "descent": ("black", "--", "s"), "deep_supervision": ("gray", ":", "^")}
-    for axes, name, x in ((losses_axes, "layer_losses", range(1, NUM_LAYERS + 1)), (rmse_axes, "rmse", GAMMAS)):
-        for arm, values in _collect(results, name).items():
-            color, line, marker = styles[arm]
-            axes.plot(x, values.mean(0), color=color, linestyle=line, marker=marker, label=ARMS[arm])
-            axes.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.2, linewidth=0)
-    losses_axes.axhline(INITIAL_LOSS_BOUND, color="lightgray", zorder=0)
-    losses_axes.set(
-        title=f"Held-out loss of each layer, noise level {GAMMA_TRAIN}",
-        xlabel="layer",
-        ylabel="squared error / noise power",
-        yscale="log",
-        xticks=range(1, NUM_LAYERS + 1),
-    )
-    rmse_axes.axvline(GAMMA_TRAIN, color="lightgray", zorder=0)
-    rmse_axes.set(title="Held-out error against noise", xlabel="noise level", ylabel="RMSE (0-255)")
-
-    run = results["arms"]["descent"][0]
-    for layer, values in enumerate(zip(*run["multipliers"]), start=1):
-        shade = str(0.7 * (layer - 1) / (NUM_LAYERS - 1))
-        multiplier_axes.plot(
-            run["steps"],
-            values,
-            color=shade,
-            linestyle=("-", "--", "-.", ":", (0, (1, 3)))[layer - 1],
-            label=f"layer {layer}",
-        )
-    multiplier_axes.set(title="Multipliers of the constrained model", xlabel="optimizer step", ylabel="multiplier")
-    for axes in (losses_axes, rmse_axes, multiplier_axes):
-        axes.legend(frameon=False)
-    return figure
-
-
-def _collect(results: dict, name: str) -> dict[str, np.ndarray]:
-    """One result of all runs, per arm `[seeds, ...]`."""
-    return {arm: np.array([run[name] for run in runs]) for arm, runs in results["arms"].items()}
-
-
-def _column(values: dict[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
-    return {arm: array[:, index] for arm, array in values.items()}
-
-
-def _change(values: dict[str, np.ndarray], arm: str) -> float:
-    """Relative change of the seeds' mean against ERM."""
-    return values[arm].mean() / values["erm"].mean() - 1
-
-
-def _row(label: str, values: dict[str, np.ndarray]) -> str:
-    """A line of the table: mean and standard deviation over seeds, per arm."""
-    spread = {arm: f" +- {array.std(ddof=1):.2f}" if len(array) > 1 else "" for arm, array in values.items()}
-    return f"{label:28}" + "".join(f"{f'{array.mean():.2f}{spread[arm]}':>20}" for arm, array in values.items())
-
-
-def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights, auto) -> dict:
-    """Train one model and evaluate it on the clips `test`."""
+def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, negative_weights: str, auto: float | None):
+    """Train one model, evaluate it on the clips `test`, and write both into its run folder."""
+    sigma = float(train.std())
     noise_power = (GAMMA_TRAIN * sigma) ** 2
     model = UTForVideoDenoising(
         UTConfig(
@@ -201,7 +104,7 @@ def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights,
     )
     by_auto = auto is not None and arm == "descent"
     config = DescentConfig(
-        output_dir=str(output_dir),
+        output_dir=folder,
         objective=arm,
         **({"descent_strength": auto} if by_auto else PROBLEM),
         dual_warmup_steps=0.25,
@@ -226,18 +129,14 @@ def _run(arm, seed, train, test, sigma, output_dir, max_steps, negative_weights,
     trainer = DescentTrainer(model, config, train_dataset=_dataset(train))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
+    trainer.save_model()
+    trainer.save_state()
 
     problem = trainer.problem if by_auto else DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
-    profile = layer_profile(model, _dataset(test), gamma=GAMMA_TRAIN, problem=problem, metric="rmse", scale=255)
-    curve = noise_curve(model, _dataset(test), GAMMAS, metric="rmse", scale=255)
-    logs = [log for log in trainer.state.log_history if "multiplier_1" in log]
-    return {
-        "layer_losses": profile.losses.tolist(),
-        "max_violation": profile.max_violation / problem.initial_loss_bound,
-        "rmse": curve.mean.tolist(),
-        "steps": [log["step"] for log in logs],
-        "multipliers": [[log[f"multiplier_{layer}"] for layer in range(1, NUM_LAYERS + 1)] for log in logs],
-    }
+    shared = {"metric": "rmse", "scale": 255, "batch_size": 32}
+    profile = trainer.evaluate_layers(_dataset(test), gamma=GAMMA_TRAIN, problem=problem, **shared)
+    curve = trainer.evaluate_robustness(_dataset(test), GAMMAS, **shared)
+    RunFolder(folder).write({f"layer_profile{profile.ending}": profile, "noise_curve": curve})
 
 
 def _dataset(clips: torch.Tensor) -> list[dict]:
@@ -246,7 +145,7 @@ def _dataset(clips: torch.Tensor) -> list[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument("--output_dir", default="demo", help="folder for demo.json and demo.png")
+    parser.add_argument("--output_dir", default="demo", help="folder for the comparison and the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed")
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
     parser.add_argument(

@@ -9,6 +9,7 @@
 - `plot_strip` and `save_gif`: what denoisers make of a noisy clip.
 """
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
+from ..files import plain, whole_file
 from .comparison import Comparison, Run, descent_level, shared_levels
 
 
@@ -39,6 +41,19 @@ LINES = ("-", "--", "-.", ":", (0, (1, 3)))
 FILES = re.compile(r"(metric_against_noise|layer_losses|ratios|duals_\w+|ablation_\w+)\.(png|svg)")
 GIF_FRAME_MS = 100
 ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
+
+
+def save_comparison(comparison: Comparison, folder: str) -> list[str]:
+    """Writes `comparison.json`, `comparison.txt` and all figures into a folder; returns the files' names."""
+    os.makedirs(folder, exist_ok=True)
+    contents = {
+        "comparison.json": json.dumps(plain(comparison.to_dict()), indent=1),
+        "comparison.txt": str(comparison),
+    }
+    for name, content in contents.items():
+        with whole_file(os.path.join(folder, name)) as file:
+            file.write(f"{content}\n")
+    return [*contents, *save_figures(comparison, folder)]
 
 
 def save_figures(comparison: Comparison, folder: str) -> list[str]:

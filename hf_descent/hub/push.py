@@ -7,9 +7,7 @@ once more was measured.
 
 import inspect
 import json
-import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import LayerProfile, NoiseCurve
 from ..evaluation.comparison import COMMON
 from ..evaluation.scoring import Result
-from ..files import read_json, whole_file
+from ..files import plain, read_json, whole_file
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .card import render
@@ -193,21 +191,6 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     for name, content in ((run.CARD, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
         with whole_file(folder / name) as file:
             file.write(content)
-
-
-def plain(value: Any) -> Any:
-    """`value` in what JSON and YAML know: scalars of numpy and torch converted, not-a-numbers and infinities None."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or type(value) in (bool, int, str):
-        return value
-    return getattr(value, "value", str(value))  # an enumeration's
 
 
 def _summary(name: str, result: Any) -> dict[str, Any]:

@@ -7,16 +7,21 @@ from hf_descent import DescentConfig
 from hf_descent.commands.demo import ARMS, GAMMA_TRAIN, GAMMAS, NUM_LAYERS, demo
 
 
-def test_a_short_demo_trains_every_arm_and_writes_table_figure_and_numbers(tmp_path, capsys):
-    results = demo(str(tmp_path), seeds=(0,), max_steps=8)
-    assert json.loads((tmp_path / "demo.json").read_text()) == json.loads(json.dumps(results))
-    assert (tmp_path / "demo.png").stat().st_size > 10_000
-    for arm in ARMS:
-        (run,) = results["arms"][arm]
-        assert len(run["layer_losses"]) == NUM_LAYERS and len(run["rmse"]) == len(GAMMAS)
-        assert run["rmse"] == sorted(run["rmse"])  # more noise, more error
+def test_a_short_demo_trains_every_arm_and_writes_table_figures_and_runs(tmp_path, capsys):
+    comparison = demo(str(tmp_path), seeds=(0,), max_steps=8)
+    assert list(comparison.groups) == list(ARMS.values())
+    for runs in comparison.groups.values():
+        (run,) = runs
+        assert len(run.profiles[GAMMA_TRAIN].losses) == NUM_LAYERS
+        assert run.curve.mean.tolist() == sorted(run.curve.mean) and len(run.curve.gammas) == len(GAMMAS)
+    written = json.loads((tmp_path / "comparison.json").read_text())
+    assert list(written["groups"]) == list(ARMS.values())
+    assert {"metric_against_noise.png", "layer_losses.png", "duals_constrained.png"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
     printed = capsys.readouterr().out
-    assert "layer 1" in printed and "without noise" in printed
+    losses = comparison.groups["constrained"][0].profiles[GAMMA_TRAIN].losses
+    assert f"{losses[0]:8.2f}{losses[1]:8.2f}" in printed and str(comparison) in printed
 
 
 @pytest.mark.parametrize("given", [{"max_steps": 0}, {"seeds": ()}, {"seeds": (-1, 0)}, {"seeds": (1, 0, 1)}])
@@ -28,11 +33,11 @@ def test_runs_that_would_say_nothing_are_refused(given, tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_shows_what_the_readme_says(tmp_path):
-    arms = demo(str(tmp_path))["arms"]
-    assert all(run["max_violation"] <= 0.02 for run in arms["descent"])
-    assert all(run["max_violation"] >= 1 for run in arms["erm"])
-    plain = np.mean([run["rmse"] for run in arms["erm"]], axis=0)  # [gammas]
-    constrained = np.mean([run["rmse"] for run in arms["descent"]], axis=0)  # [gammas]
+    groups = demo(str(tmp_path)).groups
+    plain, constrained = groups["plain training"], groups["constrained"]
+    assert all(run.feasible and run.profiles[GAMMA_TRAIN].max_violation <= 0.02 for run in constrained)
+    assert all(run.profiles[GAMMA_TRAIN].max_violation >= 1 for run in plain)
+    plain, constrained = (np.mean([run.curve.mean for run in runs], axis=0) for runs in (plain, constrained))
     assert constrained.mean() <= 0.98 * plain.mean()
     level = GAMMAS.index(GAMMA_TRAIN)
     assert constrained[level] <= 1.01 * plain[level]
@@ -40,5 +45,6 @@ def test_the_demo_shows_what_the_readme_says(tmp_path):
 
 @pytest.mark.slow
 def test_the_package_s_defaults_are_feasible_here(tmp_path):
-    arms = demo(str(tmp_path), seeds=(0,), auto=DescentConfig.descent_strength)["arms"]
-    assert arms["descent"][0]["max_violation"] <= 0.01
+    (run,) = demo(str(tmp_path), seeds=(0,), auto=DescentConfig.descent_strength).groups["constrained"]
+    profile = run.profiles[GAMMA_TRAIN]
+    assert profile.max_violation <= 0.01 * profile.problem["initial_loss_bound"]

@@ -16,16 +16,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file
 from tiny import bert, classification_data, llama, word_tokenizer
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tiny_files import save_tiny_model, write_rows
 from transformers import (
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DistilBertConfig,
-    DistilBertModel,
-    PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaModel,
 )
 
 from hf_descent import cli
@@ -176,48 +171,6 @@ def test_accelerate_configs_load(path):
 
 
 # ---- the smoke recipes, through the real command line ----
-
-WORDS = ["good", "fine", "great", "bad", "poor", "awful", "film", "the", "was", "a"]
-
-
-def save_tiny_model(folder, kind):
-    special = {"distilbert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "roberta": ["<s>", "<pad>", "</s>", "<unk>"]}[kind]
-    pad, unknown, start, end = special if kind == "distilbert" else [special[i] for i in (1, 3, 0, 2)]
-    vocab = {word: i for i, word in enumerate([*special, *WORDS])}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}",
-        pair=f"{start} $A {end} $B {end}",
-        special_tokens=[(token, vocab[token]) for token in (start, end)],
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        unk_token=unknown,
-        cls_token=start,
-        sep_token=end,
-        model_max_length=32,
-        model_input_names=["input_ids", "attention_mask"],
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    if kind == "distilbert":
-        sizes = {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 3, "max_position_embeddings": 32}
-        model = DistilBertModel(DistilBertConfig(vocab_size=len(vocab), **sizes))
-    else:
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
-        model = RobertaModel(RobertaConfig(vocab_size=len(vocab), max_position_embeddings=40, pad_token_id=1, **sizes))
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def write_rows(folder):
-    sides = (WORDS[:3], WORDS[3:6])
-    single = [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(64)]
-    pairs = [f"the film was {sides[i % 2][i % 3]},a {sides[i // 2 % 2][0]} film,{i % 2 * 2}" for i in range(64)]
-    (folder / "train.csv").write_text("\n".join(["text,label", *single]))
-    (folder / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *pairs]))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_generate import save_model
-from test_recipes import save_tiny_model, write_rows
+from tiny_files import save_generator, save_tiny_model, write_rows
 from transformers.trainer import Trainer
 
 from hf_descent import cli
@@ -60,7 +59,7 @@ def test_what_was_made_of_other_files_is_not_finished(tmp_path):
 def test_answers_are_of_the_instructions_that_are_there(tmp_path, monkeypatch):
     way, path = Way("stories260k", "alpaca", "erm+noise", 0.5), tmp_path / "instructions.json"
     options = Options(SCALES["cpu"], tmp_path, data={"alpaca_eval": [str(path)]}, seeds=(0,))
-    save_model(options.run_folder(way, 0))
+    save_generator(options.run_folder(way, 0))
 
     def job(*instructions):
         path.write_text(json.dumps([{"instruction": text} for text in instructions]))

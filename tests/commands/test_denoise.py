@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import av
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_files import write_video
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli
@@ -45,19 +45,6 @@ COMMANDS = [
     if line.startswith("hf-descent denoise")
 ]
 RECIPES = sorted(path.relative_to(ROOT) for path in SMOKE.glob("video-*/*.yaml"))
-
-
-def write_video(path, count, seed):
-    """A bright square that moves over a smooth ground, one pixel in six frames."""
-    rows, columns = np.mgrid[:32, :32]
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("ffv1", rate=10)
-        stream.height, stream.width, stream.pix_fmt = 32, 32, "gray"
-        for number in range(count):
-            frame = 40 + 3 * rows + seed * columns
-            frame[8:16, number // 6 + seed : number // 6 + seed + 8] = 220
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame.astype(np.uint8), format="gray")))
-        container.mux(stream.encode())
 
 
 @pytest.fixture(scope="module")

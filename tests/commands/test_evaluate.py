@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from test_recipes import WORDS, save_tiny_model
 from tiny import bert, llama
+from tiny_files import WORDS, save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,

@@ -14,8 +14,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import bert, tokenizer
+from tiny_files import save_generator
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_descent import EmbeddingNoise, cli
 from hf_descent.commands import generate
@@ -29,27 +30,9 @@ ROWS = [
 ]
 
 
-def save_model(folder, chat=False, **config):
-    tok = tokenizer(chat)
-    tok.save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(tok),
-        num_key_value_heads=2,
-        initializer_range=0.5,
-        eos_token_id=tok.eos_token_id,
-        noise_sigma=0.5,
-        **shape,
-        **config,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("plain") / "tiny-model")
+    return save_generator(tmp_path_factory.mktemp("plain") / "tiny-model")
 
 
 @pytest.fixture
@@ -208,7 +191,7 @@ def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
         lambda model, tok, inputs, args: seen.extend(tok.batch_decode(inputs["input_ids"])) or ["x"],
     )
     for chat, form in ((True, "auto"), (True, "alpaca"), (False, "auto")):
-        folder = save_model(tmp_path / f"model-{chat}", chat)
+        folder = save_generator(tmp_path / f"model-{chat}", chat)
         tok = tokenizer(chat)
         tok.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         tok.save_pretrained(folder)
@@ -239,15 +222,15 @@ def test_adapters_answer_under_the_noise_of_their_training(answers, model, tmp_p
 
 
 def test_refusals_name_the_remedy(answers, tmp_path, instructions):
-    small = save_model(tmp_path / "small", max_position_embeddings=64)
+    small = save_generator(tmp_path / "small", max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"A prompt has \d+ tokens and LlamaForCausalLM 64 positions"):
         answers(model=small)
     length = len(tokenizer(False)(format_prompt(ROWS[0]["instruction"])).input_ids)
-    narrow = save_model(tmp_path / "narrow", max_position_embeddings=length + 2)
+    narrow = save_generator(tmp_path / "narrow", max_position_embeddings=length + 2)
     short, whole = (answers(f"{len(given)}.json", max_samples=1, **given) for given in ({"model": narrow}, {}))
     assert len(short[0]["output"]) <= 2 < len(whole[0]["output"])
     with pytest.raises(ValueError, match=rf"{length} tokens and LlamaForCausalLM {length} positions"):
-        answers("z.json", model=save_model(tmp_path / "full", max_position_embeddings=length), max_samples=1)
+        answers("z.json", model=save_generator(tmp_path / "full", max_position_embeddings=length), max_samples=1)
     bert().save_pretrained(tmp_path / "classifier")
     tokenizer(False).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):

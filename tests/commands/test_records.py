@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from test_recipes import WORDS, save_tiny_model
 from tiny import spread, tokenizer
+from tiny_files import WORDS, save_tiny_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

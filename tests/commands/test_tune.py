@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import optuna
 import pytest
-from test_recipes import save_tiny_model, write_rows
 from tiny import bert, classification_data, config
+from tiny_files import save_tiny_model, write_rows
 
 from hf_descent import DescentTrainer, cli, hp_space, noise_curve
 from hf_descent.commands import tune

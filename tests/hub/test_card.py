@@ -2,13 +2,11 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
 import torch
-from hub_server import check_card
-from huggingface_hub import ModelCard
+from cards import read, trained
 from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
 
 from hf_descent import DescentTrainer, cli, layer_profile, noise_curve
@@ -17,25 +15,6 @@ from hf_descent.evaluation.robustness import SUMMARIES
 from hf_descent.hub.card import metrics_of, render
 from hf_descent.hub.push import collect, plain, write_card
 from hf_descent.models import UTConfig, UTForVideoDenoising
-
-
-def trained(folder, model=None, data=None, **arguments):
-    data = classification_data(16) if data is None else data
-    model = bert() if model is None else model
-    settings = config(folder, **arguments)
-    trainer = DescentTrainer(model, settings, train_dataset=data, eval_dataset=data, processing_class=word_tokenizer())
-    trainer.train()
-    trainer.save_model()
-    return trainer
-
-
-def read(folder):
-    text = (folder / "README.md").read_text()
-    assert check_card(text) == []
-    for words in ("More information needed", "None", "nan", "{{", "{%", "TODO"):
-        assert not re.search(rf"\b{words}\b" if words.isalpha() else re.escape(words), text, re.IGNORECASE), words
-    assert "\n\n\n" not in text.split("---\n", 2)[2]
-    return ModelCard.load(folder / "README.md"), text
 
 
 def measure(model, folder, rows, split="test", gamma=0.0, metric="accuracy"):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_card import read, trained
+from cards import read, trained
 from tiny import bert, classification_data, language_data, llama
 
 from hf_descent import DescentTrainer, cli

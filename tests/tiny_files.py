@@ -1,0 +1,91 @@
+"""Small models, tables and videos on disk, as the commands read them."""
+
+import numpy as np
+import torch
+from tiny import tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    DistilBertConfig,
+    DistilBertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+)
+
+
+WORDS = ["good", "fine", "great", "bad", "poor", "awful", "film", "the", "was", "a"]
+
+
+def save_tiny_model(folder, kind):
+    special = {"distilbert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "roberta": ["<s>", "<pad>", "</s>", "<unk>"]}[kind]
+    pad, unknown, start, end = special if kind == "distilbert" else [special[i] for i in (1, 3, 0, 2)]
+    vocab = {word: i for i, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}",
+        pair=f"{start} $A {end} $B {end}",
+        special_tokens=[(token, vocab[token]) for token in (start, end)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=start,
+        sep_token=end,
+        model_max_length=32,
+        model_input_names=["input_ids", "attention_mask"],
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    if kind == "distilbert":
+        sizes = {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 3, "max_position_embeddings": 32}
+        model = DistilBertModel(DistilBertConfig(vocab_size=len(vocab), **sizes))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+        model = RobertaModel(RobertaConfig(vocab_size=len(vocab), max_position_embeddings=40, pad_token_id=1, **sizes))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def save_generator(folder, chat=False, **config):
+    tok = tokenizer(chat)
+    tok.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tok),
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        eos_token_id=tok.eos_token_id,
+        noise_sigma=0.5,
+        **shape,
+        **config,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(folder):
+    sides = (WORDS[:3], WORDS[3:6])
+    single = [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(64)]
+    pairs = [f"the film was {sides[i % 2][i % 3]},a {sides[i // 2 % 2][0]} film,{i % 2 * 2}" for i in range(64)]
+    (folder / "train.csv").write_text("\n".join(["text,label", *single]))
+    (folder / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *pairs]))
+
+
+def write_video(path, count, seed):
+    """A bright square that moves over a smooth ground, one pixel in six frames."""
+    rows, columns = np.mgrid[:32, :32]
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 32, "gray"
+        for number in range(count):
+            frame = 40 + 3 * rows + seed * columns
+            frame[8:16, number // 6 + seed : number // 6 + seed + 8] = 220
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame.astype(np.uint8), format="gray")))
+        container.mux(stream.encode())

@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from matplotlib.figure import Figure
+from transformers import DataCollatorForSeq2Seq
 
 from ..cli import check_least, writable_folder
 from ..data.splits import check_texts, load_file
@@ -23,7 +24,7 @@ from ..early_exit import (
 )
 from ..evaluation.scoring import Result
 from ..loading import best_device, load_model, load_tokenizer, position_limit
-from ..losses.task import IGNORE_INDEX
+from ..runs import RunFolder, tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +76,10 @@ def run(args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(target)
     measure = _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
     results = measure(model, tokenizer, args)
-    for name, result in results.items():
-        result.to_json(str(folder / f"{name}.json"))
-        print(f"{name.replace('_', ' ')}\n{result}\n")
-    plot(**results).savefig(folder / "exits.png", dpi=150)
-    print(f"Written to {folder}")
+    run = RunFolder(folder)
+    run.write(results)
+    plot(**results).savefig(run.path / run.EXITS_FIGURE, dpi=150)
+    print(f"{tables(results)}\n\nWritten to {folder}")
 
 
 def _classifier(model, tokenizer, args) -> dict[str, Result]:
@@ -120,11 +120,12 @@ def _language_model(model, tokenizer, args) -> dict[str, Result]:
             f"{args.prompt_length}; give a smaller one, or longer texts."
         )
     prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
+    tokenizer.padding_side = "right"
     results = {
         "exit_profile": exit_profile(
             model,
-            [{"input_ids": row} for row in ids],
-            data_collator=_pad,
+            [{"input_ids": row, "labels": row} for row in ids],
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
             batch_size=args.batch_size,
             repeats=args.repeats,
         )
@@ -137,14 +138,6 @@ def _language_model(model, tokenizer, args) -> dict[str, Result]:
     except ValueError as error:  # as of GPT-2; what was measured before is kept
         print(f"No speculation profile: {error}\n")
     return results
-
-
-def _pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows of token ids, padded; padding is masked and has no label."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row["input_ids"]) for row in rows], batch_first=True)
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]  # [batch, seq]
-    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.where(mask, IGNORE_INDEX)}
 
 
 def plot(

@@ -27,25 +27,6 @@ from ..noise.embedding_noise import EmbeddingNoise
 
 
 ALPACA_EVAL = "hf://datasets/tatsu-lab/alpaca_eval/alpaca_eval.json"
-# What the answers depend on; a partial file goes on only under the same settings.
-SETTINGS = (
-    "model",
-    "instructions",
-    "gamma",
-    "sigma",
-    "seed",
-    "prompt_format",
-    "batch_size",
-    "max_new_tokens",
-    "temperature",
-    "top_p",
-    "num_beams",
-    "dtype",
-    "max_samples",
-    "rows",
-    "generator",
-    "weights",
-)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -93,9 +74,12 @@ def run(args: Namespace) -> None:
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
 
     model = load_model(args.model, args.dtype)
-    args.weights = weights_fingerprint(model)  # a folder may be trained anew
-    args.rows = hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:12]
-    answers = begin(args)
+    # A partial file goes on only under all settings that the answers depend on; a folder may be trained anew.
+    settings = {name: value for name, value in vars(args).items() if name not in ("output", "device")}
+    settings["weights"] = weights_fingerprint(model)
+    settings["rows"] = hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:12]
+    partial_file = Path(f"{args.output}.partial")
+    answers = begin(partial_file, settings)
     if not model.can_generate():
         raise ValueError(f"`model` is {args.model!r}, a {type(model).__name__}; give a causal language model.")
     model = model.to(args.device or best_device())
@@ -124,16 +108,16 @@ def run(args: Namespace) -> None:
                 }
                 for row, text in zip(batch, texts)
             ]
-            with open(partial_file(args), "a", encoding="utf-8") as file:
+            with partial_file.open("a", encoding="utf-8") as file:
                 if not answers:  # only now: settings under which nothing can be answered must not bind others
-                    file.write(json.dumps(settings_of(args)) + "\n")
+                    file.write(json.dumps(settings) + "\n")
                 file.write(json.dumps(new) + "\n")
             answers += new
             progress.update(len(new))
 
     with whole_file(args.output) as file:
         json.dump(answers, file, indent=2, ensure_ascii=False)
-    os.remove(partial_file(args))
+    partial_file.unlink()
     print(f"{len(answers)} answers of {args.generator} written to {args.output}")
 
 
@@ -146,38 +130,23 @@ def load_instructions(path: str) -> list[dict]:
     return rows.to_list()
 
 
-def begin(args: Namespace) -> list[dict]:
+def begin(path: Path, settings: dict) -> list[dict]:
     """The answers that an interrupted run with the same settings left; none where there was no such run."""
-    path = partial_file(args)
-    if not os.path.exists(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return []
-    with open(path, encoding="utf-8") as file:
-        lines = file.readlines()
-    if lines and not lines[-1].endswith("\n"):  # cut short by the interruption
-        lines.pop()
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(lines)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = text[: text.rfind("\n") + 1]  # the interruption may have cut the last line short
+    lines = [json.loads(line) for line in text.splitlines()]
     if len(lines) < 2:
-        os.remove(path)
+        path.unlink(missing_ok=True)
         return []
-    begun = json.loads(lines[0])
-    for name, value in settings_of(args).items():
+    path.write_text(text, encoding="utf-8")
+    begun, *batches = lines
+    for name, value in settings.items():
         if begun.get(name) != value:
             raise ValueError(
                 f"{path} was begun with {name}={begun.get(name)!r}, not {value!r}; go on with that, or remove it."
             )
-    return [row for line in lines[1:] for row in json.loads(line)]
-
-
-def settings_of(args: Namespace) -> dict:
-    """The first line of a partial file."""
-    return {name: getattr(args, name) for name in SETTINGS}
-
-
-def partial_file(args: Namespace) -> str:
-    """Where the answers are kept until all are there."""
-    return args.output + ".partial"
+    return [row for batch in batches for row in batch]
 
 
 @torch.no_grad()

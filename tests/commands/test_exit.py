@@ -101,10 +101,21 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, 
     assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
 
 
-def test_padding_is_masked_and_has_no_label():
-    batch = exit._pad([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}])
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
+def test_padding_is_masked_and_has_no_label(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(exit, "exit_profile", lambda model, rows, **kwargs: seen.append((rows, kwargs)))
+    monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: None)
+    rows = written_rows(tmp_path / "texts.jsonl", 2, labels=False)
+    _, (args,) = cli.parse_arguments(["exit", "model", "--text_file", rows, "--prompt_length", "4"])
+    tokenizer = word_tokenizer()
+    tokenizer.padding_side = "left"
+    exit._language_model(llama(), tokenizer, args)
+    ((rows, settings),) = seen
+    first, second = rows[0]["input_ids"], rows[1]["input_ids"][:2]
+    batch = settings["data_collator"]([rows[0], {"input_ids": second, "labels": second}])
+    left = len(first) - 2
+    assert batch["attention_mask"].tolist() == [[1] * len(first), [1, 1] + [0] * left]
+    assert batch["labels"].tolist() == [first, second + [-100] * left]
 
 
 def test_the_exit_command_reports_a_language_model(tmp_path, capsys):

@@ -117,7 +117,7 @@ def run(args: Namespace) -> None:
 
     with whole_file(args.output) as file:
         json.dump(answers, file, indent=2, ensure_ascii=False)
-    partial_file.unlink()
+    os.remove(partial_file)
     print(f"{len(answers)} answers of {args.generator} written to {args.output}")
 
 

@@ -85,21 +85,17 @@ class VideoArguments:
     cache_dir: str | None = field(default=None, metadata={"help": "Folder for the decoded clips."})
 
     def __post_init__(self):
-        if (self.data_layout is None) == (self.train_files is None):
-            raise ValueError("Name the videos by `data_layout` (with `data_dir`) or by `train_files`: one of the two.")
+        given = tuple(name for name in ("data_layout", "data_dir", "train_files", "test_files") if getattr(self, name))
+        if given not in (("data_layout", "data_dir"), ("train_files",), ("train_files", "test_files")):
+            raise ValueError(
+                f"The videos are named by {', '.join(given) or 'nothing'}; give `data_layout` with `data_dir`, or "
+                "`train_files` and perhaps `test_files`."
+            )
         if self.data_layout is not None and self.data_layout not in LAYOUTS:
             raise ValueError(f"`data_layout` is {self.data_layout!r}; choose one of {', '.join(LAYOUTS)}.")
-        if self.data_layout is not None and self.data_dir is None:
-            raise ValueError(f"`data_layout` {self.data_layout!r} needs `data_dir`, the folder of the data set.")
-        if self.data_layout is None and self.data_dir is not None:
-            raise ValueError(f"`data_dir` is {self.data_dir!r} without a `data_layout`; give both or neither.")
-        if self.data_layout is not None and self.test_files is not None:
-            raise ValueError(f"`data_layout` {self.data_layout!r} has test videos of its own; leave out `test_files`.")
         if self.split_by not in ("video", "time"):
             raise ValueError(f"`split_by` is {self.split_by!r}; choose 'video' or 'time'.")
-        if not (self.validation_percentage > 0 <= self.later_percentage) or (
-            self.validation_percentage + self.later_percentage >= 100
-        ):
+        if not 0 < self.validation_percentage <= self.validation_percentage + self.later_percentage < 100:
             raise ValueError(
                 f"`validation_percentage` is {self.validation_percentage} and `later_percentage` "
                 f"{self.later_percentage}; the first must be positive, and something must be left to train on."
@@ -316,15 +312,13 @@ def _stamp(path: str) -> str:
 
 @contextmanager
 def _opened(path: str):
-    """A video file with a video stream; ValueError naming it where it or one of its frames cannot be read."""
+    """A video file; ValueError naming it where it or one of its frames cannot be read."""
     try:
         import av
     except ImportError as error:
         raise ImportError("Video files are decoded by PyAV: `pip install hf_descent[video]`.") from error
     try:
         with av.open(path) as container:
-            if not container.streams.video:
-                raise ValueError(f"{path} cannot be read as a video (no video stream).")
             yield container
-    except av.error.FFmpegError as error:
+    except (av.error.FFmpegError, IndexError) as error:  # a file without a video stream has no first one
         raise ValueError(f"{path} cannot be read as a video ({error}).") from error

@@ -45,8 +45,6 @@ def test_typos_come_before_the_tokens():
     assert typos(row, 0.9, generator()) == wrong
     pair = typos({"text": "good", "text_pair": "bad", "labels": 0}, 0.0, generator())
     assert pair["input_ids"] == [1, 3]
-    with pytest.raises(ValueError, match="no text"):
-        typos({"labels": 1}, 0.1, generator())
 
 
 def test_salt_and_pepper_kills_the_stated_share_of_pixels():
@@ -58,11 +56,3 @@ def test_salt_and_pepper_kills_the_stated_share_of_pixels():
     assert (row["pixel_values"][changed] == pixels.max()).mean() == pytest.approx(0.5, abs=0.03)
     assert row["labels"] is pixels
     assert row["pixel_values"].dtype == np.float32
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.5])
-def test_rates_are_shares(rate):
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        misspell("word", rate, generator())
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        salt_and_pepper({"pixel_values": np.zeros(3)}, rate, generator())

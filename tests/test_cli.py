@@ -1,8 +1,10 @@
 """The command line's grammar: how a recipe and flags become arguments. What commands do is tested with the recipes."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -149,3 +151,13 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(tm
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"Nothing can be written into '.*file.*name another folder by `{flag[2:]}`"):
         cli.main([command, str(tmp_path / "run"), flag, str(tmp_path / "file")])
+
+
+def test_no_module_imports_a_command_and_no_command_another():
+    package = Path(cli.__file__).parent
+    for path in package.rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if path.parent.name == "commands":
+            assert set(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)) <= {"training"}, path
+        elif path.name != "cli.py":
+            assert not re.search(r"^ *(from|import) .*\bcommands\b", source, re.MULTILINE), path

@@ -21,7 +21,7 @@ _EXPORTS = {
     "Seq2SeqDescentTrainer": "seq2seq_trainer",
     "hp_space": "training.search_space",
     "layer_logits": "readout.replay",
-    "layer_losses": "losses.task",
+    "layer_losses": "losses.layerwise",
     "layer_profile": "evaluation",
     "noise_curve": "evaluation",
 }
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .constraints.multipliers import Multipliers
     from .constraints.problem import DescentProblem
     from .evaluation import layer_profile, noise_curve
-    from .losses.task import layer_losses
+    from .losses.layerwise import layer_losses
     from .noise.embedding_noise import EmbeddingNoise
     from .readout.replay import layer_logits
     from .seq2seq_config import Seq2SeqDescentConfig

@@ -33,9 +33,6 @@ JSON_ARGUMENTS = (
     "noise_gamma",
     "eval_gammas",
 )
-BY_RANK = ("best_candidate", "eval_best_candidate")  # names of a choice that is no metric
-# What an evaluation that reads no layers has not, nor one of several data sets without the name of a set before it.
-OF_LAYERS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score|best_candidate")
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
 
@@ -128,10 +125,6 @@ class DescentArguments:
         tokens for every layer of a step. The loss of the last layer in the objective always takes all of them. Where
         not given: 1/8 for a vocabulary of 8192 or more, else all. The estimates are unbiased; the penalties of "hinge"
         and "quadratic", which are convex in them, come out somewhat too high on a sample.
-    readout_gradient_threshold (`float`, *optional*):
-        Share of the gradient of the logits, in (0, 1), that may be approximated in the products with the head: the
-        least likely classes go first. Exact where not given. The log has the share as `readout_gradient_skipped`: 0
-        where the predictions are too flat for it to pay, and the products are the exact ones.
 
     > Parameters that control the noise
 
@@ -165,7 +158,6 @@ class DescentArguments:
     fixed_multipliers: str | None = field(default=None)
     stop_on_nonfinite: bool = field(default=False)
     readout_token_fraction: float | None = field(default=None)
-    readout_gradient_threshold: float | None = field(default=None)
     noise_gamma: str = field(default=0.0)
     noise_sigma: float | None = field(default=None)
     eval_gammas: list[str] | None = field(default=None)
@@ -207,15 +199,9 @@ class DescentArguments:
                 raise ValueError(
                     f"`{name}` is {value}; it must be a positive number, between {SMALLEST:g} and {LARGEST:g}."
                 )
-        for name, below in (("readout_token_fraction", 1.0), ("readout_gradient_threshold", math.nextafter(1.0, 0.0))):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= below:
-                raise ValueError(f"`{name}` is {value}; give a share between 0 and 1, or leave it unset.")
-        if self.readout_gradient_threshold is not None and self.label_smoothing_factor:
-            raise ValueError(
-                f"`readout_gradient_threshold` is {self.readout_gradient_threshold}, but `label_smoothing_factor` "
-                f"({self.label_smoothing_factor}) gives every class a gradient; use one of the two."
-            )
+        fraction = self.readout_token_fraction
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"`readout_token_fraction` is {fraction}; give a share in (0, 1], or leave it unset.")
         for name in ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"):
             value = getattr(self, name)
             if value != 0 and not SMALLEST <= value <= LARGEST:
@@ -252,12 +238,9 @@ class DescentArguments:
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
             )
         chosen_by = self.metric_for_best_model or ""
+        if chosen_by.endswith("best_candidate"):
+            raise ValueError(f"`metric_for_best_model` is {chosen_by!r}, which is gone: choose by 'feasible_score'.")
         by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
-        if by_plateau and chosen_by in BY_RANK:
-            raise ValueError(
-                "`metric_for_best_model` is 'best_candidate', a rank among evaluations, and `lr_scheduler_type` "
-                "'reduce_lr_on_plateau' needs a metric: choose by 'eval_loss'."
-            )
         is_measured = self.is_auto and self.objective in MEASURING
         if by_plateau and is_measured and chosen_by.endswith("max_violation"):
             raise ValueError(
@@ -265,7 +248,7 @@ class DescentArguments:
                 "from the start, where 'auto' knows no constraints yet: choose by 'feasible_score', or give "
                 "`descent_alpha` and `initial_loss_bound` as numbers."
             )
-        by_constraints = chosen_by.endswith(("feasible_score", "best_candidate")) and self.eval_strategy != "no"
+        by_constraints = chosen_by.endswith("feasible_score") and self.eval_strategy != "no"
         if by_constraints and self.is_auto and self.objective in UNCONSTRAINED:
             # Given numbers, "erm" still reads no layers to hold against them.
             numbers = "" if self.objective == "erm" else "give both as numbers, or "

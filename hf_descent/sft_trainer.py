@@ -1,7 +1,7 @@
 """Supervised fine-tuning of language models with layerwise descent constraints: TRL's `SFTTrainer`, every layer read.
 
 Data, collation, PEFT and metrics are TRL's. What differs is the loss of a micro-batch, which is that of `trainer.py`;
-TRL's own `compute_loss` then logs its metrics from the last layer's predictions, without a forward of its own.
+TRL's metrics are logged from the last layer's predictions.
 """
 
 from itertools import groupby
@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader
 from transformers.utils import logging
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
-from trl.trainer.utils import FusedCausalLMOutput
 
 from .loading import has_position_table, position_limit
-from .losses.task import IGNORE_INDEX, aligned
+from .readout.labels import IGNORE_INDEX
 from .readout.stack import inner_model
 from .runs import RunFolder
 from .sft_config import SFTDescentConfig
@@ -60,7 +59,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     _name = "SFT-Descent"
     _tag_names = [*DescentMixin._tag_names, *SFTTrainer._tag_names]
     config_class = SFTDescentConfig
-    _token_statistics = True
+    logs_tokens = True
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -124,21 +123,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     # ---- one micro-batch ----
 
-    def _refuse_unsupported(self) -> None:
-        super()._refuse_unsupported()
-        if self.args.loss_type != "nll":
-            raise ValueError(
-                f"`loss_type` is {self.args.loss_type!r}, which has no form per layer; use 'nll', or "
-                "`objective='erm'`."
-            )
-        if self.args.eval_packing and not self.padding_free and self.args.packing_strategy != "wrapped":
-            raise ValueError(
-                "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
-                "`padding_free=True`, or `eval_packing=False`."
-            )
-
     @property
-    def _packs_documents(self) -> bool:
+    def packs_documents(self) -> bool:
         sizes = [self.args.train_batch_size, *([self.args.eval_batch_size] if self.eval_dataset else [])]
         return self.padding_free and (self.args.packing or max(sizes) > 1)
 
@@ -150,42 +136,23 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         # As TRL's own `compute_loss` has it: beside a cache, the attention mask would ignore the borders of documents.
         return {**super()._prepare_inputs(inputs), "use_cache": False}
 
-    def _descent_loss(self, model, inputs):
-        loss, outputs = super()._descent_loss(model, inputs)
-        statistics = self._final_statistics(inputs, outputs)
-        # TRL takes its metrics from what the model returns, and a loss that is not needed here. One of the caller's
-        # own would want logits.
-        own = {name: getattr(self, name) for name in ("compute_loss_func", "label_smoother")}
-        self.compute_loss_func = self.label_smoother = None
-        try:
-            SFTTrainer.compute_loss(self, lambda **_: statistics, {**inputs})
-        finally:
-            vars(self).update(own)
-        return loss, outputs
-
     @torch.no_grad()
-    def _final_statistics(self, inputs, outputs) -> FusedCausalLMOutput:
-        """What TRL logs of the last layer's predictions, for the labelled tokens."""
-        if self._fused is not None:
-            found = self._fused_losses
-            losses, entropies, hits = found.token_losses, found.token_entropies, found.token_hits
-        else:
-            labels, shifted = inputs["labels"], inputs.get("shift_labels")
-            shifts = self._loss_shifts_labels and shifted is None
-            logits, labels = aligned(self.model, outputs["logits"], labels if shifted is None else shifted, shifts)
-            labelled = labels != IGNORE_INDEX  # [batch, n]
-            logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
-            log_probs = logits.log_softmax(-1)
-            losses = -log_probs.gather(1, targets[:, None])
-            entropies = -(log_probs.exp() * log_probs).sum(-1)  # [tokens]
-            hits = logits.argmax(-1) == targets  # [tokens]
-        return FusedCausalLMOutput(
-            log_probs=-losses,
-            entropy=entropies,
-            is_top1=hits,
-            label_mask=torch.ones_like(hits),
-            aux_loss=outputs.get("aux_loss"),
+    def _log_tokens(self, inputs, outputs, tokens):
+        """What TRL logs of a batch, from the last layer's predictions of the labelled tokens."""
+        gather, metrics = (
+            self.accelerator.gather_for_metrics,
+            self._metrics["train" if self.model.training else "eval"],
         )
+        count = gather(torch.tensor(len(tokens.hits), device=tokens.hits.device)).sum().clamp(min=1)
+        metrics["entropy"].append((gather(tokens.entropies.sum()).sum() / count).item())
+        metrics["mean_token_accuracy"].append((gather(tokens.hits.sum()).sum() / count).item())
+        if self.model.training:
+            mask = inputs.get("attention_mask")
+            seen = torch.tensor(inputs["position_ids"].size(1), device=count.device) if mask is None else mask.sum()
+            self._total_train_tokens += gather(seen).sum().item()
+        metrics["num_tokens"] = [self._total_train_tokens]
+        if self.aux_loss_enabled:
+            metrics["aux_loss"].append(gather(outputs["aux_loss"]).mean().item())
 
     # ---- evaluation and logs ----
 
@@ -237,7 +204,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         )
 
     def _run_summary(self):
-        return super()._run_summary() | ({"num_tokens": self._total_train_tokens} if self._training_started else {})
+        summary = super()._run_summary()
+        return summary | ({"num_tokens": self._total_train_tokens} if "training_started" in summary else {})
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # TRL would count from nothing.

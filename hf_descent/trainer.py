@@ -1,62 +1,81 @@
-"""Trainer with layerwise descent constraints: what happens in one optimizer step.
+"""`Trainer` with layerwise descent constraints: its hooks, each of which delegates.
 
-Per micro-batch, `compute_loss` runs the model once with its readout attached: inside that forward the tail of the
-model is replayed on every layer's hidden state, which gives f_1..f_L. The objective is their weighted sum
-(`constraints/objectives.py`). After the optimizer's step the layer losses of all micro-batches and processes are added
-up, and the multipliers take one step (`constraints/state.py`). Everything else is Trainer's.
+What happens in one optimizer step: `compute_loss` reads the layer losses of a micro-batch (`losses/layerwise.py`) and
+returns the objective, their weighted sum (`constraints/objectives.py`). After the optimizer's step the layer losses of
+all micro-batches and processes are added up, and the multipliers take one step (`constraints/state.py`). Everything
+else is Trainer's.
 """
 
 import contextlib
-import statistics
+import inspect
+import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from accelerate.utils import slice_tensors
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import ProgressCallback
+from transformers.utils import logging
 
-from .configs import DescentConfig
+from .configs import DescentConfig, levels_of
 from .constraints.multipliers import Multipliers
-from .constraints.state import DescentState
-from .hub.push import ModelCardMixin
-from .losses.task import averages_over_rows, count_items, loss_from_logits, loss_of_ones_own, predicted_labels
+from .constraints.objectives import MEASURING
+from .constraints.problem import MIN_ROWS, DescentProblem
+from .constraints.state import STATE_NAME, DescentState
+from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from .hub.card import PAPER, TAGS
+from .hub.push import write_card
+from .losses.labels import check_labels
+from .losses.layerwise import LayerLosses, find_layer_losses
+from .losses.task import ShiftingSmoother, TaskLoss
 from .noise.embedding_noise import EmbeddingNoise
-from .readout.replay import Readout, has_router_loss, output_logits, output_loss
+from .readout.labels import labels_of
+from .readout.replay import output_loss, probing
 from .readout.stack import inner_model
+from .runs import RunFolder
+from .training import checkpoints, evaluation
 from .training.callbacks import DescentProgressCallback, StepCallback, show_messages
-from .training.checkpoints import CheckpointMixin
-from .training.evaluation_step import EvaluationMixin
-from .training.fused_step import FusedStepMixin
-from .training.preparation import PreparationMixin
-from .training.search import SearchMixin
+from .training.card import card_facts
+from .training.checks import check_best_metric, check_data, check_supported
+from .training.initial_loss import constant_predictor
+from .training.preparation import (
+    check_documents,
+    measure_sigma,
+    shared_batch,
+    warn_of_half_precision_loss,
+)
+from .training.records import LayerTotals, RunRecord, StepSums
+from .training.search import loss_objective, values_as_given
 
 
-class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, CheckpointMixin, SearchMixin, ModelCardMixin):
+logger = logging.get_logger(__name__)
+
+
+class DescentMixin:
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
     under gradient accumulation or several processes: those are averaged over the items of the whole batch here. What
     stays is Trainer's: its `eval_loss` is a mean over batches, and it adds a router's loss once per micro-batch. The
     other objectives average both over items.
+
+    Attributes:
+        command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
+            in `descent_config.json`, by which [`compare`] tells groups of runs apart.
     """
 
     _name = "Descent"
-    _tag_names = ["hf_descent", "descent"]
-    _paper = {
-        "title": "A Constrained Optimization Perspective of Unrolled Transformers",
-        "id": "2601.17257",
-        "citation": (
-            "@article{porras2026constrained,\n"
-            "  title={A Constrained Optimization Perspective of Unrolled Transformers},\n"
-            "  author={Porras-Valenzuela, Javier and Hadou, Samar and Ribeiro, Alejandro},\n"
-            "  journal={arXiv preprint arXiv:2601.17257},\n  year={2026}\n}"
-        ),
-    }
+    _tag_names = TAGS
+    _paper = PAPER
     config_class = DescentConfig
+    logs_tokens = False  # whether a subclass logs statistics of the last layer's tokens, by `_log_tokens`
+    packs_documents = False  # whether a batch may hold several documents in one row, though the first one did not
+    command: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -73,54 +92,44 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
                 raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
             keywords["compute_loss_func"] = layer_loss_fn
         self._readout_fn = readout
-        self._state: DescentState | None = None
-        self._readout: Readout | None = None
+        self._task: TaskLoss | None = None
+        self._layers: LayerLosses | None = None
+        self._dual: DescentState | None = None
         self._noise: EmbeddingNoise | None = None
-        self._resumed_from: str | None = None
-        self._takes_items: bool | None = None
-        self._is_prepared_plain = False
-        self._items: torch.Tensor | None = None  # items of the optimizer step, over micro-batches and processes
-        self._micro_step = 0
-        self._layer_sums: torch.Tensor | None = None  # [layers], this process's part of the step's layer losses
-        self._step_starts: deque[float] = deque(maxlen=1000)
-        self._training_started: float | None = None  # time of day, in seconds
+        self._step = StepSums()
+        self._evaluated = LayerTotals()
+        self._record = RunRecord()
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
-        self._follow_layers()
+        self._add_callbacks()
 
-    def _follow_layers(self) -> None:
+    def _add_callbacks(self) -> None:
         """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs neither."""
         if not self._reads_layers:
             return
-        self._refuse_unsupported()
+        check_supported(self, super().compute_loss)
         callbacks = {type(callback): callback for callback in self.callback_handler.callbacks}
         if StepCallback not in callbacks:
             # First of all: others may save a checkpoint at the end of a step.
-            self.callback_handler.callbacks.insert(0, StepCallback(self))
+            self.callback_handler.callbacks.insert(0, StepCallback(self._after_optimizer_step, self._after_epoch))
         # By exact type: a progress bar of the user's own stays.
         if ProgressCallback in callbacks:
             self.remove_callback(callbacks[ProgressCallback])
             self.add_callback(DescentProgressCallback)
 
     @property
-    def _reads_layers(self) -> bool:
-        return self.args.objective != "erm" or self._readout_fn is not None
-
-    @property
-    def _step_seconds(self) -> float | None:
-        """Median time of an optimizer step, data loading and logging included."""
-        times = [after - before for before, after in pairwise(self._step_starts)]
-        return statistics.median(times) if times else None
-
-    @property
     def multipliers(self) -> Multipliers | None:
         """The Lagrange multipliers; `multipliers.values` is `[L]`, layer l at index l-1. `None` before training."""
-        return None if self._state is None else self._state.multipliers
+        return None if self._dual is None else self._dual.multipliers
 
     @property
-    def problem(self):
+    def problem(self) -> DescentProblem | None:
         """The [`DescentProblem`] being solved; `None` before it is known ("auto": until warm-up ends)."""
-        return None if self._state is None else self._state.problem
+        return None if self._dual is None else self._dual.problem
+
+    @property
+    def _reads_layers(self) -> bool:
+        return self.args.objective != "erm" or self._readout_fn is not None
 
     # ---- one optimizer step ----
 
@@ -128,36 +137,34 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
         start = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:  # of data without a length Trainer goes on asking
-            self._step_starts.append(start)
-        self._micro_step = 0
-        self._items = None
-        if self._reads_layers and self._readout is None and batches and self._count_items(batches[0]) is not None:
+            self._record.step_starts.append(start)
+        if batches and self._reads_layers and self._layers is None and self._is_labelled(batches[0]):
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
-        if self._layer_sums is not None:
-            # Not after a step: where data without a length end within one, Trainer adds the rest to the next one.
-            self._layer_sums.zero_()
+        self._step = StepSums()
+        if self._layers is not None:
+            self._step.layer_losses = torch.zeros(self._layers.num_layers, device=self.args.device)
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
             return [], None
         if not self._stock_scaling_is_right:
-            counts = [count.to(device) for batch in batches if (count := self._count_items(batch)) is not None]
-            self._items = self._reduce(sum(counts)) if counts else None
+            counts = [c.to(device) for batch in batches if self._task and (c := self._task.count(batch)) is not None]
+            self._step.items = self._reduce(sum(counts)) if counts else None
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples, device):
-        if not (self._reads_layers or self._is_prepared_plain) and batch_samples:
-            self._prepare_plain(batch_samples[0])
+        if batch_samples and self._task is None and not self._reads_layers and self._is_labelled(batch_samples[0]):
+            custom = self.compute_loss_func is not None or self.label_smoother is not None
+            if self.model_accepts_loss_kwargs or custom or not self._stock_scaling_is_right:
+                self._find_task(self.model_wrapped, self._prepare_inputs(batch_samples[0]))
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self._reported_loss = None
-        if model.training:
-            self._keeps_logits = return_outputs
-        labelled = self._count_items(inputs) is not None
-        constrained = self._reads_layers and (model.training or labelled)
-        if constrained and not labelled:
+        labelled = self._is_labelled(inputs)
+        if not (self._reads_layers and (model.training or labelled)):
+            return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not labelled:
             raise ValueError(
                 f"A training batch has no tensor of labels (looked for {', '.join(self.label_names) or 'labels'}; "
                 f"found {', '.join(inputs)}); every layer's loss needs it. Columns of text, and those that "
@@ -165,177 +172,379 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
                 "model with a head (`AutoModelFor...`)."
             )
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
-        if constrained:
-            self._prepare(model, inputs)
-        asks = labelled and not self._stock_scaling_is_right and (model.training or not constrained)
-        # Trainer counts no items for a model that takes none, though a label smoother would.
-        miscaled = asks and (num_items_in_batch is None or not self._loss_takes_items(model, inputs))
+        self._prepare(model, inputs)
+        if not model.training:
+            measured = self._layers.measure(model, inputs, keep_logits=return_outputs)
+            self._evaluated = self._evaluated.plus(measured)
+            self._log_tokens(inputs, measured.outputs, measured.tokens)
+            return (measured.means[-1], measured.outputs) if return_outputs else measured.means[-1]
+
+        step, world_size = self.state.global_step, self.args.world_size
+        if self._dual.needs_labels and (self.state.epoch or 0) < self._dual.labels_until:
+            self._dual.constant_predictor.update(self._answers(inputs))
+        share = self._step.share(self._task.count(inputs))
+        items = share.new_ones(()) if self._step.items is None else self._step.items
+        key = (self.args.process_index, step, self._step.micro_batches)
+        with self._training_noise(model):
+            losses = self._layers.step(
+                model, inputs, self._dual.objective_at(step), share, items, key, keep_logits=return_outputs
+            )
+        self._step.add(losses)
+        self._log_tokens(inputs, losses.outputs, losses.tokens)
+        self.loss_is_scaled_for_ga = True
+        objective = losses.objective * world_size  # DDP averages gradients over processes
+        return (objective, losses.outputs) if return_outputs else objective
+
+    def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):
+        """Trainer's own loss; scaled right where Trainer's is not."""
+        miscaled = self._is_labelled(inputs) and not (self._stock_scaling_is_right or self._reads_layers)
+        if miscaled:
+            # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
+            miscaled = not self._find_task(model, inputs).takes_items or num_items_in_batch is None
         with self._training_noise(model) if model.training else contextlib.nullcontext():
-            if constrained:
-                loss, outputs = self._descent_loss(model, inputs)
-            elif not (miscaled and model.training):
-                # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
+            if not (miscaled and model.training):
                 return super().compute_loss(model, inputs, return_outputs, None if miscaled else num_items_in_batch)
-            else:
-                share = self._share_of_items(inputs)
-                loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
-                loss = torch.where(share > 0, loss, 0.0) * share
-                self.loss_is_scaled_for_ga = True
-        return (loss, outputs) if return_outputs else loss
+            share = self._step.share(self._task.count(inputs)) * self.args.world_size
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            loss = torch.where(share > 0, loss, 0.0) * share
+            self.loss_is_scaled_for_ga = True
+            return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args, **kwargs):
-        self._reported_loss, of_class = None, self.loss_is_scaled_for_ga
+        of_class, micro_batches = self.loss_is_scaled_for_ga, self._step.micro_batches
         try:
             objective = super().training_step(*args, **kwargs)
         finally:
             self.loss_is_scaled_for_ga = of_class  # a subclass may say it of its own loss
-        if self._reads_layers and self._reported_loss is None:
+        if not self._reads_layers:
+            return objective
+        if self._step.micro_batches == micro_batches:
             raise ValueError(
                 f"`{type(self).__name__}.compute_loss` did not come to `DescentMixin.compute_loss`, so no layer was "
                 "read. Give your loss as `layer_loss_fn(outputs, labels, num_items_in_batch=None)` instead."
             )
         # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
-        return objective if self._reported_loss is None else self._reported_loss
-
-    def _descent_loss(self, model, inputs) -> tuple[torch.Tensor, Any]:
-        """The objective of a micro-batch (in evaluation: f_L) and the model's outputs."""
-        training, step, state, num_layers = (
-            model.training,
-            self.state.global_step,
-            self._state,
-            self._readout.num_layers,
-        )
-        unwrapped, self._scored = self.accelerator.unwrap_model(model), True
-        count = self._count_items(inputs)
-        share = self._share_of_items(inputs) if training else torch.ones((), device=count.device)
-        weighted = state.weighted_layers(step) if training else []
-
-        if training and state.needs_labels and (self.state.epoch or 0) < state.labels_until:
-            state.constant_predictor.update(self._predicted_labels(inputs))
-        if self._fused is not None:
-            return self._fused_loss(model, inputs, share, weighted)
-
-        labels = inputs.get("labels")
-        takes_items = training and self._loss_takes_items(model, inputs)
-        # With the `items` of the whole step the losses are sums over the micro-batch divided by them, else means of
-        # the micro-batch, to be weighted by its share. DDP averages gradients over processes, hence the world size in
-        # both. In evaluation a loss function of one's own gets the items of the batch, as from Trainer.
-        items = self._items.clamp(min=1) if takes_items else None  # a sum over none is 0
-        if not training and self.compute_loss_func is not None:
-            items = count
-        losses: list[torch.Tensor] = []
-
-        def score(layer, outputs, hidden):
-            if layer in trained and layer < num_layers and not hidden.requires_grad:
-                raise self._readout.without_gradient(layer)
-            losses.append(self._task_loss(unwrapped, outputs, labels, items))
-
-        trained = state.trained_layers if training else []
-        unweighted = [layer for layer in range(1, num_layers + 1) if layer not in weighted]
-        withheld = () if self._model_scores else ("labels",) if self._readout_fn is None else self.label_names
-        model_inputs = {name: value for name, value in inputs.items() if name not in withheld}
-        if takes_items and self.model_accepts_loss_kwargs:
-            model_inputs["num_items_in_batch"] = items
-        with self._readout.attach(score, no_grad_layers=unweighted if training else ()):
-            outputs = model(**model_inputs)
-
-        parts = torch.stack(losses).float()  # [layers]
-        if not training:
-            self._eval_sums += torch.cat([torch.where(count > 0, parts.detach() * count, 0.0), count[None]])
-            return parts[-1], outputs
-        parts = parts * self.args.world_size if takes_items else torch.where(share > 0, parts, 0.0) * share
-        self._layer_sums = self._layer_sums + parts.detach() / self.args.world_size
-        objective = state.objective(parts, step, share)
-        if self._model_scores and has_router_loss(outputs):
-            # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
-            # as the model itself weighs it.
-            objective = objective + (outputs["loss"] - losses[-1]) * share
-        self._reported_loss = parts[-1].detach()
-        self.loss_is_scaled_for_ga = True
-        return objective, outputs
-
-    def _task_loss(self, model, outputs, labels, items=None, shifts_labels=None) -> torch.Tensor:
-        """The loss that Trainer would take from these outputs; a smoother's labels are shifted as found in training,
-        where not told."""
-        if self.compute_loss_func is not None:
-            loss = loss_of_ones_own(self.compute_loss_func, model, outputs, labels, items)
-            if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
-                kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-                raise TypeError(
-                    f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
-                    "floating-point tensor without dimensions, such as the mean over the batch."
-                )
-            return loss
-        if self.label_smoother is not None and labels is not None:
-            shifts_labels = self._loss_shifts_labels if shifts_labels is None else shifts_labels
-            return self.label_smoother(outputs, labels, shift_labels=shifts_labels, num_items_in_batch=items)
-        if self._readout_fn is not None:
-            return loss_from_logits(model, output_logits(outputs), labels, items)
-        loss = output_loss(outputs)
-        if loss is None:
-            raise ValueError(
-                f"{type(model).__name__} returns no loss for a batch with labels; give one as `layer_loss_fn(outputs, "
-                "labels, num_items_in_batch=None)`."
-            )
-        return loss
+        return self._step.final * self.args.world_size
 
     def _after_optimizer_step(self) -> None:
-        if self._layer_sums is None:
+        if self._dual is None:
             return
         # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
-        layer_losses = self._reduce(self._layer_sums)
+        layer_losses = self._reduce(self._step.layer_losses)
         if not self.accelerator.optimizer_step_was_skipped:
-            self._state.dual_step(layer_losses, self.state.global_step, self._items)
-        if self.args.stop_on_nonfinite and self._state.has_faults:
+            self._dual.dual_step(layer_losses, self.state.global_step, self._step.items)
+        if self.args.stop_on_nonfinite and self._dual.has_faults:
             self.control.should_training_stop = True
 
     def _after_epoch(self) -> None:
-        if self._state is not None and self.args.slack_restart:
-            self._state.restart_slacks()
+        if self._dual is not None and self.args.slack_restart:
+            self._dual.restart_slacks()
+
+    def _log_tokens(self, inputs, outputs, tokens) -> None:
+        """For a subclass that logs statistics of the last layer's tokens."""
+
+    # ---- what is found out once ----
+
+    def _find_task(self, model, inputs) -> TaskLoss:
+        """The task loss, found out on a real batch."""
+        if self._task is None:
+            model = self.accelerator.unwrap_model(model)
+            inputs = shared_batch(inputs, self.args, self.label_names)
+            self._task = TaskLoss.probe(
+                model,
+                inputs,
+                label_names=self.label_names,
+                loss_fn=self.compute_loss_func,
+                smoother=self.label_smoother,
+                readout=self._readout_fn,
+                shifts_labels=self._loss_shifts_labels,
+            )
+            # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
+            self._loss_shifts_labels = self._task.shifts_labels
+            if self.label_smoother is not None:
+                self.label_smoother = ShiftingSmoother(
+                    self.args.label_smoothing_factor, shifts=self._loss_shifts_labels
+                )
+            if not (self._reads_layers or self._stock_scaling_is_right):
+                self._task.takes_items = self._task.honours_items(inputs, self.model_accepts_loss_kwargs)
+                if not self._task.takes_items:
+                    logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
+        return self._task
+
+    def _prepare(self, model, inputs) -> None:
+        """Find the layers on the first batch, and build or load the dual side; the layers anew where the model has
+        become another."""
+        model = self.accelerator.unwrap_model(model)
+        if self._layers is not None and not self._layers.is_of(model):
+            self._layers = self._task = None
+        if self._layers is not None and self._dual is not None:
+            return
+        inputs = shared_batch(inputs, self.args, self.label_names)
+        if self.compute_loss_func is None and self._readout_fn is None:
+            for name in self.label_names:
+                if isinstance(inputs.get(name), torch.Tensor):
+                    check_labels(model, name, inputs[name])
+        if self._layers is None:
+            check_documents(model, inputs, self.label_names, self.packs_documents, self.accelerator.mixed_precision)
+            self._task = None
+            self._layers = find_layer_losses(
+                model,
+                inputs,
+                self._find_task(model, inputs),
+                readout=self._readout_fn,
+                trains=self.is_in_train,
+                token_fraction=self.args.readout_token_fraction,
+                token_statistics=self.logs_tokens,
+                accepts_items=self.model_accepts_loss_kwargs,
+                seed=self.args.seed,
+            )
+        with probing(model):
+            outputs = model(**(inputs if self._task.is_models_own else self._task.model_inputs(inputs)))
+        if self._readout_fn is not None and not isinstance(outputs, dict):
+            raise ValueError(
+                f"{type(model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
+                "`return_dict=True`, or return names."
+            )
+        warn_of_half_precision_loss(output_loss(outputs))
+        self._dual = self._make_dual(inputs, outputs)
+
+    def _make_dual(self, inputs, outputs) -> DescentState:
+        """The dual side of the run: new, or that of the checkpoint or the model."""
+        num_layers = self._layers.num_layers
+        if self._dual is not None:
+            if self._dual.num_layers != num_layers:
+                raise ValueError(
+                    f"The model has {num_layers} layers now, and the constraints are those of "
+                    f"{self._dual.num_layers}: make a new trainer for it."
+                )
+            return self._dual
+        folder = self._record.resumed_from
+        saved = folder is not None and os.path.isfile(os.path.join(folder, STATE_NAME))
+        start = 0 if saved else self.state.global_step
+        predictor = self._constant_predictor(inputs, outputs)
+        dual = DescentState(
+            self.args, num_layers, self.state.max_steps, start, predictor, self._reduce, self.args.device
+        )
+        if saved:
+            dual.load(folder, is_main=self.args.process_index == 0)
+        elif folder is not None:
+            logger.warning(f"{folder} holds no dual state: the multipliers start afresh, with a warm-up.")
+            dual.labels_until += self.state.epoch
+        elif not self.is_in_train:
+            dual.take_saved_problem(self._loaded_from())
+        return dual
+
+    def _constant_predictor(self, inputs, outputs):
+        """What measures f_0; `None` where that is neither needed nor possible. ValueError where it is needed."""
+        given = self.args.initial_loss_bound != "auto"
+        if self.args.objective not in MEASURING or not self.is_in_train:
+            return None
+        if given and self.compute_loss_func is not None:
+            return None  # would be tried on the custom loss, for a line of the log
+        try:
+            return constant_predictor(self._task, inputs, outputs, self.args.label_smoothing_factor)
+        except ValueError:
+            if not given:
+                raise
+            return None
+
+    def _training_noise(self, model):
+        """The noise of a micro-batch as a context; also made where the tests alone are noisy, since sigma is that of
+        the signal before training."""
+        is_noisy = self.args.gamma_train > 0
+        if self._noise is None and (is_noisy or self.args.eval_gammas):
+            model = self.accelerator.unwrap_model(model)
+            sigma = self.noise_sigma(model)
+            self._noise = EmbeddingNoise(model, self.args.noise_gamma, seed=self.args.seed, sigma=sigma)
+        if not is_noisy:
+            return contextlib.nullcontext()
+        # Keyed by where training stands, the noise of a resumed run needs no saved generator.
+        self._noise.reseed(self.args.process_index, self.state.global_step, self._step.noise_draws)
+        self._step.noise_draws += 1
+        return self._noise
+
+    def noise_sigma(self, model=None) -> float:
+        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once.
+
+        ValueError where it is none of these, or cannot be estimated.
+        """
+        model = self.accelerator.unwrap_model(self.model) if model is None else model
+        config = getattr(model, "config", None)
+        # Adapters and sharded weights are saved without the model's config.
+        saved = RunFolder(self._record.resumed_from or "").summary.get("noise_sigma")
+        sigma = self.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
+        if sigma is None:
+            rows = self.args.eval_batch_size * self.args.world_size
+            sigma = measure_sigma(model, self.train_dataset, self._clean_batches, rows, self.args.seed, self._reduce)
+        if config is not None:
+            config.noise_sigma = sigma
+        return sigma
+
+    def _clean_batches(self, dataset):
+        return (self._prepare_inputs(batch) for batch in self.get_test_dataloader(dataset))
 
     # ---- items ----
 
-    def _count_items(self, inputs) -> torch.Tensor | None:
-        of_rows = self._model_scores and averages_over_rows(inner_model(self.model))
-        return count_items(inputs, self.label_names, self._loss_shifts_labels, of_rows)
+    def _is_labelled(self, inputs) -> bool:
+        return isinstance(inputs.get("shift_labels"), torch.Tensor) or isinstance(
+            labels_of(inputs, self.label_names), torch.Tensor
+        )
 
-    def _predicted_labels(self, inputs) -> torch.Tensor:
+    def _answers(self, inputs) -> torch.Tensor:
         """What a constant prediction would be of: of an extractive answer, both ends `[batch, 2]`."""
         if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
             return torch.stack([inputs["start_positions"], inputs["end_positions"]], dim=-1)
-        return predicted_labels(inputs, self.label_names, self._loss_shifts_labels)
-
-    def _share_of_items(self, inputs) -> torch.Tensor:
-        """This micro-batch's share of the items of the step, times the number of processes; a scalar tensor."""
-        count = self._count_items(inputs).float()
-        return count / (count if self._items is None else self._items.clamp(min=1)) * self.args.world_size
+        return self._task.predicted_labels(inputs)
 
     @property
     def _stock_scaling_is_right(self) -> bool:
         args = self.args
         return not self._reads_layers and args.gradient_accumulation_steps == 1 and args.world_size == 1
 
-    @property
-    def _model_scores(self) -> bool:
-        """Whether the loss is the one that the model's forward returns."""
-        return self.compute_loss_func is None and self.label_smoother is None and self._readout_fn is None
-
     def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over processes."""
         return self.accelerator.reduce(tensor.to(self.args.device), "sum") if self.args.world_size > 1 else tensor
+
+    # ---- evaluation ----
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        self._evaluated = LayerTotals()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._reads_layers and not output.num_samples:
+            raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
+        if self._layers is None:
+            return output
+        sums = self._evaluated.sums
+        sums = torch.zeros(self._layers.num_layers + 1, device=self.args.device) if sums is None else sums
+        *sums, count = self._reduce(sums).tolist()
+        if count:
+            losses = torch.tensor(sums) / count  # [layers]
+            # Trainer averages batches; f_L is an average over items.
+            output.metrics[f"{metric_key_prefix}_loss"] = losses[-1].item()
+            rows, step = output.num_samples, self.state.global_step
+            if rows < MIN_ROWS:
+                logger.warning_once(
+                    f"{rows} rows of evaluation data are too few for a verdict on the constraints: give at least "
+                    f"{MIN_ROWS}."
+                )
+            output.metrics.update(self._dual.evaluation(losses, metric_key_prefix, step, rows))
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
+        if not self._reads_layers:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+        # Hidden states asked for in the model's config would pile up as predictions.
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        ignore_keys = [*ignore_keys, *evaluation.HIDDEN_OUTPUTS]
+        predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+        if not self._is_labelled(inputs):
+            if self._readout_fn is None:
+                return predict()
+            self._prepare(model, self._prepare_inputs(inputs))
+            with self._layers.attach_last():
+                return predict()
+        before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
+        if prediction_loss_only:
+            prediction = (self._evaluate_batch(model, self._prepare_inputs(inputs)), None, None)
+        else:
+            prediction = predict()
+        # A batch whose rows are repeated in part is measured again, on its own rows alone; so is one for which
+        # Seq2SeqTrainer calls the model by itself, since it generates.
+        if own_rows is not None or self._evaluated is before:
+            inputs, self._evaluated = self._prepare_inputs(inputs), before
+            # On every process, also for no rows: a forward may gather parameters.
+            self._evaluate_batch(model, inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1))))
+            if own_rows == 0:
+                self._evaluated = before
+        return prediction
+
+    def _evaluate_batch(self, model, inputs) -> torch.Tensor:
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach()
+
+    def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs) -> NoiseCurve:
+        """Metric and loss of the model on noisy inputs, for each noise level.
+
+        Args:
+            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
+            gammas: noise levels, one or several; `args.eval_gammas` where not given.
+            kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs that differ by that share the
+                noise.
+
+        Returns:
+            [`NoiseCurve`], also logged under `eval_`.
+
+        Raises:
+            ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
+        """
+        dataset = self._held_out(eval_dataset)
+        gammas = self.args.eval_gammas if gammas is None else gammas
+        gammas = [] if gammas is None else levels_of("gammas", gammas)
+        if not gammas:
+            raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
+        model = evaluation.evaluated_model(self)
+        settings, is_noise = self._evaluation_settings(model), kwargs.get("perturbation") is None
+        if is_noise:  # the levels of a perturbation are others than those of training, and of the card
+            settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
+        curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
+        self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
+        if is_noise:
+            self._record.noise_curve = curve
+        return curve
+
+    def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
+        """Loss and metric of the model at every layer, and whether the constraints are met there.
+
+        Args:
+            eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
+            kwargs: passed to [`layer_profile`].
+
+        Returns:
+            [`LayerProfile`], with violations where the problem is known.
+
+        Raises:
+            ValueError: no data, or as [`layer_profile`].
+        """
+        model, dataset = evaluation.evaluated_model(self), self._held_out(eval_dataset)
+        settings = self._evaluation_settings(model)
+        if kwargs.get("gamma"):
+            settings["sigma"] = self.noise_sigma(model)
+        if self.problem is not None:
+            tolerance = self.args.feasibility_tolerance * self.problem.initial_loss_bound
+            settings |= {"problem": self.problem, "tolerance": tolerance}
+        self._record.layer_profile = layer_profile(model, dataset, **{**settings, **kwargs})
+        return self._record.layer_profile
+
+    def _evaluation_settings(self, model) -> dict[str, Any]:
+        return evaluation.evaluation_settings(self, model, self._readout_fn, evaluation.shards_parameters(self))
+
+    def _held_out(self, dataset):
+        return evaluation.chosen_dataset(self.eval_dataset, dataset)
+
+    # ---- a run and its checkpoints ----
+
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        resume_from_checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            # Trainer removes NEFTune's hook only when training ends well.
+            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
+                handle.remove()
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
         self.args.check_descent_arguments()
-        self._follow_layers()
-        self._check_choice()
-        self._check_data()
-        self._state = self._readout = self._noise = self._takes_items = None
-        self._is_prepared_plain = False
-        self._layer_sums = self._eval_sums = self._items = None
-        self._step_starts.clear()
-        self._resumed_from = kwargs.get("resume_from_checkpoint")
+        self._add_callbacks()
+        check_best_metric(self, self._reads_layers)
+        if self._reads_layers:
+            check_data(self, self._readout_fn)
+        self._task = self._layers = self._dual = self._noise = None
+        self._step = StepSums()
         # What was measured before is of another model.
-        self._training_started, self._noise_curve, self._layer_profile = time.time(), None, None
+        self._record = RunRecord(kwargs.get("resume_from_checkpoint"), time.time())
         if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
             # process would train a model of its own.
@@ -344,19 +553,133 @@ class DescentMixin(FusedStepMixin, PreparationMixin, EvaluationMixin, Checkpoint
 
     def _finalize_training(self, *args, **kwargs):
         # Resumed at its end, a run reads no batch on which to find the layers and the scale of the noise.
-        if self._reads_layers and self._state is None:
+        if self._reads_layers and self._dual is None:
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
         self._training_noise(self.model)
+        if self.args.load_best_model_at_end:  # here, since Trainer loads where it sees the folder, with others' disks
+            best = self.state.best_model_checkpoint or ""
+            checkpoints.on_first_process(self.args, checkpoints.check_complete, best)
         return super()._finalize_training(*args, **kwargs)
 
-    # ---- logs ----
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._save_dual_state(output_dir)
+
+    def _save_dual_state(self, output_dir) -> None:
+        if self._dual is not None:
+            checkpoints.check_agreement(self._dual.multipliers.values, self._reduce, self.args.process_index)
+            self._dual.save(output_dir, write=self.args.should_save)
+            # For people to read, in trainer_state.json.
+            self.state.stateful_callbacks["DescentState"] = self._dual.summary()
+
+    def _determine_best_metric(self, metrics, trial):
+        chosen_by = self.args.metric_for_best_model or ""
+        if chosen_by.endswith("max_violation") and self._dual is not None and self._dual.problem is None:
+            return False  # the constraints are not known yet
+        return super()._determine_best_metric(metrics, trial)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # The trainer state comes next, by one process, and stands for a complete save by all.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            checkpoints.save_checksums(output_dir, self.state.global_step)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with self._own_names(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        best = self.state.best_model_checkpoint
+        with self._own_names(best):
+            super()._load_best_model()
+        if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
+            self._dual.load(best, is_main=self.args.process_index == 0)
+
+    def _own_names(self, folder):
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        return contextlib.nullcontext() if is_sharded else checkpoints.own_names(self.model, folder)
+
+    def _load_callback_state(self):
+        # The readable copy is no callback; Trainer would report it as missing.
+        self.state.stateful_callbacks.pop("DescentState", None)
+        super()._load_callback_state()
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
+        if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
+            self._save_dual_state(output_dir)
+            if self.args.should_save:
+                checkpoints.save_checksums(output_dir, self.state.global_step)
+
+    def _run_summary(self) -> dict[str, Any]:
+        """What tells this run from others, plain training included; of a model that this trainer did not train, what
+        its own training wrote, if anything."""
+        if self._record.started is None:
+            names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
+            if saved := next((summary for name in names if (summary := RunFolder(name).summary)), {}):
+                return saved
+        return checkpoints.run_summary(
+            self.model,
+            self.args,
+            self._record,
+            self.command,
+            self.train_dataset,
+            self._readout_fn,
+            {} if self._dual is None else self._dual.summary(),
+        )
+
+    def _loaded_from(self) -> str:
+        """The folder or the name on the Hub of the model; empty where unknown."""
+        # The name of an adapted model is that of its base.
+        config = None if hasattr(self.model, "peft_config") else getattr(self.model, "config", None)
+        return getattr(config, "_name_or_path", "")
 
     def log(self, logs, start_time=None):
-        if self._state is not None and "loss" in logs:
-            logs.update(self._state.logs(self.state.global_step) | self._threshold_logs())
-        elif self._state is not None and "train_runtime" in logs:
-            logs.update(self._state.verdict())
+        if self._dual is not None and "loss" in logs:
+            logs.update(self._dual.logs(self.state.global_step))
+        elif self._dual is not None and "train_runtime" in logs:
+            logs.update(self._dual.verdict())
         super().log(logs, start_time)
+
+    def hyperparameter_search(
+        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", *args, **kwargs
+    ):
+        if compute_objective is None:
+            compute_objective = loss_objective
+        if compute_objective is loss_objective and self._reads_layers:
+            if direction != "minimize":
+                raise ValueError(
+                    f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
+                )
+            if isinstance(self.eval_dataset, dict):
+                raise ValueError(
+                    "With several `eval_dataset` the default objective, the loss of one, is none; pass "
+                    "`compute_objective`, a function of their metrics."
+                )
+        return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
+
+    def _hp_search_setup(self, trial):
+        with values_as_given(self.args):
+            super()._hp_search_setup(trial)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
+
+        Takes the arguments of the trainer that it is mixed into: `transformers.Trainer`'s (`language`, `license`,
+        `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset`, ...) or TRL's (`model_name`, `dataset_name`,
+        `tags`).
+        """
+        if not self.is_world_process_zero():
+            return
+        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
+        run = RunFolder(self.args.output_dir)
+        run.write_summary(self._run_summary())
+        measured = {"noise_curve": self._record.noise_curve, "layer_profile": self._record.layer_profile}
+        run.write({name: result for name, result in measured.items() if result is not None})
+        write_card(run.path, **card_facts(self, given, trained=self._record.started is not None))
 
 
 class DescentTrainer(DescentMixin, Trainer):

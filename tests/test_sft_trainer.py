@@ -17,8 +17,8 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
+from hf_descent.losses.layerwise import ReplayedLosses
 from hf_descent.readout.head import FusedReadout
-from hf_descent.training import fused_step
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -139,7 +139,7 @@ def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, 
 def test_losses_of_ones_own_leave_the_metrics_alone(tmp_path, variant):
     ours = make(SFTDescentTrainer, tmp_path, **CONSTRAINED, **VARIANTS[variant])
     ours.train()
-    assert (ours._fused is None) == (variant == "own loss")
+    assert isinstance(ours._layers, ReplayedLosses) == (variant == "own loss")
     stock = make(SFTTrainer, tmp_path, per_device_eval_batch_size=16)
     stock.model.load_state_dict(ours.model.state_dict())
     metrics, expected = ours.evaluate(), stock.evaluate()
@@ -217,7 +217,9 @@ def test_rows_that_fill_the_last_batch_count_in_no_metric(tmp_path, monkeypatch)
     ours.model.lm_head.weight.data.mul_(100)  # predictions that differ from row to row
     data = ours.eval_dataset.select(range(4))
     expected = ours.evaluate(data.select(range(3)))
-    monkeypatch.setattr(SFTDescentTrainer, "_rows_counted_once", lambda self, inputs: 3)  # as one of several processes
+    monkeypatch.setattr(
+        "hf_descent.training.evaluation.rows_counted_once", lambda trainer, inputs: 3
+    )  # as one of several processes
     found = ours.evaluate(data)
     for name in ("eval_loss", "eval_layer_loss_1", "eval_mean_token_accuracy", "eval_entropy"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5), name
@@ -252,7 +254,7 @@ def test_what_offloads_activations_sees_no_backward_pass_in_the_forward(tmp_path
 
 def test_bfloat16_reads_the_layers_in_it(tmp_path):
     dtypes = []
-    read = fused_step.FusedReadout._read
+    read = FusedReadout._read
     trainer = make(SFTDescentTrainer, tmp_path, bf16=True, **CONSTRAINED)
 
     def spy(self, *args, **kwargs):

@@ -34,8 +34,8 @@ from ..evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.uncertainty import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
-from ..losses.task import IGNORE_INDEX
 from ..privacy import privacy_curve
+from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
 
 

@@ -16,7 +16,6 @@ MIN_LABELS = 20  # fewer may all be alike by chance
 # The least total decrease asked for, as f_L / f_0: without it a model that is no better than a constant at the end of
 # warm-up would get alpha <= 0.
 MAX_LOSS_RATIO = 0.98
-SYNTHETIC_LABELS = 512
 
 
 def geometric_alpha(initial_loss_bound: float, final_loss: float, num_constraints: int, strength: float) -> float:
@@ -47,8 +46,6 @@ class ConstantPredictor:
         label_smoothing (`float`): smoothing of the targets, as `label_smoothing_factor`.
         multi_label (`bool`): whether floating labels are independent classes rather than numbers.
         scale (`float`): the task loss in units of the loss named above (a sum instead of a mean, say).
-        loss_fn (`Callable`, *optional*): `loss_fn(logits, labels)`, a loss of one's own for classes; its least value
-            over constant logits is found numerically.
         positions (`bool`): whether the labels are the two ends of extractive answers, `[batch, 2]`, over whose losses
             the task averages: the classes are positions in a sequence, up to the last one seen.
     """
@@ -59,10 +56,8 @@ class ConstantPredictor:
         label_smoothing: float = 0.0,
         multi_label: bool = False,
         scale: float = 1.0,
-        loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         positions: bool = False,
     ):
-        self.loss_fn = loss_fn
         self.positions = positions
         self.num_classes = num_classes
         self.scale = scale
@@ -108,8 +103,6 @@ class ConstantPredictor:
         if self.moments.dim() == 2:
             count, total, square = self.moments  # [dims] each
             mean = total / count
-            if self.multi_label and self.loss_fn is not None:
-                return self._least_constant_loss(mean)
             if self.multi_label:
                 return self.scale * _entropy(torch.stack([mean, 1 - mean], dim=-1)).mean().item()
             return self.scale * (square / count - mean.square()).mean().item()
@@ -121,32 +114,10 @@ class ConstantPredictor:
         if self.positions:
             counts = counts[: counts.nonzero().max() + 1]  # no answer ends beyond the longest text
         probabilities = _probabilities(counts)
-        if self.loss_fn is not None:
-            return self._least_constant_loss(probabilities)
         smoothed = (1 - self.label_smoothing) * probabilities + self.label_smoothing / len(probabilities)
         # Frequencies underestimate the entropy by about as much (Miller and Madow).
         bias = ((counts > 1).sum() - 1).clamp(min=0) / (2 * counts.sum())
         return self.scale * (_entropy(smoothed) + bias).clamp(max=math.log(len(probabilities))).item()
-
-    @torch.enable_grad()
-    def _least_constant_loss(self, probabilities: torch.Tensor) -> float:
-        """The least value of `loss_fn` over constant logits, on labels drawn evenly from `probabilities` [classes]."""
-        quantiles = (torch.arange(SYNTHETIC_LABELS, device=probabilities.device) + 0.5) / SYNTHETIC_LABELS
-        if self.multi_label:
-            labels = (quantiles[:, None] < probabilities).float()  # [labels, classes]
-        else:
-            labels = torch.searchsorted(probabilities.cumsum(0).float(), quantiles).clamp(max=self.num_classes - 1)
-        logits = probabilities.clamp(min=1e-6).log().float().requires_grad_()  # [classes]
-        optimizer = torch.optim.LBFGS([logits], max_iter=50, line_search_fn="strong_wolfe")
-
-        def closure():
-            optimizer.zero_grad()
-            loss = self.loss_fn(logits.expand(len(labels), -1), labels)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        return closure().item()
 
 
 def _probabilities(counts: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,9 @@ micro-batch, their average over an accumulated batch differs from their value on
 only approximately. `c` is `penalty_coefficient`.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 
 from .problem import DescentProblem
@@ -20,6 +23,24 @@ from .problem import DescentProblem
 OBJECTIVES = ("descent", "erm", "deep_supervision", "fixed", "hinge", "quadratic")
 UNCONSTRAINED = ("erm", "deep_supervision")  # which ask nothing of a layer in terms of the one below
 MEASURING = ("descent", "hinge", "quadratic")  # whose warm-up finds what is "auto"; the others have no use for it
+
+
+@dataclass
+class StepObjective:
+    """What a training step minimises, as a function of the layer losses.
+
+    Attributes:
+        value (`Callable`): (a micro-batch's part of the layer losses `[L]`, its share of the items) -> scalar. The
+            parts of all micro-batches add up to the layer losses of the step.
+        weighted (`list[int]`): layers (1-based) that the objective of this step depends on.
+        trained (`list[int]`): layers that it depends on at some step of the run.
+        is_linear (`bool`): whether the weights of the layer losses are known before the forward pass.
+    """
+
+    value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    weighted: Sequence[int]
+    trained: Sequence[int]
+    is_linear: bool = True
 
 
 def linear_weights(

@@ -126,12 +126,14 @@ class DescentState(ReportMixin):
         """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
         return [self.num_layers] if self.inactive(step) else self.trained_layers
 
-    def objective(self, layer_losses: torch.Tensor, step: int, share: torch.Tensor) -> torch.Tensor:
-        """The scalar to minimise, from a micro-batch's part of the layer losses `[L]` and its share of the items.
+    def objective_at(self, step: int) -> objectives.StepObjective:
+        """What this step minimises."""
+        is_linear = self.inactive(step) or self.args.objective not in ("hinge", "quadratic")
+        value = partial(self._objective, step=step)
+        return objectives.StepObjective(value, self.weighted_layers(step), self.trained_layers, is_linear)
 
-        The parts of all micro-batches add up to the layer losses of the step; a part divided by its share is the
-        micro-batch's own mean, on which the penalties are evaluated.
-        """
+    def _objective(self, layer_losses: torch.Tensor, share: torch.Tensor, step: int) -> torch.Tensor:
+        """A part divided by its share is the micro-batch's own mean, on which the penalties are evaluated."""
         if self.inactive(step):
             return layer_losses[-1]
         if self.args.objective in ("hinge", "quadratic"):

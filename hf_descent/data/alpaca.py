@@ -6,7 +6,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ..losses.task import IGNORE_INDEX
+from ..readout.labels import IGNORE_INDEX
 from .splits import SplitArguments, check_texts, hold_out, load_splits
 
 

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import ModelOutput
 
-from ..evaluation.scoring import Result, evaluating, read_layers
-from ..losses.task import IGNORE_INDEX, labels_of
+from ..evaluation.scoring import Result, evaluating
+from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, output_logits, probing
 from ..readout.stack import intercepted
 from ..readout.tape import Tape, off_in_replay, switched_off, taped
@@ -115,7 +115,7 @@ class ConfidenceExit:
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
         dims = self._batch_dims.setdefault(frozenset(inputs), {})
-        with evaluating(self.model), switched_off(off_in_replay(self.model, reader._stack)):
+        with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)):
             try:
                 return self._run(reader, inputs, dims)
             except _Unseen:
@@ -173,7 +173,7 @@ class ConfidenceExit:
                 first = inputs if first is None else first
                 reader = Readout.probe(self.model, inputs)
                 exits = self._exits(reader.num_layers)  # which refuses wrong ones
-                logits.append(torch.stack(read_layers(reader, inputs, _class_logits)).float())  # [layers, batch, cls]
+                logits.append(torch.stack(reader.read(inputs, _class_logits)).float())  # [layers, batch, cls]
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
@@ -237,7 +237,7 @@ class ConfidenceExit:
         """
         output = self(**inputs)
         with evaluating(self.model):
-            layers = torch.stack(read_layers(Readout.probe(self.model, inputs), inputs, _class_logits))
+            layers = torch.stack(Readout.probe(self.model, inputs).read(inputs, _class_logits))
         expected = layers[output.exit_layers - 1, torch.arange(len(output.logits))]  # [batch, classes]
         if not torch.allclose(output.logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
             error = (output.logits - expected).abs().max().item()
@@ -259,7 +259,7 @@ class _ShrinkingTape(Tape):
     """
 
     def __init__(self, reader, inputs, batch_dims, exits, is_sure):
-        super().__init__(reader.model, reader._stack)
+        super().__init__(reader.model, reader.stack)
         self.inputs, self.batch_dims, self.exits, self.is_sure = inputs, batch_dims, exits, is_sure
         self.rows = torch.arange(rows_of(reader.model, inputs), device=next(reader.model.parameters()).device)
         self.exit_layers = torch.full_like(self.rows, self.stack.num_layers)  # [batch]
@@ -325,7 +325,7 @@ def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
             _map_with_path(lambda path, tensor: seen[-1].update({path: tensor.shape}), kind, tree)
         return output
 
-    with intercepted(reader._stack.layers, log), probing(reader.model):
+    with intercepted(reader.stack.layers, log), probing(reader.model):
         for batch in (inputs, doubled):
             seen.append({})
             reader.model(**batch)

@@ -49,7 +49,7 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     ):
         model(**inputs)
 
-    stack, faults = reader._stack, []
+    stack, faults = reader.stack, []
     shared = len(stack.layers) != reader.num_layers  # calls of the same layers: nothing to remove but calls
     for field, config in _shorter_configs(model.config, reader.num_layers, num_layers):
         try:

@@ -16,8 +16,10 @@ from tqdm.auto import tqdm
 
 from ..configs import levels_of
 from ..constraints.problem import MIN_ROWS, DescentProblem
+from ..losses.layerwise import TokenStatistics, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
-from ..readout.replay import Readout
+from ..readout.labels import with_named_outputs
+from ..readout.stack import inner_model
 from .scoring import (
     Metric,
     Result,
@@ -28,7 +30,6 @@ from .scoring import (
     noise_key,
     numbered_batches,
     prepare_collator,
-    read_layers,
 )
 from .sums import BlockSums
 from .uncertainty import radius
@@ -197,7 +198,7 @@ def layer_profiles(
     gammas = levels_of("gammas", gammas)
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
-    scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
+    scorer = Scorer(model, metric, scale, label_names, layer_loss_fn, readout)
     collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
     sums, samples = None, []  # samples: (batch, losses [levels, samples, layers])
     step, first = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
@@ -206,21 +207,24 @@ def layer_profiles(
         batches = numbered_batches(dataset, collate, batch_size, first, step)
         for index, batch in tqdm(batches, desc="Layer profile", disable=not progress):
             inputs = send_to_device(batch, device)
-            given = scorer.model_inputs(inputs, readout)
+            scorer.check(inputs)
+            given = with_named_outputs(inner_model(model), inputs)
             if sums is None:
-                reader = Readout.probe(model, given, readout)
-                if problem is not None and problem.num_layers != reader.num_layers:
+                layers = find_layer_losses(
+                    model, given, scorer.task(inputs), readout=readout, needs_logits=scorer.needs_logits
+                )
+                if problem is not None and problem.num_layers != layers.num_layers:
                     raise ValueError(
                         f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has "
-                        f"{reader.num_layers}; give the problem of this model."
+                        f"{layers.num_layers}; give the problem of this model."
                     )
-                sums = BlockSums((len(gammas), reader.num_layers), accelerator)
+                sums = BlockSums((len(gammas), layers.num_layers), accelerator)
             scores, losses = [], []
             for gamma in gammas:
                 with noise.split((gamma, noise_key(0, gamma, index))) if gamma else nullcontext():
-                    layers = read_layers(reader, given, partial(_score, scorer, inputs))
-                scores.append(torch.stack([layer_sums for layer_sums, _ in layers]))  # [layers, 4]
-                losses.append(torch.stack([losses for _, losses in layers], dim=1))  # [samples, layers]
+                    found = layers.measure(model, given, partial(_score, scorer), keep_logits=False).scores
+                scores.append(torch.stack([layer_sums for layer_sums, _ in found]))  # [layers, 4]
+                losses.append(torch.stack([losses for _, losses in found], dim=1))  # [samples, layers]
             sums.add(index, torch.stack(scores).numpy(), scorer.fingerprints(inputs)[0])
             samples.append((index, torch.stack(losses).double().numpy()))
     # A process without a batch of its own adds zeros that broadcast.
@@ -262,5 +266,7 @@ def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance, data) -> 
     )
 
 
-def _score(scorer: Scorer, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _score(scorer: Scorer, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(outputs, TokenStatistics):
+        return scorer.of_tokens(outputs)
     return scorer(outputs, inputs), scorer.sample_losses(outputs, inputs).cpu()

@@ -274,7 +274,7 @@ def noise_curve(
     noisy = gammas != [0.0] and perturbation is None
     if noisy and noise is None:
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
-    scorer = Scorer(model, metric, scale, label_names, layer_loss_fn)
+    scorer = Scorer(model, metric, scale, label_names, layer_loss_fn, readout)
     collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
     device = next(model.parameters()).device
 

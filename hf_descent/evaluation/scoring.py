@@ -22,18 +22,10 @@ from transformers.utils import ModelOutput, find_labels
 
 from ..files import whole_file
 from ..losses.labels import check_labels
-from ..losses.task import (
-    IGNORE_INDEX,
-    aligned,
-    averages_over_rows,
-    count_items,
-    loss_from_logits,
-    loss_of_ones_own,
-    of_tokens,
-    shifts_labels,
-    with_named_outputs,
-)
-from ..readout.replay import Readout, output_logits, output_loss, probing
+from ..losses.layerwise import TokenStatistics
+from ..losses.task import TaskLoss, loss_from_logits
+from ..readout.labels import IGNORE_INDEX, aligned, of_tokens, with_named_outputs
+from ..readout.replay import output_logits
 from ..readout.stack import inner_model
 from .sums import fingerprint_of_tensors
 
@@ -65,7 +57,8 @@ class Scorer:
         scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
         layer_loss_fn (function, *optional*): (outputs, labels, num_items_in_batch) -> mean loss, in place of the
-            model's own.
+            model's own; or Trainer's label smoother.
+        readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
 
     Raises:
         ValueError: an unknown metric; in use, a batch without labels or labels that do not suit the metric.
@@ -78,6 +71,7 @@ class Scorer:
         scale: float = 1.0,
         label_names: Sequence[str] | None = None,
         layer_loss_fn: Callable[..., torch.Tensor] | None = None,
+        readout: Callable | None = None,
     ):
         if isinstance(metric, str) and metric not in ("accuracy", "rmse"):
             raise ValueError(
@@ -89,36 +83,55 @@ class Scorer:
         else:
             self.metric_name, self._metric = name_of(metric), metric
         self.greater_is_better = greater_is_better(metric)
-        self.scale, self._layer_loss_fn = scale, layer_loss_fn
+        self.scale = scale
         self._given, self._model = model, inner_model(model)
         self._label_names = find_labels(type(self._model)) if label_names is None else label_names
-        self.shifts_labels: bool | None = None  # by one token; unknown before the first batch with labels
+        self._probe = partial(
+            TaskLoss.probe, model, label_names=self._label_names, loss_fn=layer_loss_fn, readout=readout
+        )
+        self._task: TaskLoss | None = None  # unknown before the first batch
+        self._checks_labels = layer_loss_fn is None and readout is None
 
     def __call__(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> torch.Tensor:
         """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU."""
         logits, labels = self._scored(outputs, inputs)
-        items = int(self._count(inputs))
+        items = int(self.task(inputs).count(inputs))
         loss_sum = self._loss(outputs, inputs) * items if items else 0.0  # the mean over no items is not a number
         if self._metric is _accuracy and self._is_multi_label:
             logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()  # two classes for each
         total, count = self._metric(logits, labels)
         return torch.tensor([float(total), float(count), loss_sum, items], dtype=torch.float64)
 
-    def model_inputs(self, inputs: Mapping[str, Any], readout: Callable | None) -> Mapping[str, Any]:
-        """What the model is given: all of `inputs`; with a readout of the user's own, no labels, as in training.
+    def task(self, inputs: Mapping[str, Any]) -> TaskLoss:
+        """The task loss, found out on the first batch."""
+        if self._task is None:
+            self._task = self._probe(with_named_outputs(self._model, inputs))
+        return self._task
 
-        The first labels of tokens are put to the model's own loss here, before its layers are read, to find its shift.
-        """
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """ValueError where the labels of a batch are none that the model's own loss takes."""
         name = self._label_name(inputs)
-        if self._layer_loss_fn is None and readout is None and name is not None:
+        if self._checks_labels and name is not None:
             check_labels(self._model, name, inputs[name])
-        if self.shifts_labels is None and readout is None and name is not None and of_tokens(inputs[name]):
-            with probing(self._given):
-                self.shifts_labels = self._shifts(inputs, name)
-            if self._layer_loss_fn is None:
-                self.shifts_labels = bool(self.shifts_labels)
-        kept = inputs if readout is None else {k: v for k, v in inputs.items() if k not in self._label_names}
-        return with_named_outputs(self._model, kept)
+
+    def model_inputs(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the model is given of a batch, as in training."""
+        self.check(inputs)
+        return with_named_outputs(self._model, self.task(inputs).model_inputs(inputs))
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the metric is more than how many of the labelled tokens are predicted right."""
+        return self._metric is not _accuracy or self._is_multi_label
+
+    def of_tokens(self, tokens: TokenStatistics) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `self(...)` and `sample_losses` give, of predictions of tokens whose logits are not made."""
+        count = len(tokens.losses)
+        sums = torch.tensor([float(tokens.hits.sum()), count, float(tokens.losses.sum()), count], dtype=torch.float64)
+        size = int(tokens.samples.max()) + 1 if count else 0
+        counts = torch.bincount(tokens.samples, minlength=size)  # [samples]
+        losses = tokens.losses.new_zeros(size).index_add_(0, tokens.samples, tokens.losses)
+        return sums, (losses[counts > 0] / counts[counts > 0]).cpu()
 
     def fingerprints(self, inputs: Mapping[str, Any]) -> tuple[str, str]:
         """Short texts that tell batches apart: by their signal and their labels, which models of any architecture
@@ -145,7 +158,7 @@ class Scorer:
             return False
 
     def _from_logits(self, logits, inputs) -> ModelOutput:
-        if self._layer_loss_fn is not None:
+        if not self.task(inputs).is_models_own:
             return ModelOutput(logits=logits)
         return ModelOutput(loss=loss_from_logits(self._model, logits, inputs.get("labels")), logits=logits)
 
@@ -162,7 +175,9 @@ class Scorer:
                     f"{type(self._model).__name__} has logits of shape {list(logits.shape)} for labels of shape "
                     f"{list(labels.shape)}: there is no loss of each sample. `evaluate` has the layers' losses."
                 )
-            losses = _cross_entropy(logits, labels).reshape(len(labels), -1).sum(1)  # [batch]
+            smoother = self.task(inputs).smoother
+            smoothing = 0.0 if smoother is None else smoother.epsilon
+            losses = _cross_entropy(logits, labels, smoothing).reshape(len(labels), -1).sum(1)  # [batch]
             counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)  # [batch]
             return losses[counts > 0] / counts[counts > 0]
         logits = logits.float().reshape(labels.shape)
@@ -174,19 +189,9 @@ class Scorer:
         problem = getattr(getattr(self._model, "config", None), "problem_type", None)
         return problem == "multi_label_classification"
 
-    def _count(self, inputs) -> torch.Tensor:
-        of_rows = self._layer_loss_fn is None and averages_over_rows(self._model)
-        return count_items(inputs, self._label_names, bool(self.shifts_labels), of_rows)
-
     def _loss(self, outputs, inputs) -> float:
-        return self._loss_on(outputs, inputs, inputs.get("labels"))
-
-    def _loss_on(self, outputs, inputs, labels) -> float:
-        if self._layer_loss_fn is not None:
-            loss = loss_of_ones_own(self._layer_loss_fn, self._model, outputs, labels, self._count(inputs))
-        elif (loss := output_loss(outputs)) is None:  # a readout of the user's own
-            loss = loss_from_logits(self._model, outputs["logits"], labels)
-        return float(loss)
+        task = self.task(inputs)
+        return float(task(outputs, inputs, None if task.loss_fn is None else task.count(inputs)))
 
     def _scored(self, outputs, inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits `[..., classes]` and the labels `[...]` that they predict."""
@@ -205,15 +210,7 @@ class Scorer:
         if not of_tokens(labels) or logits.dim() != 3:
             # A single logit is a number to models, though labels are whole: as a class it would always be the first.
             return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
-        if self.shifts_labels is None:  # the model's own loss, which tells it on any scale, is not in use
-            self.shifts_labels = bool(self._shifts(inputs, name, partial(self._loss_on, outputs, inputs)))
-        return aligned(self._given, logits, labels, self.shifts_labels)
-
-    def _shifts(self, inputs, name, loss_of=None) -> bool | None:
-        try:
-            return shifts_labels(self._given, inputs, name, loss_of)
-        except Exception:  # there is no loss, or none where labels are missing
-            return None
+        return aligned(self._given, logits, labels, self.task(inputs).shifts_labels)
 
     def _label_name(self, inputs) -> str | None:
         return next((name for name in self._label_names if inputs.get(name) is not None), None)
@@ -305,16 +302,6 @@ class _Numbered:
         return zip(self.indices, DataLoader(self.dataset, batch_sampler=batches, collate_fn=self.collate))
 
 
-def read_layers(
-    reader: Readout, inputs: Mapping[str, Any], score: Callable[[Any], Any], layers: Sequence[int] | None = None
-) -> list:
-    """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
-    scores = []
-    with reader.attach(lambda layer, outputs, hidden: scores.append(score(outputs)), layers):
-        reader.model(**inputs)
-    return scores
-
-
 def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
     """Key of [`EmbeddingNoise.reseed`]: by the level itself, so that grids that share a level share its noise."""
     return draw, round(gamma * 1e6), batch
@@ -358,9 +345,13 @@ def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     return F.mse_loss(logits.float().reshape(labels.shape), labels.float(), reduction="sum"), labels.numel()
 
 
-def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     """`logits` `[..., classes]`, `labels` `[...]` -> `[...]`, 0 where ignored."""
     losses = F.cross_entropy(
-        logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+        logits.float().flatten(0, -2),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+        label_smoothing=label_smoothing,
     )
     return losses.view(labels.shape)

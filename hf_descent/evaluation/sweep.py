@@ -13,7 +13,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from ..readout.replay import Readout
 from ..readout.tape import config_flags, switched_off
-from .scoring import noise_key, read_layers
+from .scoring import noise_key
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Sweep:
         return sums
 
     def _scores(self, index, group, inputs) -> list[torch.Tensor]:
-        given = self.scorer.model_inputs(inputs, self.readout)
+        given = self.scorer.model_inputs(inputs)
         if self.readout is not None and self.reader is None:
             self.reader = Readout.probe(self.model, given, self.readout)
         gamma = self.gammas[group[0][0]]
@@ -79,7 +79,7 @@ class Sweep:
         noise = self.noise.split(*parts) if self.noise is not None and gamma > 0 else nullcontext()
         with noise, switched_off(self.router_flags):
             if self.readout is not None:
-                return read_layers(self.reader, given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
+                return self.reader.read(given, partial(self.scorer, inputs=inputs), [self.reader.num_layers])
             if len(group) > 1:
                 copies = {
                     name: torch.cat([value] * len(group)) if torch.is_tensor(value) else value

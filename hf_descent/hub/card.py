@@ -15,6 +15,17 @@ from ..constraints.problem import DescentProblem
 from ..evaluation.robustness import SUMMARIES
 
 
+TAGS = ["hf_descent", "descent"]
+PAPER = {
+    "title": "A Constrained Optimization Perspective of Unrolled Transformers",
+    "id": "2601.17257",
+    "citation": (
+        "@article{porras2026constrained,\n"
+        "  title={A Constrained Optimization Perspective of Unrolled Transformers},\n"
+        "  author={Porras-Valenzuela, Javier and Hadou, Samar and Ribeiro, Alejandro},\n"
+        "  journal={arXiv preprint arXiv:2601.17257},\n  year={2026}\n}"
+    ),
+}
 TEMPLATE = Path(__file__).with_name("model_card_template.md")
 INTRODUCTIONS = {
     "descent": "In training {layers} constrained to lower the task loss, read by {head}.",
@@ -310,7 +321,8 @@ def _verdict(card, layers) -> str:
     if feasible and not at_chance:
         return f"**Feasible** on {source}: {found}, within the tolerance."
     if at_chance:
-        found += f"; layers {_cell(at_chance)} are no better than a constant prediction, within the tolerance"
+        which = f"layer {at_chance[0]} is" if len(at_chance) == 1 else f"layers {_cell(at_chance)} are"
+        found += f"; {which} no better than a constant prediction, within the tolerance"
     return (
         f"**Not feasible** on {source}: {found}. Models that miss their constraints can be far worse than plain ones."
     )

@@ -5,7 +5,6 @@ into the card. The trainer does both when it pushes or saves a checkpoint's card
 once more was measured.
 """
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from matplotlib.figure import Figure
-from transformers.modelcard import TrainingSummary
 from transformers.utils import CONFIG_NAME, logging
 
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
@@ -23,9 +21,8 @@ from ..evaluation import LayerProfile, NoiseCurve
 from ..evaluation.comparison import COMMON
 from ..evaluation.scoring import Result
 from ..files import plain, read_json, whole_file
-from ..readout.stack import inner_model
-from ..runs import RunFolder, training_arguments
-from .card import render
+from ..runs import RunFolder
+from .card import PAPER, TAGS, render
 
 
 logger = logging.get_logger(__name__)
@@ -44,58 +41,6 @@ SAID = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
     "limits",
 )  # fmt: skip
-
-
-class ModelCardMixin:
-    """The part of [`DescentMixin`] that writes its model card."""
-
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
-
-        Takes the arguments of the trainer that it is mixed into: `transformers.Trainer`'s (`language`, `license`,
-        `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset`, ...) or TRL's (`model_name`, `dataset_name`,
-        `tags`).
-        """
-        if not self.is_world_process_zero():
-            return
-        given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
-        run = RunFolder(self.args.output_dir)
-        run.write_summary(self._run_summary())
-        measured = {"noise_curve": self._noise_curve, "layer_profile": self._layer_profile}
-        run.write({name: result for name, result in measured.items() if result is not None})
-        write_card(run.path, **self._card_facts(given))
-
-    def _card_facts(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What this trainer knows of its run that no file in the folder says."""
-        trained = self._training_started is not None  # else the settings are not the model's
-        if "dataset_name" in given:
-            given["dataset"] = given.pop("dataset_name")
-        tags = given.pop("tags", None) or []
-        tags = dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *self._tag_names])
-        summary = TrainingSummary.from_trainer(self, tags=list(tags), **given)
-        model = inner_model(self.model)
-        # Each of a dict of data sets is logged by itself, under its own name.
-        history = [entry for entry in self.state.log_history if any(name.endswith("_runtime") for name in entry)]
-        evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-        # Training may end by loading the best model, which was evaluated at a step of its own.
-        loaded = self.args.load_best_model_at_end and history and "train_runtime" in history[-1]
-        best = self.state.best_global_step if loaded else None
-        last = [entry for entry in evaluations if entry["step"] == (best or evaluations[-1]["step"])]
-        return {
-            "model_name": summary.model_name,
-            "repo_id": self.hub_model_id,
-            "base_model": _hub_id(summary.finetuned_from),
-            "datasets": _listed(summary.dataset),
-            "language": summary.language,
-            "license": summary.license,
-            "tags": summary.tags,
-            "pipeline_tag": (_listed(summary.tasks) or [None])[0],
-            "architecture": type(model).__name__,
-            "objective": self.args.objective if trained else None,
-            "settings": training_arguments(self.args) if trained else None,
-            "paper": self._paper,
-            "evaluation": {name: value for entry in last for name, value in entry.items()} or None,
-        }
 
 
 def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> dict[str, Any]:
@@ -120,13 +65,11 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
             f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
         )
     descent = run.summary
-    from ..trainer import DescentMixin  # which has this module's mixin among its bases
-
     card = {
         "model_name": folder.resolve().name,
         "architecture": (config.get("architectures") or [descent.get("model", "AutoModel")])[0],
-        "tags": DescentMixin._tag_names,
-        "paper": DescentMixin._paper,
+        "tags": TAGS,
+        "paper": PAPER,
     }
     said = {name: value for name, value in _read(folder / run.CARD).items() if name in SAID}
     known = {name: value for name, value in run.read(run.CARD).items() if name not in RESULTS} | said
@@ -136,7 +79,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
     base = adapter.get("base_model_name_or_path") or descent.get("encoder")
-    if base := _hub_id(base):
+    if base := hub_id(base):
         card["base_model"] = facts.get("base_model") or base
     # `base_model` names the encoder; this may be a folder of the machine.
     card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
@@ -247,7 +190,7 @@ def _read(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _hub_id(name: str | None) -> str | None:
+def hub_id(name: str | None) -> str | None:
     """`name` where it may be one on the Hub, not a folder of this machine or of another."""
     if not name or os.path.isdir(name):
         return None
@@ -258,6 +201,6 @@ def _hub_id(name: str | None) -> str | None:
     return name
 
 
-def _listed(value: str | list[str] | None) -> list[str] | None:
+def listed(value: str | list[str] | None) -> list[str] | None:
     # A data set in memory has no name, for which the summary holds None.
     return [value] if isinstance(value, str) else [item for item in value or [] if item] or None

@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from torch import nn
 
+from ..readout.labels import IGNORE_INDEX
 from ..readout.stack import inner_model
-from .task import IGNORE_INDEX
 
 
 # Those with one label a row; "TokenClassification" has one a token.

@@ -1,146 +1,191 @@
-"""From a model's outputs to its layer losses: how many items a batch holds, and what each layer loses on them."""
+"""The task loss: what `Trainer` would take from a model's outputs, and what it counts as an item of a batch."""
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.utils import find_labels
 
-from ..noise.lookups import num_prompts
-from ..readout.replay import Readout, output_loss
+from ..readout.labels import IGNORE_INDEX, labels_of, of_tokens, shifts_labels
+from ..readout.replay import Readout, output_logits, output_loss, probing
+from ..readout.stack import inner_model
 
 
-IGNORE_INDEX = -100
+@dataclass
+class ShiftingSmoother(LabelSmoother):
+    """Trainer's label smoother, which shifts labels where the model does; Trainer goes by the name of its class."""
+
+    shifts: bool = False
+
+    def __call__(self, model_output, labels, shift_labels=False, num_items_in_batch=None):
+        return super().__call__(model_output, labels, self.shifts, num_items_in_batch)
 
 
-def count_items(
-    inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool, of_rows: bool = False
-) -> torch.Tensor | None:
-    """Number of items that a batch's mean loss averages over, a scalar tensor; `None` where no tensor of labels is.
+@dataclass
+class TaskLoss:
+    """One answer, for training and for every evaluation, to what the loss is and what it averages over.
 
-    Items are the labels that are not ignored (-100), as Trainer counts them; every number where labels are floating;
-    all rows where the loss averages over rows (`of_rows`).
+    [`TaskLoss.probe`] finds out on a real batch what a model's class does not tell.
+
+    Attributes:
+        model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
+        label_names (sequence of `str`): the label arguments, as `Trainer` finds them.
+        loss_fn (`Callable`, *optional*): `loss_fn(outputs, labels, num_items_in_batch=None)`, in place of the model's
+            own loss.
+        smoother (`Callable`, *optional*): Trainer's label smoother.
+        reads_logits (`bool`): whether the logits are those of a custom readout, which the model's own loss function
+            scores.
+        shifts_labels (`bool`): whether position t predicts label t+1.
+        takes_items (`bool`): whether the loss is divided by the `num_items_in_batch` that it is given.
     """
-    labels = predicted_labels(inputs, label_names, shifts_labels)
-    if not isinstance(labels, torch.Tensor):
+
+    model: nn.Module
+    label_names: Sequence[str]
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    smoother: Callable[..., torch.Tensor] | None = None
+    reads_logits: bool = False
+    shifts_labels: bool = False
+    takes_items: bool = False
+
+    @classmethod
+    def probe(
+        cls,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        *,
+        label_names: Sequence[str] | None = None,
+        loss_fn: Callable | None = None,
+        smoother: Callable | None = None,
+        readout: Callable | None = None,
+        shifts_labels: bool = False,
+    ) -> "TaskLoss":
+        """The task loss of `model`, whose shift of the labels is found out on `batch`, a dict for `model(**batch)`;
+        where that fails it is `shifts_labels`."""
+        names = find_labels(type(inner_model(model))) if label_names is None else label_names
+        if isinstance(loss_fn, LabelSmoother):
+            loss_fn, smoother = None, loss_fn
+        task = cls(model, names, loss_fn, smoother, readout is not None)
+        found = task._find_shift(batch, readout)
+        task.shifts_labels = shifts_labels if found is None else found
+        return task
+
+    def __call__(self, outputs: Any, inputs: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss of a model's `outputs` on the batch `inputs`, a scalar; divided by `items` where `takes_items`.
+
+        Raises:
+            ValueError: the outputs hold no loss, or not what `loss_fn` asks for.
+            TypeError: `loss_fn` returns anything but a floating-point scalar tensor.
+        """
+        labels = inputs.get("labels")
+        if self.loss_fn is not None:
+            return self._custom_loss(outputs, labels, items)
+        if self.smoother is not None and labels is not None:
+            return self.smoother(outputs, labels, shift_labels=self.shifts_labels, num_items_in_batch=items)
+        if self.reads_logits:
+            return loss_from_logits(self.model, output_logits(outputs), labels, items)
+        loss = output_loss(outputs)
+        if loss is None and self.predicted_labels(inputs) is None:
+            raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self.label_names}.")
+        if loss is None:
+            raise ValueError(
+                f"{type(self.model).__name__} returns no loss for a batch with labels; give one as "
+                "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+            )
+        return loss
+
+    def count(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Number of items that the mean loss of a batch averages over, a scalar tensor; `None` without labels.
+
+        Items are the labels that are predicted and not ignored (-100); every number of floating labels; all rows where
+        the model's own loss weighs rows alike, as connectionist temporal classification does.
+        """
+        labels = self.predicted_labels(inputs)
+        if not isinstance(labels, torch.Tensor):
+            return None
+        if labels.is_floating_point():
+            return torch.full((), labels.numel(), device=labels.device)
+        if self.is_models_own and type(inner_model(self.model)).__name__.endswith("ForCTC"):
+            return torch.full((), len(labels), device=labels.device)
+        return labels.ne(IGNORE_INDEX).sum()
+
+    def predicted_labels(self, inputs: Mapping[str, Any]) -> Any | None:
+        """The first of a batch's labels, of a causal language model without that of the first token."""
+        if inputs.get("shift_labels") is not None:
+            return inputs["shift_labels"]
+        labels = labels_of(inputs, self.label_names)
+        return labels[..., 1:] if self.shifts_labels and isinstance(labels, torch.Tensor) else labels
+
+    def model_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the model is given of a batch: no labels where something else scores its outputs."""
+        withheld = () if self.is_models_own else tuple(self.label_names) if self.reads_logits else ("labels",)
+        return {name: value for name, value in inputs.items() if name not in withheld}
+
+    @property
+    def is_models_own(self) -> bool:
+        """Whether the loss is the one that the model's forward returns."""
+        return self.loss_fn is None and self.smoother is None and not self.reads_logits
+
+    def honours_items(self, batch: Mapping[str, Any], accepts_items: bool) -> bool:
+        """Whether the loss is divided by the items that it is given, found out on `batch`.
+
+        Args:
+            accepts_items (`bool`): whether the model's forward takes `num_items_in_batch`.
+        """
+        if not accepts_items and self.loss_fn is None and self.smoother is None:
+            return False
+        values = []
+        for items in (torch.tensor(1.0), torch.tensor(2.0)):
+            given = self.model_inputs(batch) | ({"num_items_in_batch": items} if accepts_items else {})
+            # From the same random state, or the loss of a model that draws would seem to depend on them.
+            with probing(self.model):
+                values.append(self(self.model(**given), batch, items))
+        return bool(values[0] != values[1]) and bool(values[0].isfinite())
+
+    def _find_shift(self, batch, readout) -> bool | None:
+        """Whether position t predicts label t+1; `None` where that cannot be found out."""
+        name = next((name for name in (*self.label_names, "labels") if batch.get(name) is not None), None)
+        if not of_tokens(batch.get(name)):
+            return False
+
+        def custom(model, batch, name):
+            given = self.model_inputs(batch)
+            outputs = model(**given) if readout is None else Readout.probe(model, given, readout).read_last(given)
+            items = self.count(batch)
+            return shifts_labels(model, batch, name, lambda labels: self(outputs, {**batch, name: labels}, items))
+
+        # A custom loss need not do as its model does.
+        finders = [] if self.loss_fn is None else [custom]
+        if self.loss_fn is None or readout is None:
+            finders.append(shifts_labels)
+        for find in finders:
+            try:
+                with probing(self.model):
+                    return find(self.model, batch, name)
+            except Exception:  # there is no loss, or none where labels are missing
+                continue
         return None
-    if labels.is_floating_point():
-        return torch.full((), labels.numel(), device=labels.device)
-    if of_rows:
-        return torch.full((), len(labels), device=labels.device)
-    return labels.ne(IGNORE_INDEX).sum()
 
-
-def predicted_labels(inputs: Mapping[str, Any], label_names: Sequence[str], shifts_labels: bool) -> Any | None:
-    """The first of a batch's labels, without those that nothing predicts: a causal language model's
-    (`shifts_labels`) of the first token."""
-    shifted = inputs.get("shift_labels")
-    labels = labels_of(inputs, label_names) if shifted is None else shifted
-    return labels[..., 1:] if shifts_labels and shifted is None and isinstance(labels, torch.Tensor) else labels
-
-
-def averages_over_rows(model: nn.Module) -> bool:
-    """Whether a model's own loss weighs rows alike, however many labels they have, as connectionist temporal
-    classification does. (Its sum over a batch is no average, but Trainer, too, averages the sums over batches.)"""
-    return type(model).__name__.endswith("ForCTC")
-
-
-def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
-    """The first of a batch's labels; a loss function of one's own may take `labels` that the model does not."""
-    names = (*label_names, "labels", "shift_labels")
-    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
-
-
-def of_tokens(labels: Any) -> bool:
-    """Whether labels are classes `[batch, seq]`."""
-    return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-
-
-def aligned(
-    model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, shifts_labels: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
-    `PeftModel`."""
-    shifted = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    prompt = num_prompts(model, "inputs_embeds" if shifted else "decoder_inputs_embeds")
-    if prompt and logits.shape[1] == prompt + labels.shape[1]:
-        # The last position of a trained prompt predicts the first token, but in a decoder that has the tokens shifted.
-        return (logits[:, prompt - 1 : -1] if shifted else logits[:, prompt:]), labels
-    return (logits[:, :-1], labels[:, 1:]) if shifts_labels else (logits, labels)
-
-
-def shifts_labels(
-    model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
-) -> bool:
-    """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
-    of labels that stand alone the first token's is then of no use to it, the second's, where there is one, is.
-
-    Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
-    Nor need the losses, since those of an untrained model hardly differ.
-    """
-    labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
-    return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
-
-
-def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model's own loss leaves out labels of positions that the attention mask hides."""
-    mask = inputs.get("attention_mask")
-    if getattr(mask, "shape", None) != inputs["labels"].shape:
-        return False
-    seen = torch.ones_like(mask)  # [batch, seq]
-    hidden = seen.clone()
-    hidden[:, -1] = 0
-
-    def counts_last(mask):
-        loss_of = partial(_own_loss, model, {**inputs, "attention_mask": mask}, "labels")
-        return _has_loss(loss_of, inputs["labels"], -1)
-
-    return not counts_last(hidden) and counts_last(seen)
-
-
-def _own_loss(model, inputs, name, labels) -> torch.Tensor:
-    """The model's own loss on `labels` in the place of a batch's."""
-    # MBart, for one, makes no decoder input of a row without labels.
-    kept = with_decoder_inputs(model, inputs)
-    kept = {key: value for key, value in kept.items() if key != "shift_labels"}  # which the loss would prefer
-    return output_loss(model(**with_named_outputs(model, {**kept, name: labels})))
-
-
-@torch.no_grad()
-def _has_loss(loss_of, labels, position) -> bool:
-    """Whether labels `[batch, seq]` at one position alone make a loss that no label makes."""
-    none = torch.full_like(labels, IGNORE_INDEX)
-    # Two, since a trained model may be so sure of one that nothing is lost on it; of this batch, whose classes exist.
-    for label in labels[labels != IGNORE_INDEX].unique()[:2].tolist() or [0]:
-        alone = none.clone()
-        alone[:, position] = label
-        loss = float(loss_of(alone))
-        if math.isfinite(loss) and loss != 0 and not math.isclose(loss, loss_of(none), rel_tol=1e-6):
-            return True
-    return False
-
-
-def needs_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model makes the input of its decoder from the labels."""
-    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not given
-
-
-def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs` with what an encoder-decoder makes of its labels for its decoder, where it has a method for that."""
-    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if make is None or inputs.get("labels") is None or not needs_decoder_inputs(model, inputs):
-        return inputs
-    return {**inputs, "decoder_input_ids": make(inputs["labels"])}
-
-
-def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs` with which a model returns names for its outputs, though its config may ask for tuples."""
-    returns_tuples = getattr(getattr(model, "config", None), "return_dict", True) is False
-    return {**inputs, "return_dict": True} if returns_tuples else inputs
+    def _custom_loss(self, outputs, labels, items) -> torch.Tensor:
+        try:
+            loss = self.loss_fn(outputs, labels, num_items_in_batch=items)
+        except (AttributeError, KeyError, TypeError) as error:
+            held = ", ".join(outputs) if isinstance(outputs, Mapping) else "a tuple"
+            raise ValueError(
+                f"The loss function fails on what {type(self.model).__name__} returns at one layer ({held}) with "
+                f"{error!r}. It has no hidden states, attentions or cache there: score the logits alone, and leave "
+                "`return_dict=True` in the model's config."
+            ) from error
+        if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
+            kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+            raise TypeError(
+                f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
+                "floating-point tensor without dimensions, such as the mean over the batch."
+            )
+        return loss
 
 
 def loss_from_logits(
@@ -166,39 +211,3 @@ def loss_from_logits(
             "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
         ) from error
     return loss_function(**arguments)
-
-
-def loss_of_ones_own(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, outputs: Any, labels: Any, items: torch.Tensor | None
-) -> torch.Tensor:
-    """`loss_fn` on one layer's outputs; ValueError where it asks for what these do not hold."""
-    try:
-        return loss_fn(outputs, labels, num_items_in_batch=items)
-    except (AttributeError, KeyError, TypeError) as error:
-        held = ", ".join(outputs) if isinstance(outputs, Mapping) else "a tuple"
-        raise ValueError(
-            f"The loss function fails on what {type(model).__name__} returns at one layer ({held}) with {error!r}. It "
-            "has no hidden states, attentions or cache there: score the logits alone, and leave `return_dict=True` in "
-            "the model's config."
-        ) from error
-
-
-def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The model's own loss when it stops after each layer, on one batch with labels; float32 `[L]`.
-
-    Runs in the model's present mode (train or eval) and under the ambient grad mode; each loss carries its graph.
-
-    Raises:
-        ValueError: when the batch has no labels (the model gives no loss), or the model has no shared readout.
-    """
-    losses, inputs = [], with_named_outputs(model, inputs)
-
-    def keep(layer, outputs, hidden):
-        loss = output_loss(outputs)
-        if loss is None or loss.dim():  # a tuple without a loss begins with the logits
-            raise ValueError("`inputs` give no loss; add `labels`.")
-        losses.append(loss)
-
-    with Readout.probe(model, inputs).attach(keep):
-        model(**inputs)
-    return torch.stack(losses).float()  # [layers]

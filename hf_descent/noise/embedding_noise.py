@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configs import levels_of
+from ..readout.labels import num_prompts
 from ..readout.stack import inner_model
 from ..readout.tape import is_quiet
-from .lookups import find_lookups, is_time_first, look_up, num_prompts
+from .lookups import find_lookups, is_time_first, look_up
 
 
 logger = logging.get_logger(__name__)

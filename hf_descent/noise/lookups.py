@@ -1,17 +1,12 @@
-"""Where a text model looks its tokens up, in which table, and what comes before them."""
+"""Where a text model looks its tokens up, and in which table."""
 
 from collections.abc import Iterator
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 
 TABLE_CHUNK = 8192  # rows of an embedding table looked up at once
-PROMPTED = {  # PEFT's kinds of prompts that are embeddings; prefixes and cartridges are keys and values
-    "inputs_embeds": ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"),
-    "decoder_inputs_embeds": ("MULTITASK_PROMPT_TUNING",),
-}
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
@@ -46,12 +41,6 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
 def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
     """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
     yield from map(lookup, ids.split(TABLE_CHUNK))
-
-
-def num_prompts(model: nn.Module, name: str) -> int:
-    """Trained embeddings that the PEFT wrapper of `model` puts before the tokens' in the input `name`."""
-    adapter = getattr(extract_model_from_parallel(model, keep_torch_compile=False), "active_peft_config", None)
-    return adapter.num_virtual_tokens if getattr(adapter, "peft_type", None) in PROMPTED.get(name, ()) else 0
 
 
 def is_time_first(ids: torch.Tensor | None, input_ids: torch.Tensor | None) -> bool:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.utils import logging
 
-from ..losses.task import ignores_masked_labels, needs_decoder_inputs, shifts_labels, with_decoder_inputs
+from .labels import ignores_masked_labels, needs_decoder_inputs, shifts_labels, with_decoder_inputs
 from .linear_cross_entropy import (
     HeadLoss,
     LabelledTokens,
@@ -29,7 +29,7 @@ from .linear_cross_entropy import (
     labelled_tokens,
 )
 from .replay import Readout, output_logits, probing
-from .stack import LayerStack, intercepted, share_storage, tensors
+from .stack import intercepted, share_storage, tensors
 from .tape import present_autocast
 
 
@@ -50,10 +50,19 @@ class FusedReadout:
         router_loss_weight (`float`): Factor of `outputs["aux_loss"]` in the model's own loss; 0 without a router.
     """
 
-    def __init__(self, model: nn.Module, stack: LayerStack, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss):
-        self.model, self.num_layers, self.vocab_size = model, stack.num_layers, head.out_features
-        self.head_loss, self.shifts_labels, self.router_loss_weight = head_loss, True, 0.0
-        self._stack, self._norm, self._head, self._workspace = stack, norm, head, Workspace()
+    def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool | None):
+        self.model, self.num_layers, self.vocab_size = replay.model, replay.num_layers, head.out_features
+        self.head_loss, self.shifts_labels, self.router_loss_weight = head_loss, shifts, 0.0
+        self._replay, self._stack, self._norm, self._head = replay, replay.stack, norm, head
+        self._workspace = Workspace()
+
+    def is_of(self, model: nn.Module) -> bool:
+        """As [`Readout.is_of`]."""
+        return self._replay.is_of(model)
+
+    def without_gradient(self, layer: int) -> ValueError:
+        """As [`Readout.without_gradient`]."""
+        return self._replay.without_gradient(layer)
 
     @classmethod
     def probe(
@@ -61,14 +70,15 @@ class FusedReadout:
         model: nn.Module,
         inputs: Mapping[str, Any],
         label_smoothing: float = 0.0,
-        gradient_threshold: float | None = None,
+        shifts: bool | None = None,
     ) -> "FusedReadout":
         """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
 
         Args:
             model: The unwrapped `nn.Module` (a `PeftModel`, too).
             inputs: The dict given to `model(**inputs)`, with labels.
-            label_smoothing, gradient_threshold: see [`HeadLoss`].
+            label_smoothing: see [`HeadLoss`].
+            shifts: Whether position t predicts label t+1; found out on `inputs` where not given.
 
         Raises:
             ValueError: if the tail is not norm and linear head, or the losses differ from the replay's.
@@ -78,7 +88,8 @@ class FusedReadout:
             raise ValueError("`inputs` hold no class labels to score tokens with.")
         if needs_decoder_inputs(model, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
             raise ValueError(f"{name} makes the decoder's input from its labels, which cannot be withheld from it.")
-        stack = Readout.probe(model, inputs)._stack
+        replay = Readout.probe(model, inputs)
+        stack = replay.stack
         if stack.clones:
             raise ValueError(f"{name} modifies hidden states in place.")
         with probing(model):
@@ -87,12 +98,10 @@ class FusedReadout:
             for module in model.modules():
                 module.training &= not isinstance(module, nn.Dropout)
             norm, head, head_loss, precision = _find_tail(model, stack, inputs)
-        self = cls(model, stack, norm, head, head_loss)
+        self = cls(replay, norm, head, head_loss, shifts)
         with probing(model):
             self._check(inputs, precision)
-        self.head_loss = replace(
-            self.head_loss, label_smoothing=label_smoothing, gradient_threshold=gradient_threshold
-        )
+        self.head_loss = replace(self.head_loss, label_smoothing=label_smoothing)
         return self
 
     def tokens(
@@ -110,7 +119,8 @@ class FusedReadout:
 
         Args:
             on_forward: `on_forward(read, outputs, hidden_states)`, where `read(tokens, weights=None, ...)` is
-                [`fused_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`. A scalar that it
+                [`fused_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`, or of the one
+                of `layer`. A scalar that it
                 returns becomes `outputs["loss"]`.
             keep_logits: Whether the model still makes its own logits (for metrics). By default its head sees no
                 position, `outputs["logits"]` is `[batch, 0, vocab]`, and labels are withheld from the model.
@@ -164,7 +174,8 @@ class FusedReadout:
             for handle in handles:
                 handle.remove()
 
-    def _read(self, hidden_states, tokens: LabelledTokens, weights=None, **kwargs) -> LayerLossSums:
+    def _read(self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs) -> LayerLossSums:
+        hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
         with self._autocast, saved_tensors_hooks(_unchanged, _unchanged):
             return fused_layer_losses(
@@ -195,7 +206,8 @@ class FusedReadout:
         del own  # with its logits
         if inputs["labels"].dim() < 2:
             raise ValueError(f"{name}: its labels are of no tokens.")
-        self.shifts_labels = shifts_labels(self.model, inputs)
+        if self.shifts_labels is None:
+            self.shifts_labels = shifts_labels(self.model, inputs)
         if ignores_masked_labels(self.model, inputs):
             raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
 
@@ -277,8 +289,13 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             tail.append((module, tensors((args, kwargs)), tensors(output)))
         return output
 
-    with intercepted(outside, log):
-        logits = output_logits(model(**_without_labels(model, inputs)))
+    try:
+        with intercepted(outside, log):
+            logits = output_logits(model(**_without_labels(model, inputs)))
+    except Exception as error:
+        if should_reduce_batch_size(error):
+            raise  # for `auto_find_batch_size`
+        raise ValueError(f"{name} fails without its labels: {error!r}.") from error
 
     shape = (*last.shape[:-1], logits.shape[-1])
     # By what it computes: FSDP2 gives it a class of its own.

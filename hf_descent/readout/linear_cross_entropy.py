@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..losses.task import IGNORE_INDEX
+from .labels import IGNORE_INDEX
 from .stack import map_tensors
 from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Workspace
 
@@ -84,8 +84,6 @@ class LayerLossSums(NamedTuple):
         token_losses (`torch.Tensor` of shape `[N]`): The terms of `final_sum`.
         token_entropies, token_hits (`torch.Tensor` of shape `[N]`, *optional*): Entropy of the last layer's
             prediction, and whether its most likely class is the label; on request.
-        skipped (`torch.Tensor`): Share of the logits' gradient (sum of absolute entries) that `gradient_threshold`
-            approximated, a scalar; 0 without a threshold.
     """
 
     objective: torch.Tensor | None
@@ -95,7 +93,6 @@ class LayerLossSums(NamedTuple):
     token_losses: torch.Tensor
     token_entropies: torch.Tensor | None
     token_hits: torch.Tensor | None
-    skipped: torch.Tensor
 
 
 def fused_layer_losses(
@@ -182,7 +179,7 @@ def fused_layer_losses(
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
     losses = reads[-1].losses
-    measured = (torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits, reader.skipped_share())
+    measured = (torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits)
     return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
 
 

@@ -68,10 +68,7 @@ def layer_logits(model, inputs) -> list[torch.Tensor]:
     Raises:
         ValueError: where no shared readout exists (see [`Readout.probe`]).
     """
-    logits = []
-    with Readout.probe(model, inputs).attach(lambda layer, outputs, hidden: logits.append(output_logits(outputs))):
-        model(**inputs)
-    return logits
+    return Readout.probe(model, inputs).read(inputs, output_logits)
 
 
 class Readout:
@@ -79,10 +76,11 @@ class Readout:
 
     Attributes:
         num_layers (`int`): L, the CALLS of the stack in one forward (a layer shared by 12 calls counts 12 times).
+        stack ([`LayerStack`]): the layers.
     """
 
     def __init__(self, model, stack, readout):
-        self.model, self.readout, self.num_layers, self._stack = model, readout, stack.num_layers, stack
+        self.model, self.readout, self.num_layers, self.stack = model, readout, stack.num_layers, stack
         self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
         self._head, self._active = _output_embeddings(model), self._active_adapters()
 
@@ -145,12 +143,12 @@ class Readout:
         for layer in (*layers, *no_grad_layers):
             if not 1 <= layer <= self.num_layers:
                 raise ValueError(f"Layer {layer} is out of range: this model has 1..{self.num_layers}.")
-        tape = Tape(self.model, self._stack, layers_only=self.readout is not None)
+        tape = Tape(self.model, self.stack, layers_only=self.readout is not None)
 
         def read_out(args, kwargs, outputs):
             self._autocast = tape.autocast
             for layer in layers:
-                hidden = self._stack.hidden_state(tape.layer_outputs[layer - 1])  # [batch, seq, width]
+                hidden = self.stack.hidden_state(tape.layer_outputs[layer - 1])  # [batch, seq, width]
                 if self.readout is None and layer == self.num_layers and not has_router_loss(outputs):
                     on_layer(layer, outputs, hidden)
                     continue
@@ -167,12 +165,23 @@ class Readout:
         with taped(tape, read_out):
             yield self
 
+    def read(self, inputs, score, layers=None) -> list:
+        """`score(outputs)` of each layer (all by default), in order, from one forward; no layer's outputs are kept."""
+        scores = []
+        with self.attach(lambda layer, outputs, hidden: scores.append(score(outputs)), layers):
+            self.model(**inputs)
+        return scores
+
+    def read_last(self, inputs):
+        """The outputs of the last layer."""
+        return self.read(inputs, lambda outputs: outputs, [self.num_layers])[0]
+
     def without_gradient(self, layer: int) -> ValueError:
         """The error for a constrained layer whose hidden state takes no gradient, with the remedy that helps."""
-        trains = [any(parameter.requires_grad for parameter in each.parameters()) for each in self._stack.layers]
+        trains = [any(parameter.requires_grad for parameter in each.parameters()) for each in self.stack.layers]
         first = trains.index(True) + 1 if any(trains) else None
         if first is None:
-            remedy = f"All of `{self._stack.name}` is frozen: unfreeze layers, or train the rest by `objective='erm'`."
+            remedy = f"All of `{self.stack.name}` is frozen: unfreeze layers, or train the rest by `objective='erm'`."
         elif first > layer:
             kept = list(range(first, self.num_layers + 1))
             remedy = f"Set `constrained_layers` to some of {kept}, or unfreeze the layers up to it."

@@ -1,9 +1,9 @@
 """The arithmetic of `linear_cross_entropy.py`: hidden states to losses and gradients, one tile of logits at a time.
 
-Gradients beside the loss: the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Skipping negligible ones: that of
-Cut Cross-Entropy (Wijmans et al., arXiv 2411.09009). Liger's Triton kernel for the softmax of a tile is not used:
-`cross_entropy_forward` (0.8) gives the losses of tokens in the dtype of the logits, and bfloat16's three digits blur
-violations; it gives no entropies; and it waits for the device at every tile. What it launches is no public function.
+Gradients beside the loss: the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Liger's Triton kernel for the
+softmax of a tile is not used: `cross_entropy_forward` (0.8) gives the losses of tokens in the dtype of the logits, and
+bfloat16's three digits blur violations; it gives no entropies; and it waits for the device at every tile. What it
+launches is no public function.
 """
 
 import dataclasses
@@ -20,8 +20,6 @@ DEFAULT_TILE_ELEMENTS = 2**27
 # Elementwise work inside a tile goes by slices that stay in the last-level cache.
 SLICE_ELEMENTS = {"cpu": 2**20}
 DEFAULT_SLICE_ELEMENTS = 2**26
-# Gathering the classes above the threshold stops paying when most of them are.
-DENSE_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +30,11 @@ class HeadLoss:
         logit_scale (`float`): Factor on the head's output (Cohere; the inverse of Granite's `logits_scaling`).
         softcap (`float`, *optional*): Gemma's `final_logit_softcapping`.
         label_smoothing (`float`): The epsilon of transformers' `LabelSmoother`.
-        gradient_threshold (`float`, *optional*): In the two backward products of a tile, approximate the classes that
-            together hold less than this share of the gradient of its logits (sum of absolute entries). In a trained
-            model that is most of the vocabulary; a tile whose distributions are flat takes the dense products.
-            `LayerLossSums.skipped` tells the share approximated.
     """
 
     logit_scale: float = 1.0
     softcap: float | None = None
     label_smoothing: float = 0.0
-    gradient_threshold: float | None = None
-
-    def __post_init__(self):
-        if self.gradient_threshold is not None and self.label_smoothing:
-            raise ValueError(
-                f"`gradient_threshold` is {self.gradient_threshold}, but `label_smoothing` ({self.label_smoothing}) "
-                "gives every class a gradient; use one of the two."
-            )
 
 
 PLAIN_CROSS_ENTROPY = HeadLoss()
@@ -104,7 +90,6 @@ class TiledReader:
             else None
             for parameter in self.parameters
         ]
-        self.skipped, self.total = torch.zeros(2, dtype=self.accumulator_dtype, device=device)
 
     def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Fill in losses and gradients of all `reads`; entropies and hits of the last one where asked for."""
@@ -172,7 +157,7 @@ class TiledReader:
         for slice_ in zip(*(t or [None] * len(slices[0]) for t in slices)):
             self._cross_entropy_(*slice_)
         if x_grad is not None:
-            self._products(logits, targets, x, scale * coefficients, x_grad)
+            self._products(logits, x, scale * coefficients, x_grad)
 
     def _cross_entropy_(self, logits, targets, losses, entropies, hits):
         """Turn `logits` into the gradient of the losses with respect to them, before `logit_scale`, in place."""
@@ -204,68 +189,16 @@ class TiledReader:
         if gradient is not logits:
             logits.copy_(gradient)
 
-    def _products(self, logits_grad, targets, x, coefficients, x_grad):
+    def _products(self, logits_grad, x, coefficients, x_grad):
         """Both backward products of a tile; the weights of tokens go on their short sides `[rows, hidden]`."""
         head_grad, bias_grad = self.gradients[:2]
         scaled = (x * coefficients).to(x.dtype)
         if bias_grad is not None:
             bias_grad.add_((logits_grad.t() @ coefficients.to(x.dtype)).squeeze(1))
-        split = None if self.head_loss.gradient_threshold is None else self._split_classes(logits_grad, targets)
-        if split is not None:
-            self._sparse_products(logits_grad, *split, scaled, x_grad)
-        else:
-            x_grad.copy_(logits_grad @ self.weight)
-            if head_grad is not None:
-                _add_product_(head_grad, logits_grad.t(), scaled)
-        x_grad.mul_(coefficients)
-
-    def _split_classes(self, logits_grad, targets) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The classes that take part in the products `[kept]`, and the share of each other one in the rest `[vocab]`.
-
-        The labels always take part. `None` where leaving out the others would not pay.
-        """
-        # Only the labels' entries are negative.
-        mass = logits_grad.t().mv(logits_grad.new_ones(len(targets))).to(self.accumulator_dtype)  # [vocab]
-        total = mass.sum() - 2 * logits_grad.gather(1, targets[:, None]).sum()
-        self.total += total
-        ascending, order = mass.index_fill(0, targets, torch.inf).sort()
-        cumulative = ascending.cumsum(0)
-        first_kept = torch.searchsorted(cumulative, self.head_loss.gradient_threshold * total).item()
-        if len(order) - first_kept > DENSE_SHARE * len(order):
-            return None
-        rest = cumulative[first_kept - 1]
-        self.skipped += rest
-        classes = order[first_kept:].sort().values
-        # It is zero where the probabilities of all others underflow.
-        return classes, mass.index_fill_(0, classes, 0.0).div_(rest.clamp(min=torch.finfo(rest.dtype).tiny))
-
-    def _sparse_products(self, logits_grad, classes, shares, scaled, x_grad):
-        """The products over `classes`; the rest of each row is spread over the other classes as over all rows.
-
-        This keeps each token's and each class's sum of the gradient, so that no rare class is left without its push.
-        """
-        rest = logits_grad @ (shares > 0).to(logits_grad.dtype)  # [rows]
-        kept = self._compacted_(logits_grad, classes)  # [rows, kept]
-        x_grad.copy_(kept @ self.weight.index_select(0, classes))
-        x_grad.addr_(rest.to(x_grad.dtype), (shares.to(self.weight.dtype) @ self.weight).to(x_grad.dtype))
-        head_grad = self.gradients[0]
+        x_grad.copy_(logits_grad @ self.weight)
         if head_grad is not None:
-            kept_grad = _add_product_(head_grad.new_zeros(len(classes), x_grad.shape[1]), kept.t(), scaled)
-            head_grad.index_add_(0, classes, kept_grad)
-            head_grad.addr_(shares.to(head_grad.dtype), (rest @ scaled).to(head_grad.dtype))
-
-    def _compacted_(self, tile, classes) -> torch.Tensor:
-        """`tile[:, classes]` in the tile's own memory: what is written lies before the rows still to be read."""
-        memory, start = tile.view(-1), 0
-        for rows in tile.split(self.rows_per_slice):
-            columns = rows.index_select(1, classes)
-            memory[start : start + columns.numel()].copy_(columns.view(-1))
-            start += columns.numel()
-        return memory[:start].view(len(tile), len(classes))
-
-    def skipped_share(self) -> torch.Tensor:
-        """Share of the logits' gradient that `gradient_threshold` left out, summed over tiles."""
-        return self.skipped / self.total.clamp(min=torch.finfo(self.total.dtype).tiny)
+            _add_product_(head_grad, logits_grad.t(), scaled)
+        x_grad.mul_(coefficients)
 
 
 def _add_product_(total, left, right) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
@@ -23,23 +24,23 @@ def show_messages(args: TrainingArguments) -> None:
 
 
 class StepCallback(TrainerCallback):
-    """Calls the trainer back after the optimizer's step; all state is the trainer's, none is kept here."""
+    """Calls back after the optimizer's step and after every epoch; no state is kept here."""
 
-    def __init__(self, trainer):
-        self.trainer = trainer
+    def __init__(self, after_step: Callable[[], None], after_epoch: Callable[[], None]):
+        self.after_step, self.after_epoch = after_step, after_epoch
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer._after_optimizer_step()
+        self.after_step()
 
     def on_step_end(self, args, state, control, **kwargs):
         # Not on_epoch_end, which comes after the checkpoint of the epoch's last step.
         if state.epoch == int(state.epoch):
-            self.trainer._after_epoch()
+            self.after_epoch()
 
     def on_epoch_end(self, args, state, control, train_dataloader=None, **kwargs):
         # Of data without a length Trainer does not know the last step, and counts the whole run as one epoch.
         if not (has_length(train_dataloader) or control.should_training_stop):
-            self.trainer._after_epoch()
+            self.after_epoch()
 
 
 class DescentProgressCallback(ProgressCallback):

@@ -12,28 +12,28 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, has_length
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
-from ..configs import BY_RANK, OF_LAYERS
+from ..configs import DescentArguments
 from ..constraints.state import STATE_NAME
 from ..files import whole_file
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
-from .selection import best_candidate
+from .records import RunRecord
 
 
 logger = logging.get_logger(__name__)
@@ -49,250 +49,143 @@ TORCH_FILES = (
 )  # fmt: skip
 
 
-class CheckpointMixin:
-    """The dual side of a run in Trainer's checkpoints: saved with the optimizer, resumed exactly.
+def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
+    """The checkpoint that a run goes on from: for `True` the newest complete one. What makes the run another one than
+    that of the checkpoint is logged.
 
-    Attributes:
-        command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
-            in `descent_config.json`, by which [`compare`] tells groups of runs apart.
+    Raises:
+        ValueError: there is none, or the one named is not complete.
     """
+    # On the first process: another could see a shared disk as it was a moment ago, and go on from elsewhere.
+    if resume_from_checkpoint is True:
+        resume_from_checkpoint = on_first_process(args, newest_complete_checkpoint, args.output_dir)
+    elif resume_from_checkpoint:
+        on_first_process(args, check_complete, resume_from_checkpoint)
+    if resume_from_checkpoint and args.process_index == 0 and os.path.isdir(resume_from_checkpoint):
+        _report_changes(resume_from_checkpoint, args)
+    return resume_from_checkpoint
 
-    command: Mapping[str, Any] = MappingProxyType({})
 
-    def train(self, resume_from_checkpoint=None, *args, **kwargs):
-        # On the first process: another could see a shared disk as it was a moment ago, and go on from elsewhere.
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = self._on_first_process(newest_complete_checkpoint, self.args.output_dir)
-        elif resume_from_checkpoint:
-            self._on_first_process(check_complete, resume_from_checkpoint)
-        if resume_from_checkpoint and self.args.process_index == 0 and os.path.isdir(resume_from_checkpoint):
-            self._report_changes(resume_from_checkpoint)
+def on_first_process(args: TrainingArguments, function: Callable[[str], Any], folder: str) -> Any:
+    """What `function` gives for `folder` on the first process, or raises there, on all of them."""
+    found = None
+    if args.process_index == 0:
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            # Trainer removes NEFTune's hook only when training ends well.
-            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
-                handle.remove()
+            found = function(folder)
+        except Exception as error:  # whatever it is, the others wait
+            found = error
+    found = broadcast_object_list([found])[0]
+    if isinstance(found, Exception):
+        raise found
+    return found
 
-    def _on_first_process(self, function: Callable[[str], Any], folder: str) -> Any:
-        """What `function` gives for `folder` on the first process, or raises there, on all of them."""
-        found = None
-        if self.args.process_index == 0:
-            try:
-                found = function(folder)
-            except Exception as error:  # whatever it is, the others wait
-                found = error
-        found = broadcast_object_list([found])[0]
-        if isinstance(found, Exception):
-            raise found
-        return found
 
-    def _report_changes(self, checkpoint: str) -> None:
-        """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
-        if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
-            logger.warning(
-                f"{checkpoint} holds no optimizer (see `save_only_model`): it and the learning rate's schedule start "
-                "afresh."
-            )
-        saved = RunFolder(checkpoint).summary.get("arguments")
-        if saved is None:  # of plain Trainer
-            return
-        now, default = training_arguments(self.args), "at its default"
-        changes = [
-            f"`{name}` was {saved.get(name, default)} and is {now.get(name, default)}"
-            for name in sorted(saved.keys() | now.keys())
-            if saved.get(name, default) != now.get(name, default)
-        ]
-        if changes:
-            logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
+def _report_changes(checkpoint: str, args: DescentArguments) -> None:
+    """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
+    if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
+        logger.warning(
+            f"{checkpoint} holds no optimizer (see `save_only_model`): it and the learning rate's schedule start "
+            "afresh."
+        )
+    saved = RunFolder(checkpoint).summary.get("arguments")
+    if saved is None:  # of plain Trainer
+        return
+    now, default = training_arguments(args), "at its default"
+    changes = [
+        f"`{name}` was {saved.get(name, default)} and is {now.get(name, default)}"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name, default) != now.get(name, default)
+    ]
+    if changes:
+        logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
-    def _check_choice(self) -> None:
-        """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
-        chosen_by = self.args.metric_for_best_model or ""
-        stops_early = any(isinstance(callback, EarlyStoppingCallback) for callback in self.callback_handler.callbacks)
-        if stops_early and chosen_by in BY_RANK:
-            raise ValueError(
-                "`metric_for_best_model` is 'best_candidate', a rank among evaluations; EarlyStoppingCallback needs "
-                "a metric: choose by 'feasible_score'."
-            )
-        if self.args.eval_strategy == "no":
-            return
-        metric = chosen_by.removeprefix("eval_")
-        sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
-        of_sets = (metric, *(metric.removeprefix(f"{name}_") for name in sets))
-        if any(map(OF_LAYERS.fullmatch, of_sets)) and not self._reads_layers:
-            raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, but `objective='erm'` reads no layers: choose by the loss."
-            )
-        if OF_LAYERS.fullmatch(metric) and sets:
-            metric = "feasible_score" if chosen_by in BY_RANK else metric
-            of_one = " or ".join(repr(f"{name}_{metric}") for name in sets)
-            raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, but with several `eval_dataset` a metric is of one of "
-                f"them: choose by {of_one}, or give one `eval_dataset`."
-            )
 
-    def _save_optimizer_and_scheduler(self, output_dir):
-        super()._save_optimizer_and_scheduler(output_dir)
-        self._save_dual_state(output_dir)
+def save_checksums(folder: str, step: int) -> None:
+    """Write down sizes and checksums of a checkpoint's files, once all are there."""
+    with whole_file(os.path.join(folder, CHECKSUMS_NAME)) as file:
+        json.dump({"step": step, "files": checksums(Path(folder))}, file, indent=2)
 
-    def _save_dual_state(self, output_dir) -> None:
-        if self._state is not None:
-            self._check_agreement()
-            self._state.save(output_dir, write=self.args.should_save)
-            # For people to read, in trainer_state.json.
-            self.state.stateful_callbacks["DescentState"] = self._state.summary()
 
-    def _determine_best_metric(self, metrics, trial):
-        chosen_by = self.args.metric_for_best_model or ""
-        if chosen_by.endswith("max_violation") and self._state is not None and self._state.problem is None:
-            return False  # the constraints are not known yet
-        if chosen_by not in BY_RANK:
-            return super()._determine_best_metric(metrics, trial)
-        if "eval_feasible" not in metrics:
-            raise ValueError(
-                f"`metric_for_best_model` is {self.args.metric_for_best_model!r}, but the evaluation has no "
-                "`eval_max_violation`: give an `eval_dataset` with labels."
-            )
-        # A rank among all evaluations so far, this one included, so that the best one can also change backwards.
-        seen = {entry["step"]: entry for entry in self.state.log_history if "eval_max_violation" in entry}
-        if self.args.save_strategy != SaveStrategy.NO:
-            # To one whose checkpoint is there, on the first process: others may not see its disk.
-            folder = os.path.join(self._get_output_dir(trial), PREFIX_CHECKPOINT_DIR)
-            kept = [step for step in seen if step == self.state.global_step or os.path.isdir(f"{folder}-{step}")]
-            seen = {step: seen[step] for step in broadcast_object_list([kept])[0]}
-        if not seen:
-            return False  # the constraints are not known yet
-        losses, violations = zip(*((entry["eval_loss"], entry["eval_max_violation"]) for entry in seen.values()))
-        best = best_candidate(losses, violations)
-        self.state.best_global_step, self.state.best_metric = list(seen)[best], losses[best]
-        is_new = self.state.best_global_step == self.state.global_step
-        if not is_new and self.args.save_strategy != SaveStrategy.NO:
-            # Trainer names the best checkpoint where it saves one, which it need not do now.
-            self.state.best_model_checkpoint = f"{folder}-{self.state.best_global_step}"
-        return is_new
+def check_agreement(multipliers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor], process: int) -> None:
+    """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
 
-    def _save_rng_state(self, output_dir):
-        super()._save_rng_state(output_dir)
-        # The trainer state comes next, by one process, and stands for a complete save by all.
-        self.accelerator.wait_for_everyone()
-        self._save_checksums(output_dir)
+    On every process, or the others would wait for the one that raises.
+    """
+    first = reduce(multipliers if process == 0 else torch.zeros_like(multipliers))  # [layers]
+    if reduce((multipliers != first).any().float()):
+        raise RuntimeError(
+            f"The multipliers differ between processes: {multipliers.tolist()} on process {process}, "
+            f"{first.tolist()} on the first one. Resume from the last complete checkpoint."
+        )
 
-    def _save_checksums(self, output_dir) -> None:
-        if self.args.should_save:
-            found = {"step": self.state.global_step, "files": checksums(Path(output_dir))}
-            with whole_file(os.path.join(output_dir, CHECKSUMS_NAME)) as file:
-                json.dump(found, file, indent=2)
 
-    def _check_agreement(self) -> None:
-        """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
+@contextmanager
+def own_names(model: nn.Module, folder: str) -> Iterator[None]:
+    """Within it, weights are loaded under the model's own names where the files in `folder` have the Hub's.
 
-        On every process, or the others would wait for the one that raises.
-        """
-        own = self._state.multipliers.values  # [layers]
-        first = self._reduce(own if self.args.process_index == 0 else torch.zeros_like(own))
-        if self._reduce((own != first).any().float()):
-            raise RuntimeError(
-                f"The multipliers differ between processes: {own.tolist()} on process {self.args.process_index}, "
-                f"{first.tolist()} on the first one. Resume from the last complete checkpoint."
-            )
+    `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows them;
+    Trainer would leave such weights as they are (huggingface/transformers#48805).
+    """
+    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    if not isinstance(model, PreTrainedModel) or _saved_names(folder) <= model.state_dict().keys():
+        yield
+        return
+    weights = _weights_by_own_names(model, folder)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with self._own_names(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def rename(module, state_dict, prefix, *_):
+        state_dict.clear()
+        state_dict.update({prefix + name: weight for name, weight in weights.items()})
 
-    @contextmanager
-    def _own_names(self, folder: str) -> Iterator[None]:
-        """Within it, weights are loaded under the model's own names where the files have the Hub's.
+    handle = model.register_load_state_dict_pre_hook(rename)
+    try:
+        yield
+    finally:
+        handle.remove()
 
-        `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows
-        them; Trainer would leave such weights as they are (huggingface/transformers#48805).
-        """
-        model = getattr(self.model, "_orig_mod", self.model)  # of a compiled one
-        is_whole = isinstance(model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        if not is_whole or _saved_names(folder) <= self.model.state_dict().keys():
-            yield
-            return
-        weights = _weights_by_own_names(model, folder)
 
-        def rename(module, state_dict, prefix, *_):
-            state_dict.clear()
-            state_dict.update({prefix + name: weight for name, weight in weights.items()})
+def run_summary(
+    model: nn.Module,
+    args: DescentArguments,
+    record: RunRecord,
+    command: Mapping[str, Any],
+    train_dataset: Any,
+    readout: Callable | None,
+    dual: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What `descent_config.json` says of a run: the model, its way of training, what a step costs, the dual side.
 
-        handle = model.register_load_state_dict_pre_hook(rename)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _finalize_training(self, *args, **kwargs):
-        if self.args.load_best_model_at_end:  # here, since Trainer loads where it sees the folder, with others' disks
-            self._on_first_process(check_complete, self.state.best_model_checkpoint or "")
-        return super()._finalize_training(*args, **kwargs)
-
-    def _load_best_model(self):
-        best = self.state.best_model_checkpoint
-        with self._own_names(best):
-            super()._load_best_model()
-        if self._state is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
-            self._state.load(best, is_main=self.args.process_index == 0)
-
-    def _load_callback_state(self):
-        # The readable copy is no callback; Trainer would report it as missing.
-        self.state.stateful_callbacks.pop("DescentState", None)
-        super()._load_callback_state()
-
-    def save_model(self, output_dir=None, _internal_call=False):
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
-        if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
-            self._save_dual_state(output_dir)
-            self._save_checksums(output_dir)
-
-    def _run_summary(self) -> dict:
-        """What tells this run from others, plain training included, and what a step of it costs.
-
-        Of a model that this trainer did not train: what its own training wrote, if anything.
-        """
-        trained = self._training_started is not None
-        if not trained and (saved := self._saved_summary()):
-            return saved
-        summary = {"model": type(inner_model(self.model)).__name__, "parameters": get_model_param_count(self.model)}
-        if trained:
-            summary |= {"objective": self.args.objective, "noise_gamma": self.args.noise_gamma}
-            summary |= {"arguments": training_arguments(self.args), "training_started": self._training_started}
-            if self.command:
-                summary["command"] = dict(self.command)
-            if has_length(self.train_dataset):
-                summary["train_rows"] = len(self.train_dataset)
-            if self._readout_fn is not None:
-                summary["readout"] = getattr(self._readout_fn, "__name__", type(self._readout_fn).__name__)
-        # Of the model's config, without which an adapter is saved.
-        config = getattr(self.model, "config", None)
-        of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")
-        of_classifiers = of_classifiers if "Classification" in summary["model"] else ()
-        for name in ("noise_sigma", *of_classifiers):
-            if (value := getattr(config, name, None)) is not None:
-                summary[name] = value
-        if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
-            summary["encoder"] = encoder
-        seconds = self._step_seconds
-        if seconds is None and trained:  # as of a run resumed at its end
-            seconds = RunFolder(self._resumed_from or "").summary.get("step_seconds")
-        if seconds is not None:
-            summary["step_seconds"] = seconds
-        return summary | (self._state.summary() if trained and self._state is not None else {})
-
-    def _loaded_from(self) -> str:
-        """The folder or the name on the Hub of the model; empty where unknown."""
-        # The name of an adapted model is that of its base.
-        config = None if hasattr(self.model, "peft_config") else getattr(self.model, "config", None)
-        return getattr(config, "_name_or_path", "")
-
-    def _saved_summary(self) -> dict:
-        names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
-        return next((summary for name in names if (summary := RunFolder(name).summary)), {})
+    Args:
+        record ([`RunRecord`]): of the run; one that never started says nothing of training.
+        command: what else makes this way of training another.
+        readout: a custom readout.
+        dual: the summary of the dual side, if any.
+    """
+    trained = record.started is not None
+    summary = {"model": type(inner_model(model)).__name__, "parameters": get_model_param_count(model)}
+    if trained:
+        summary |= {"objective": args.objective, "noise_gamma": args.noise_gamma}
+        summary |= {"arguments": training_arguments(args), "training_started": record.started}
+        if command:
+            summary["command"] = dict(command)
+        if has_length(train_dataset):
+            summary["train_rows"] = len(train_dataset)
+        if readout is not None:
+            summary["readout"] = getattr(readout, "__name__", type(readout).__name__)
+    # Of the model's config, without which an adapter is saved.
+    config = getattr(model, "config", None)
+    of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")
+    of_classifiers = of_classifiers if "Classification" in summary["model"] else ()
+    for name in ("noise_sigma", *of_classifiers):
+        if (value := getattr(config, name, None)) is not None:
+            summary[name] = value
+    if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
+        summary["encoder"] = encoder
+    seconds = record.step_seconds
+    if seconds is None and trained:  # as of a run resumed at its end
+        seconds = RunFolder(record.resumed_from or "").summary.get("step_seconds")
+    if seconds is not None:
+        summary["step_seconds"] = seconds
+    return summary | (dict(dual) if trained else {})
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

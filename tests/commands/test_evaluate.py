@@ -22,8 +22,8 @@ from hf_descent.commands import evaluate
 from hf_descent.data.alpaca import completion_labels, format_prompt
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
 from hf_descent.evaluation.comparison import Run
-from hf_descent.losses.task import IGNORE_INDEX
 from hf_descent.privacy import PrivacyCurve
+from hf_descent.readout.labels import IGNORE_INDEX
 
 
 @pytest.fixture(scope="module")

@@ -79,26 +79,6 @@ def test_a_multiplier_at_its_cap_is_said_once(tmp_path, caplog):
     assert trainer.multipliers.values.max() == 0.0625 and caplog.text.count("multiplier_max") == 1
 
 
-def test_auto_bound_of_a_weighted_loss_is_its_best_constant_prediction(tmp_path):
-    weight = torch.tensor([1.0, 20.0, 1.0])
-
-    def weighted(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs.logits, labels, weight)
-
-    args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=5, max_steps=6)
-    trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=weighted)
-    trainer.train()
-    labels = torch.tensor([row["labels"] for row in DATA[:40]])
-    logits = torch.zeros(3, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.05)
-    for _ in range(600):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(logits.expand(40, 3), labels, weight)
-        loss.backward()
-        optimizer.step()
-    assert trainer.problem.initial_loss_bound == pytest.approx(loss.item(), rel=0.02)
-
-
 def row_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
 
@@ -132,7 +112,7 @@ def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
         llama(vocab_size=600), config(tmp_path, **args), train_dataset=data,
         compute_loss_func=lambda *given, **items: shifted_loss(*given, **items) ** 2,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="cannot be measured for a loss function of one's own over 600 classes"):
+    with pytest.raises(ValueError, match="cannot be measured for a loss that is"):
         trainer.train()
 
 
@@ -148,7 +128,7 @@ def test_auto_bound_counts_every_row_once(tmp_path):
 
 def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
     state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0, None, lambda tensor: tensor)
-    assert state.objective(torch.tensor([1.0, math.inf, 0.5]), 0, torch.ones(())) == 0.5
+    assert state.objective_at(0).value(torch.tensor([1.0, math.inf, 0.5]), torch.ones(())) == 0.5
 
 
 def test_the_auto_schedule_leads_through_the_constrained_layers(tmp_path):

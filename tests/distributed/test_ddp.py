@@ -7,8 +7,8 @@ from launching import assert_same, job, launch, start
 from tiny import llama
 from train_steps import recorded_noise, train
 
+from hf_descent.losses.layerwise import TiledLosses
 from hf_descent.noise.embedding_noise import EmbeddingNoise
-from hf_descent.training.fused_step import FusedStepMixin
 
 
 LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}
@@ -111,13 +111,13 @@ def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, d
     """That is, one which has the batches of both as micro-batches, and draws for each what that process draws."""
     drawn = []
 
-    def draw(self):
+    def draw(self, key):
         count = 8 // batch
         step, part = divmod(len(drawn), count)
-        drawn.append(np.random.SeedSequence(self.args.seed, spawn_key=(part % 2, step, part // 2, 1)))
+        drawn.append(np.random.SeedSequence(self._seed, spawn_key=(part % 2, step, part // 2, 1)))
         return torch.Generator().manual_seed(int(drawn[-1].generate_state(1, np.uint64)[0]))
 
-    monkeypatch.setattr(FusedStepMixin, "_token_generator", draw)
+    monkeypatch.setattr(TiledLosses, "_generator", draw)
     alone = train(tmp_path, "language", batch, 8 // batch, **SAMPLED)
     assert len(drawn) == 20 * 8 // batch
     assert_same(alone, double[1][f"sampled, {way}"])

@@ -209,7 +209,7 @@ def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(bui
     named, tuples = build(), build(return_dict=False)
     for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0], cells_per_forward=3)):
         found, expected = (evaluate(model, data) for model in (tuples, named))
-        np.testing.assert_array_equal(found.losses, expected.losses)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
         np.testing.assert_array_equal(found.values, expected.values)
     assert tuples.config.return_dict is False
 
@@ -219,7 +219,7 @@ def test_a_model_of_ones_own_may_return_a_tuple(build, data):
     named, by_place = build(), ByPlace(build())
     for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0], cells_per_forward=3)):
         found, expected = (evaluate(model, data) for model in (by_place, named))
-        np.testing.assert_array_equal(found.losses, expected.losses)
+        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
         np.testing.assert_array_equal(found.values, expected.values)
 
 

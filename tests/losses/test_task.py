@@ -8,7 +8,8 @@ from tiny import bert, classification_data, config, language_data, llama
 from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
 
 from hf_descent import DescentTrainer, layer_losses
-from hf_descent.losses.task import count_items, shifts_labels
+from hf_descent.losses.task import TaskLoss
+from hf_descent.readout.labels import shifts_labels
 
 
 def collate(rows):
@@ -61,7 +62,7 @@ def test_layer_losses_need_labels(model):
     ],
 )
 def test_items(inputs, shifts, expected):
-    count = count_items(inputs, ["labels", "start_positions"], shifts)
+    count = TaskLoss(torch.nn.Linear(1, 1), ["labels", "start_positions"], shifts_labels=shifts).count(inputs)
     assert count is None if expected is None else count.item() == expected
 
 
@@ -159,9 +160,13 @@ def test_the_label_of_a_single_token_is_of_use_where_nothing_is_shifted():
 
 
 def test_rows_are_the_items_of_a_mean_over_rows():
-    labels = torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])
-    assert count_items({"labels": labels}, ["labels"], False) == 4
-    assert count_items({"labels": labels}, ["labels"], False, of_rows=True) == 3
+    class TinyForCTC(torch.nn.Module):
+        pass
+
+    labels = {"labels": torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])}
+    assert TaskLoss(torch.nn.Linear(1, 1), ["labels"]).count(labels) == 4
+    assert TaskLoss(TinyForCTC(), ["labels"]).count(labels) == 3
+    assert TaskLoss(TinyForCTC(), ["labels"], loss_fn=len).count(labels) == 4
 
 
 def transcriptions(reduction):

@@ -5,6 +5,8 @@ import torch
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
 from torch.utils.data import IterableDataset
 
+from hf_descent.losses.layerwise import TiledLosses
+
 
 def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
     args = config(
@@ -63,7 +65,7 @@ def test_a_micro_batch_without_any_label_counts_for_nothing(tmp_path):
         row["labels"] = torch.full_like(row["labels"], -100)
     reference, _ = run(tmp_path, llama(), data, 8, objective="descent")
     trainer, _ = run(tmp_path, llama(), data, 1, objective="descent")
-    assert reference._fused is not None and trainer._fused is not None
+    assert all(isinstance(each._layers, TiledLosses) for each in (reference, trainer))
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     torch.testing.assert_close(reference.multipliers.values, trainer.multipliers.values, rtol=1e-4, atol=1e-6)
 
@@ -81,11 +83,11 @@ def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss):
     for row in data[16:24]:  # the third of five steps
         row["labels"] = torch.full_like(row["labels"], -100)
     trainer, _ = run(tmp_path, llama(), data, 8, loss, objective=objective, dual_optim="sgd")
-    assert not trainer._state.has_faults
+    assert not trainer._dual.has_faults
     logs = {log["step"]: log for log in trainer.state.log_history if "grad_norm" in log}
     assert "layer_loss_1" in logs[2] and "layer_loss_1" not in logs[3]
     losses = torch.tensor([[logs[step][f"layer_loss_{layer}"] for layer in (1, 2, 3)] for step in (1, 2, 4, 5)])
-    torch.testing.assert_close(trainer._state.mean_losses, losses.mean(0), rtol=0.05, atol=0.0)
+    torch.testing.assert_close(trainer._dual.mean_losses, losses.mean(0), rtol=0.05, atol=0.0)
     if objective == "descent":
         assert trainer.multipliers.steps == 4
         assert logs[4]["multiplier_1"] > logs[2]["multiplier_1"] > 0
@@ -107,7 +109,7 @@ def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_pat
         losses = [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)]
         assert losses == pytest.approx(expected, rel=0.02)
     seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)
-    assert trainer._step_seconds > 0.05 * seconds  # Trainer asks for batches after the last, too
+    assert trainer._record.step_seconds > 0.05 * seconds  # Trainer asks for batches after the last, too
 
 
 def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_their_number_or_not(tmp_path):

@@ -115,7 +115,7 @@ def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{start}"))
         moments = load_file(tmp_path / "checkpoint-11" / STATE_NAME)["label_moments"]
         assert torch.equal(moments, labels.bincount().double())
-        assert resumed.problem is not None and resumed._state.active_from == 12
+        assert resumed.problem is not None and resumed._dual.active_from == 12
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(tm
     monkeypatch.setattr(checkpoints, "broadcast_object_list", lambda found: [first])
     resumed = make(arguments(tmp_path))
     resumed.train(resume_from_checkpoint=True)
-    assert resumed._resumed_from == first
+    assert resumed._record.resumed_from == first
 
 
 def test_another_layer_count_is_refused(tmp_path):

@@ -11,8 +11,6 @@ from naive_head import (
     VOCAB,
     WEIGHTS,
     Watch,
-    assert_same_gradients,
-    gradients,
     naive_sums,
     setting,
 )
@@ -86,77 +84,14 @@ def test_improbable_labels_keep_a_finite_loss():
     torch.testing.assert_close(out.sums, expected.detach())
 
 
-def run_with_threshold(threshold, scale, weights=WEIGHTS):
-    hidden, norm, head, labels = setting(bias=True, norm="none", ignored=0.0)
-    with torch.no_grad():
-        head.weight.mul_(scale)
-    # Tokens that are much alike, as are those of a text under a trained model: few classes hold most probability.
-    hidden = [(state[:1, :1] + 0.1 * state).detach() for state in hidden]
-    for state in hidden:
-        state[..., 0] = 1.0
-        state.requires_grad_()
-    tokens = labelled_tokens(labels % 5)
-    with Watch() as dense:
-        fused_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
-    exact = gradients(hidden, head)
-    head_loss = HeadLoss(gradient_threshold=threshold)
-    with Watch() as sparse:
-        out = fused_layer_losses(hidden, tokens, norm, head, weights, head_loss=head_loss)
-    out.objective.backward()
-    return out.skipped, exact, gradients(hidden, head), sparse.flops / dense.flops
-
-
-def test_threshold_approximates_what_it_says():
-    skipped, exact, found, cost = run_with_threshold(threshold=0.01, scale=20.0)
-    assert 0.001 < skipped < 0.01
-    assert cost < 0.8
-    errors = [(got - wanted).norm() / wanted.norm() for got, wanted in zip(found, exact) if wanted.any()]
-    assert 0 < max(errors) < 0.03
-
-
-def test_threshold_keeps_the_sums_of_tokens_and_classes():
-    skipped, exact, found, _ = run_with_threshold(0.2, 10.0, torch.ones(LAYERS, dtype=torch.float64))
-    assert skipped > 0.1
-    *_, weight, bias = found
-    # The first feature is 1, so its column holds each class's sum over tokens; and each token's entries sum to 0.
-    torch.testing.assert_close(weight[:, 0], bias)
-    torch.testing.assert_close(bias, exact[-1])
-    torch.testing.assert_close(weight.sum(0), torch.zeros(HIDDEN, dtype=torch.float64))
-    assert (weight - exact[-2]).norm() > 0.01 * exact[-2].norm()
-
-
-@pytest.mark.parametrize(("threshold", "scale"), [(1e-30, 1.0), (0.05, 0.01)], ids=["nothing small", "flat"])
-def test_threshold_falls_back_on_dense_products(threshold, scale):
-    skipped, exact, found, cost = run_with_threshold(threshold, scale)
-    assert skipped == 0
-    assert cost == 1
-    assert_same_gradients(found, exact)
-
-
-def test_threshold_takes_classes_of_no_probability():
-    hidden = torch.rand(1, 20, HIDDEN).add_(1).requires_grad_()
-    head = nn.Linear(HIDDEN, 100, bias=False)
-    with torch.no_grad():
-        head.weight[:80] -= 1e3  # underflows
-    tokens = labelled_tokens(torch.randint(80, 100, (1, 20)))
-    found = []
-    for threshold in (None, 1e-4):
-        loss = HeadLoss(gradient_threshold=threshold)
-        fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), head_loss=loss).objective.backward()
-        found.append(gradients([hidden], head))
-    assert_same_gradients(*found)
-
-
-@pytest.mark.parametrize("threshold", [None, 1e-3])
-def test_sums_over_tokens_are_not_held_in_half_precision(threshold):
+def test_sums_over_tokens_are_not_held_in_half_precision():
     hidden, tokens = torch.full((1, 400, 4), 200.0, requires_grad=True), labelled_tokens(torch.zeros(1, 400).long())
     head = nn.Linear(4, VOCAB, bias=False)
     with torch.no_grad():
         head.weight.zero_()[0] = -0.02  # the label is out of the question,
         head.weight[1] = 0.02  # and another class certain
     with torch.autocast("cpu", torch.float16):
-        loss = HeadLoss(gradient_threshold=threshold)
-        out = fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), head_loss=loss, num_items=1)
+        out = fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), num_items=1)
     out.objective.backward()
     pushes = torch.zeros(VOCAB).index_fill(0, torch.tensor([1]), 399 * 200.0)
     pushes[0] = -pushes[1]
@@ -192,8 +127,3 @@ def test_a_workspace_serves_tiles_of_any_size_and_type():
     for rows, dtype in ((3, torch.float32), (2, torch.bfloat16), (5, torch.bfloat16)):
         tile = workspace.tile(rows, 7, dtype, torch.device("cpu"))
         assert (tile.shape, tile.dtype) == ((rows, 7), dtype)
-
-
-def test_threshold_and_smoothing_exclude_each_other():
-    with pytest.raises(ValueError, match="label_smoothing"):
-        HeadLoss(label_smoothing=0.1, gradient_threshold=0.01)

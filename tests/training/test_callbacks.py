@@ -27,11 +27,10 @@ def test_slacks_start_afresh_with_every_pass_over_the_data(tmp_path, data):
 
     args = config(tmp_path, max_steps=10, resilience=1.0, resilience_form="slack")
     trainer = DescentTrainer(bert(), args, train_dataset=data, callbacks=[Watch()])
-    restarts, restart = [], trainer._after_epoch
-    trainer._after_epoch = lambda: (restarts.append(trainer.state.global_step), restart())
     trainer.train()
-    assert sorted({*restarts}) == [4, 8]
     assert trainer.multipliers.slack_steps.item() == 2
+    if data is not DATA:
+        assert seen[5] == seen[9] == 1
     if data is DATA:  # of which the last step is known: a callback that saves there comes after
         assert seen[4] == seen[8] == 0 < seen[5]
 

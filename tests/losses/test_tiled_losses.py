@@ -1,14 +1,16 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
 from tiny import VOCAB, bert, classification_data, llama
 from torch.nn import functional as F
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers
+from hf_descent.losses import layerwise
+from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
 from hf_descent.readout.head import FusedReadout
-from hf_descent.training import fused_step
 
 
 LAYERS = 3
@@ -24,6 +26,16 @@ def rows(count, seed=0):
         prompt = index % 4
         data.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
     return data
+
+
+class History(TrainerCallback):
+    """Keeps the multipliers of every step."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.history.append(self.trainer.multipliers.values.clone())
 
 
 def trainer(tmp_path, **kwargs):
@@ -46,8 +58,7 @@ def trainer(tmp_path, **kwargs):
     args = DescentConfig(output_dir=str(tmp_path), **given)
     made = DescentTrainer(model, args, train_dataset=rows(64), eval_dataset=rows(10, seed=1), **keywords)
     made.history = []
-    step = made._after_optimizer_step
-    made._after_optimizer_step = lambda: (step(), made.history.append(made.multipliers.values.clone()))
+    made.add_callback(History(made))
     return made
 
 
@@ -82,11 +93,11 @@ def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
     fused = trainer(tmp_path, **SETTINGS[setting])
     fused.train()
     metrics = fused.evaluate()
-    assert fused._fused is not None
+    assert isinstance(fused._layers, TiledLosses)
     no_fused()
     replayed = trainer(tmp_path, **SETTINGS[setting])
     replayed.train()
-    assert replayed._fused is None
+    assert isinstance(replayed._layers, ReplayedLosses)
     multipliers = torch.stack(replayed.history)  # [steps, layers]
     assert (multipliers > 0).any() == (replayed.args.objective == "descent")
     torch.testing.assert_close(torch.stack(fused.history), multipliers, rtol=1e-3, atol=1e-4)
@@ -110,10 +121,10 @@ def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_fused, smoothi
         return made
 
     fused = trained()
-    assert fused._fused is not None
+    assert isinstance(fused._layers, TiledLosses)
     no_fused()
     replayed = trained()
-    torch.testing.assert_close(fused._state.mean_losses, replayed._state.mean_losses, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(fused._dual.mean_losses, replayed._dual.mean_losses, rtol=1e-4, atol=0.0)
     for mine, expected in zip(fused.model.parameters(), replayed.model.parameters()):
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
 
@@ -176,31 +187,33 @@ def test_sampled_run_resumes_bit_for_bit(tmp_path):
         assert torch.equal(mine, expected)
 
 
-def test_every_micro_batch_draws_its_own_tokens(tmp_path):
-    made = trainer(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2)
-    draws = []
-    generator = made._token_generator
-    made._token_generator = lambda: (draws.append(generator().initial_seed()), generator())[1]
-    made.train()
-    assert len(draws) == len(set(draws)) == 4
+def drawn_tokens(monkeypatch, made):
+    """The seeds of the generators that tokens are drawn with in a run."""
+    seeds, tokens = [], FusedReadout.tokens
+
+    def watch(self, inputs, fraction=1.0, generator=None):
+        seeds.extend([] if generator is None else [generator.initial_seed()])
+        return tokens(self, inputs, fraction, generator)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedReadout, "tokens", watch)
+        made.train()
+    return seeds
 
 
-def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path):
-    made = trainer(tmp_path, max_steps=1, noise_gamma=0.3, noise_sigma=1.0)
-    made.train()
-    made._noise.reseed(0, 1, 0)  # of the next step
-    noise = torch.Generator().manual_seed(made._noise._stream)
-    assert made._token_generator().initial_seed() != noise.initial_seed()
+def test_every_micro_batch_draws_its_own_tokens_and_a_second_run_those_of_the_first(tmp_path, monkeypatch):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    made = trainer(tmp_path, readout_token_fraction=0.5, **settings)
+    seeds = drawn_tokens(monkeypatch, made)
+    assert len(seeds) == len(set(seeds)) == 4
+    assert drawn_tokens(monkeypatch, made) == seeds
 
 
-def test_a_second_run_draws_the_tokens_of_the_first(tmp_path):
-    made = trainer(tmp_path, readout_token_fraction=0.5, max_steps=1)
-    draws = []
-    generator = made._token_generator
-    made._token_generator = lambda: (draws.append(drawn := generator()), drawn)[1]
-    made.train()
-    made.train()
-    assert draws[0].initial_seed() == draws[1].initial_seed()
+def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch):
+    made = trainer(tmp_path, max_steps=1, noise_gamma=0.3, noise_sigma=1.0, readout_token_fraction=0.5)
+    (seed,) = drawn_tokens(monkeypatch, made)
+    streams = [np.random.SeedSequence(made.args.seed, spawn_key=(0, 0, draw)) for draw in range(3)]
+    assert seed not in [int(stream.generate_state(1, np.uint64)[0]) for stream in streams]
 
 
 def reads(monkeypatch, made):
@@ -221,7 +234,7 @@ def reads(monkeypatch, made):
     ("fraction", "large", "share"), [(None, False, None), (None, True, 0.125), (0.5, False, 0.5), (1.0, True, None)]
 )
 def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share):
-    monkeypatch.setattr(fused_step, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
+    monkeypatch.setattr(layerwise, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
     made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=3)
     seen = reads(monkeypatch, made)
     count, sampled = seen[-1]
@@ -234,37 +247,12 @@ def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
     def first_losses(**kwargs):
         made = trainer(tmp_path, max_steps=1, logging_strategy="no", **kwargs)
         made.train()
-        return made._state.mean_losses  # [layers]
+        return made._dual.mean_losses  # [layers]
 
     expected = first_losses(data_seed=42)
     found = torch.stack([first_losses(readout_token_fraction=0.25, seed=seed, data_seed=42) for seed in range(30)])
     assert (found.std(0) > 0).all()
     assert ((found.mean(0) - expected).abs() < 4 * found.std(0) / 30**0.5).all()
-
-
-def test_the_log_has_the_share_of_the_gradient_left_out(tmp_path, monkeypatch):
-    shares = []
-    read = FusedReadout._read
-
-    def watch(*args, **kwargs):
-        losses = read(*args, **kwargs)
-        if args[3:] and args[3] is not None:
-            shares.append(losses.skipped.item())
-        return losses
-
-    monkeypatch.setattr(FusedReadout, "_read", watch)
-    made = trainer(tmp_path, readout_gradient_threshold=0.5, max_steps=6, logging_steps=3)
-    made.train()
-    logged = [log["readout_gradient_skipped"] for log in made.state.log_history if "loss" in log]
-    assert logged == pytest.approx([sum(shares[:3]) / 3, sum(shares[3:]) / 3]) and max(logged) > 0
-    made.args.max_steps = 1
-    made.train()  # ends with a read that no log has
-    made.args.max_steps = 3
-    made.train()
-    assert made.state.log_history[0]["readout_gradient_skipped"] == pytest.approx(sum(shares[7:]) / 3)
-    plain = trainer(tmp_path, max_steps=1, logging_steps=1)
-    plain.train()
-    assert "readout_gradient_skipped" not in plain.state.log_history[0]
 
 
 def test_a_compute_loss_that_asks_for_outputs_in_training_gets_logits(tmp_path):
@@ -305,20 +293,20 @@ def test_replay_remains_for_a_loss_of_ones_own(tmp_path):
 
     made = trainer(tmp_path, max_steps=1, compute_loss_func=loss)
     made.train()
-    assert made._fused is None
+    assert isinstance(made._layers, ReplayedLosses)
 
 
-@pytest.mark.parametrize("name", ["readout_token_fraction", "readout_gradient_threshold"])
-def test_options_that_cannot_be_met(tmp_path, name):
+def test_a_fraction_of_tokens_needs_tiles(tmp_path):
+    name = "readout_token_fraction"
     args = DescentConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, max_steps=1, **{name: 0.5})
     made = DescentTrainer(bert(), args, train_dataset=classification_data(8))
     with pytest.raises(ValueError, match=name):
         made.train()
 
 
-@pytest.mark.parametrize("name", ["readout_token_fraction", "readout_gradient_threshold"])
 @pytest.mark.parametrize("value", [0.0, -1.0, 1.5, float("nan")])
-def test_bad_options(tmp_path, name, value):
+def test_bad_fractions(tmp_path, value):
+    name = "readout_token_fraction"
     with pytest.raises(ValueError, match=name):
         DescentConfig(output_dir=str(tmp_path), **{name: value})
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
-from hf_descent.training.evaluation_step import EvaluationMixin
+from hf_descent.training.evaluation import rows_counted_once
 
 
 DATA = classification_data()
@@ -115,7 +115,7 @@ def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(
     loader = SimpleNamespace(end_of_dataloader=True, remainder=remainder)
     args = SimpleNamespace(world_size=2, process_index=0, dataloader_drop_last=False)
     process = SimpleNamespace(args=args, accelerator=SimpleNamespace(gradient_state=loader), data_collator=collator)
-    rows = EvaluationMixin._rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
+    rows = rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
     assert rows == (3 if remainder == 3 and not warned else None)
     assert ("may count twice" in caplog.text) == warned
 

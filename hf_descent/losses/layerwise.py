@@ -1,0 +1,372 @@
+"""The losses f_1..f_L of all layers on a batch: with gradient for a training step, without for an evaluation.
+
+[`ReplayedLosses`] works for every architecture with a layer stack: it replays what follows the stack once per layer.
+[`TiledLosses`] is for a final norm and a linear head: it reads all layers in tiles, and makes no logits. Training and
+evaluation use the same object; [`find_layer_losses`] chooses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ..constraints.objectives import StepObjective
+from ..readout.head import FusedReadout
+from ..readout.labels import IGNORE_INDEX, aligned, with_named_outputs
+from ..readout.replay import Readout, has_router_loss, output_loss
+from .task import TaskLoss
+
+
+logger = logging.get_logger(__name__)
+
+# From this vocabulary on, reading every layer on all tokens costs several times the model itself.
+LARGE_VOCABULARY = 8192
+# Chosen by measurement (`recipes/benchmarks/`): violations are two to three times as noisy as on all tokens, which the
+# multipliers average out over many steps, and a step costs little more than plain training.
+DEFAULT_TOKEN_FRACTION = 0.125
+
+
+@dataclass
+class TokenStatistics:
+    """Of a layer's predictions of the labelled tokens: losses, entropies, whether the likeliest class is right, and
+    which row of the batch each stands in."""
+
+    losses: torch.Tensor  # [tokens]
+    entropies: torch.Tensor  # [tokens]
+    hits: torch.Tensor  # [tokens], bool
+    samples: torch.Tensor  # [tokens]
+
+
+@dataclass
+class StepLosses:
+    """What a training step takes from one micro-batch.
+
+    Attributes:
+        objective (`torch.Tensor`): the scalar to minimise, with its graph.
+        sums (`torch.Tensor` of shape `[L]`): the micro-batch's part of the step's layer losses.
+        final (`torch.Tensor`): its part of f_L; on all tokens where `sums` is on a sample.
+        outputs: the model's outputs.
+        tokens ([`TokenStatistics`], *optional*): where asked for.
+    """
+
+    objective: torch.Tensor
+    sums: torch.Tensor
+    final: torch.Tensor
+    outputs: Any
+    tokens: TokenStatistics | None = None
+
+
+@dataclass
+class MeasuredLosses:
+    """The layer losses of one batch, without gradient.
+
+    Attributes:
+        means (`torch.Tensor` of shape `[L]`): f_l, the mean over the items of the batch; 0 without items.
+        items (`torch.Tensor`): the number of items, a scalar.
+        outputs: the model's outputs.
+        scores (`list`): what the caller's `score` returned for each layer.
+        tokens ([`TokenStatistics`], *optional*): where asked for.
+    """
+
+    means: torch.Tensor
+    items: torch.Tensor
+    outputs: Any
+    scores: list
+    tokens: TokenStatistics | None = None
+
+
+class LayerLosses(Protocol):
+    """The losses of a model's L layers, whatever way they are read."""
+
+    num_layers: int
+    task: TaskLoss
+
+    def step(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        objective: StepObjective,
+        share: torch.Tensor,
+        items: torch.Tensor,
+        key: Sequence[int] = (),
+        keep_logits: bool = False,
+    ) -> StepLosses:
+        """The losses of a micro-batch in training.
+
+        Args:
+            model: as it is called in training, wrapped or not.
+            share: the micro-batch's share of the items of the optimizer step.
+            items: the items of the optimizer step, over micro-batches and processes.
+            key: what the random numbers of this micro-batch depend on, where tokens are sampled.
+            keep_logits: whether the outputs must hold the model's own logits.
+        """
+
+    def measure(
+        self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits: bool = True
+    ) -> MeasuredLosses:
+        """The losses of a batch in evaluation.
+
+        `score(outputs, inputs)` is called for each layer, with its outputs or, where none are made, its
+        [`TokenStatistics`].
+        """
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether this was found on `model` as it is now: no more with another head, or other active adapters."""
+
+    def attach_last(self) -> AbstractContextManager:
+        """Within it, the model's own logits are those of a custom readout."""
+
+
+class ReplayedLosses:
+    """[`LayerLosses`] of any architecture: what follows the layer stack is run once per layer."""
+
+    def __init__(self, readout: Readout, task: TaskLoss, accepts_items: bool = False, token_statistics: bool = False):
+        self.num_layers, self.task = readout.num_layers, task
+        self._readout, self._accepts_items, self._token_statistics = readout, accepts_items, token_statistics
+
+    def is_of(self, model):
+        return self._readout.is_of(model)
+
+    def attach_last(self):
+        return self._readout.attach(lambda layer, outputs, hidden: None, layers=[self.num_layers])
+
+    def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
+        # With the items of the whole step losses are sums over the micro-batch divided by them; else they are means
+        # of the micro-batch, to be weighted by its share.
+        items = items.clamp(min=1) if self.task.takes_items else None  # a sum over none is 0
+        losses = []
+
+        def read(layer, outputs, hidden):
+            _require_gradient(layer, hidden, objective, self._readout)
+            losses.append(self.task(outputs, inputs, items))
+
+        given = self.task.model_inputs(inputs)
+        if items is not None and self._accepts_items:
+            given["num_items_in_batch"] = items
+        unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
+        with self._readout.attach(read, no_grad_layers=unweighted):
+            outputs = model(**given)
+        parts = torch.stack(losses).float()  # [layers]
+        if items is None:
+            parts = torch.where(share > 0, parts, 0.0) * share
+        value = objective.value(parts, share)
+        if self.task.is_models_own and has_router_loss(outputs):
+            # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
+            # as the model itself weighs it.
+            value = value + (outputs["loss"] - losses[-1]) * share
+        return StepLosses(value, parts.detach(), parts[-1].detach(), outputs, self._tokens(outputs, inputs))
+
+    def measure(self, model, inputs, score=None, keep_logits=True):
+        count, losses, scores = self.task.count(inputs), [], []
+        items = count if self.task.loss_fn is not None else None  # as Trainer gives a custom loss those of the batch
+
+        def read(layer, outputs, hidden):
+            losses.append(self.task(outputs, inputs, items))
+            if score is not None:
+                scores.append(score(outputs, inputs))
+
+        with self._readout.attach(read):
+            outputs = model(**self.task.model_inputs(inputs))
+        means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
+        return MeasuredLosses(means, count, outputs, scores, self._tokens(outputs, inputs))
+
+    @torch.no_grad()
+    def _tokens(self, outputs, inputs) -> TokenStatistics | None:
+        if not self._token_statistics:
+            return None
+        shifted = inputs.get("shift_labels")
+        labels = inputs["labels"] if shifted is None else shifted
+        shifts = self.task.shifts_labels and shifted is None
+        logits, labels = aligned(self.task.model, outputs["logits"], labels, shifts)
+        labelled = labels != IGNORE_INDEX  # [batch, n]
+        logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
+        log_probs = logits.log_softmax(-1)
+        return TokenStatistics(
+            -log_probs.gather(1, targets[:, None]).squeeze(1),
+            -(log_probs.exp() * log_probs).sum(-1),
+            logits.argmax(-1) == targets,
+            labelled.nonzero()[:, 0],
+        )
+
+
+class TiledLosses:
+    """[`LayerLosses`] of a final norm and a linear head, read in tiles without making logits.
+
+    Attributes:
+        token_fraction (`float`): share of the labelled tokens on which the layers below the last are read in training.
+    """
+
+    def __init__(
+        self,
+        readout: FusedReadout,
+        task: TaskLoss,
+        token_fraction: float = 1.0,
+        token_statistics: bool = False,
+        seed: int = 0,
+    ):
+        self.num_layers, self.task, self.token_fraction = readout.num_layers, task, token_fraction
+        self._readout, self._token_statistics, self._seed = readout, token_statistics, seed
+
+    def is_of(self, model):
+        return self._readout.is_of(model)
+
+    def attach_last(self):
+        return nullcontext()
+
+    def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
+        tokens = self._readout.tokens(inputs, self.token_fraction, self._generator(key))
+        # What the sums of this micro-batch are divided by, to give its mean times its share.
+        divisor = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
+        unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
+        found = []
+
+        def read_layers(read, outputs, hidden_states):
+            for layer, hidden in enumerate(hidden_states, start=1):
+                _require_gradient(layer, hidden, objective, self._readout)
+            # The weights of a linear objective are its gradient anywhere; those of a penalty need the losses first.
+            parts = torch.zeros(self.num_layers, device=share.device)
+            if not objective.is_linear:
+                with torch.no_grad():
+                    parts = read(tokens).sums / divisor
+            parts = parts.detach().requires_grad_()  # [layers]
+            weights = torch.autograd.grad(objective.value(parts, share), parts)[0]
+            losses = read(
+                tokens,
+                weights,
+                num_items=divisor,
+                value_only=unweighted,
+                token_statistics=self._token_statistics,
+            )
+            found.append(losses)
+            # Trainer's label smoothing leaves the router's loss out.
+            router = self._readout.router_loss_weight if self.task.is_models_own else 0.0
+            if router and outputs.get("aux_loss") is not None:
+                return losses.objective + router * outputs["aux_loss"] * share
+            return losses.objective
+
+        with self._readout.attach(read_layers, keep_logits):
+            outputs = model(**inputs)
+        (losses,) = found
+        statistics = self._tokens(losses, tokens, inputs) if self._token_statistics else None
+        return StepLosses(outputs["loss"], losses.sums / divisor, losses.final_sum / divisor, outputs, statistics)
+
+    def measure(self, model, inputs, score=None, keep_logits=True):
+        tokens, found, scores = self._readout.tokens(inputs), [], []
+
+        def read_layers(read, outputs, hidden_states):
+            if score is None:
+                found.append(read(tokens, token_statistics=self._token_statistics))
+            else:
+                for layer in range(1, self.num_layers + 1):
+                    found.append(read(tokens, layer=layer, token_statistics=True))
+                    scores.append(score(self._tokens(found[-1], tokens, inputs), inputs))
+            return found[-1].final_sum / max(len(tokens.rows), 1)
+
+        with self._readout.attach(read_layers, keep_logits):
+            outputs = model(**inputs)
+        sums = torch.cat([losses.sums for losses in found])  # [layers]
+        count = torch.full((), len(tokens.rows), device=sums.device)
+        statistics = self._tokens(found[-1], tokens, inputs) if self._token_statistics else None
+        return MeasuredLosses(sums / count.clamp(min=1), count, outputs, scores, statistics)
+
+    def _tokens(self, losses, tokens, inputs) -> TokenStatistics:
+        labels = inputs["labels"] if inputs.get("shift_labels") is None else inputs["shift_labels"]
+        samples = tokens.rows // labels.shape[1]
+        return TokenStatistics(losses.token_losses, losses.token_entropies, losses.token_hits, samples)
+
+    def _generator(self, key) -> torch.Generator:
+        """Keyed by where training stands, so that a resumed run draws the tokens of the run it continues."""
+        # One number more than the key of the noise, which else would be drawn from the same stream.
+        seed = np.random.SeedSequence(self._seed, spawn_key=(*key, 1)).generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(seed))
+
+
+def _require_gradient(layer, hidden, objective, readout) -> None:
+    """ValueError where the hidden state of a layer below the last has no gradient, but its loss a weight."""
+    if layer in objective.trained and layer < readout.num_layers and not hidden.requires_grad:
+        raise readout.without_gradient(layer)
+
+
+def find_layer_losses(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    task: TaskLoss,
+    *,
+    readout: Callable | None = None,
+    token_fraction: float | None = None,
+    token_statistics: bool = False,
+    accepts_items: bool = False,
+    trains: bool = False,
+    needs_logits: bool = False,
+    seed: int = 0,
+) -> ReplayedLosses | TiledLosses:
+    """The layer losses of `model`, in tiles where its tail allows, checked on the batch `inputs`.
+
+    Args:
+        model: the unwrapped model.
+        task: its task loss, probed.
+        readout: a custom readout(model, hidden, inputs) -> logits.
+        token_fraction: share of the labelled tokens on which layers below the last are read in training; by default
+            1/8 from a vocabulary of 8192 on, else all.
+        token_statistics: whether losses, entropies and hits of the last layer's tokens are wanted.
+        accepts_items: whether the model's forward takes `num_items_in_batch`.
+        trains: whether the losses are to be trained on.
+        needs_logits: whether the caller reads each layer's logits, for a metric of its own.
+        seed: of the draw of tokens.
+
+    Raises:
+        ValueError: no shared readout exists (see [`Readout.probe`]), or `token_fraction` is given but only the replay
+            applies.
+    """
+    given = inputs if task.is_models_own else task.model_inputs(inputs)
+    replay = Readout.probe(model, given, readout)
+    if readout is not None and trains:
+        replay.check_parameters(given)
+    try:
+        if readout is not None or task.loss_fn is not None or needs_logits:
+            raise ValueError("The readout, the loss or the metric is a custom one.")
+        label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
+        tiled = FusedReadout.probe(model, inputs, label_smoothing, task.shifts_labels)
+    except ValueError as reason:
+        if token_fraction not in (None, 1.0):
+            raise ValueError(
+                f"`readout_token_fraction` is {token_fraction}, but layers cannot be read on a sample of tokens: "
+                f"{reason} Leave it unset."
+            ) from reason
+        logger.info(f"Layers are read by replay; reading in tiles is for other models ({reason})")
+        if trains:
+            task.takes_items = task.honours_items(inputs, accepts_items)
+        return ReplayedLosses(replay, task, accepts_items, token_statistics)
+    if token_fraction is None:
+        token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
+    logger.info(
+        f"Layers are read in tiles of a head with {tiled.vocab_size} classes, those below the last on "
+        f"{token_fraction:.4g} of the labelled tokens (`readout_token_fraction`)."
+    )
+    return TiledLosses(tiled, task, token_fraction, token_statistics, seed)
+
+
+def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The model's own loss when it stops after each layer, on one batch with labels; float32 `[L]`.
+
+    Runs in the model's present mode (train or eval) and under the ambient grad mode; each loss carries its graph.
+
+    Raises:
+        ValueError: when the batch has no labels (the model gives no loss), or the model has no shared readout.
+    """
+    losses, inputs = [], with_named_outputs(model, inputs)
+
+    def keep(layer, outputs, hidden):
+        loss = output_loss(outputs)
+        if loss is None or loss.dim():  # a tuple without a loss begins with the logits
+            raise ValueError("`inputs` give no loss; add `labels`.")
+        losses.append(loss)
+
+    with Readout.probe(model, inputs).attach(keep):
+        model(**inputs)
+    return torch.stack(losses).float()  # [layers]

@@ -1,0 +1,120 @@
+"""Which labels a model's logits predict: the shift of language models, trained prompts, decoder inputs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+
+from .replay import output_loss
+
+
+IGNORE_INDEX = -100
+PROMPTED = {  # PEFT's kinds of prompts that are embeddings; prefixes and cartridges are keys and values
+    "inputs_embeds": ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"),
+    "decoder_inputs_embeds": ("MULTITASK_PROMPT_TUNING",),
+}
+
+
+def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
+    """The first of a batch's labels; a loss function of one's own may take `labels` that the model does not."""
+    names = (*label_names, "labels", "shift_labels")
+    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+
+
+def of_tokens(labels: Any) -> bool:
+    """Whether labels are classes `[batch, seq]`."""
+    return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
+
+
+def num_prompts(model: nn.Module, name: str) -> int:
+    """Trained embeddings that the PEFT wrapper of `model` puts before the tokens' in the input `name`."""
+    adapter = getattr(extract_model_from_parallel(model, keep_torch_compile=False), "active_peft_config", None)
+    return adapter.num_virtual_tokens if getattr(adapter, "peft_type", None) in PROMPTED.get(name, ()) else 0
+
+
+def aligned(
+    model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, shifts_labels: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
+    `PeftModel`."""
+    shifted = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    prompt = num_prompts(model, "inputs_embeds" if shifted else "decoder_inputs_embeds")
+    if prompt and logits.shape[1] == prompt + labels.shape[1]:
+        # The last position of a trained prompt predicts the first token, but in a decoder that has the tokens shifted.
+        return (logits[:, prompt - 1 : -1] if shifted else logits[:, prompt:]), labels
+    return (logits[:, :-1], labels[:, 1:]) if shifts_labels else (logits, labels)
+
+
+def shifts_labels(
+    model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
+) -> bool:
+    """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
+    of labels that stand alone the first token's is then of no use to it, the second's, where there is one, is.
+
+    Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
+    Nor need the losses, since those of an untrained model hardly differ.
+    """
+    labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
+    return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
+
+
+def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model's own loss leaves out labels of positions that the attention mask hides."""
+    mask = inputs.get("attention_mask")
+    if getattr(mask, "shape", None) != inputs["labels"].shape:
+        return False
+    seen = torch.ones_like(mask)  # [batch, seq]
+    hidden = seen.clone()
+    hidden[:, -1] = 0
+
+    def counts_last(mask):
+        loss_of = partial(_own_loss, model, {**inputs, "attention_mask": mask}, "labels")
+        return _has_loss(loss_of, inputs["labels"], -1)
+
+    return not counts_last(hidden) and counts_last(seen)
+
+
+def _own_loss(model, inputs, name, labels) -> torch.Tensor:
+    """The model's own loss on `labels` in the place of a batch's."""
+    # MBart, for one, makes no decoder input of a row without labels.
+    kept = with_decoder_inputs(model, inputs)
+    kept = {key: value for key, value in kept.items() if key != "shift_labels"}  # which the loss would prefer
+    return output_loss(model(**with_named_outputs(model, {**kept, name: labels})))
+
+
+@torch.no_grad()
+def _has_loss(loss_of, labels, position) -> bool:
+    """Whether labels `[batch, seq]` at one position alone make a loss that no label makes."""
+    none = torch.full_like(labels, IGNORE_INDEX)
+    # Two, since a trained model may be so sure of one that nothing is lost on it; of this batch, whose classes exist.
+    for label in labels[labels != IGNORE_INDEX].unique()[:2].tolist() or [0]:
+        alone = none.clone()
+        alone[:, position] = label
+        loss = float(loss_of(alone))
+        if math.isfinite(loss) and loss != 0 and not math.isclose(loss, loss_of(none), rel_tol=1e-6):
+            return True
+    return False
+
+
+def needs_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model makes the input of its decoder from the labels."""
+    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not given
+
+
+def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`inputs` with what an encoder-decoder makes of its labels for its decoder, where it has a method for that."""
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if make is None or inputs.get("labels") is None or not needs_decoder_inputs(model, inputs):
+        return inputs
+    return {**inputs, "decoder_input_ids": make(inputs["labels"])}
+
+
+def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`inputs` with which a model returns names for its outputs, though its config may ask for tuples."""
+    returns_tuples = getattr(getattr(model, "config", None), "return_dict", True) is False
+    return {**inputs, "return_dict": True} if returns_tuples else inputs

@@ -1,0 +1,119 @@
+"""What a run that reads its layers refuses, before any training time is spent."""
+
+import inspect
+import re
+from collections.abc import Callable
+
+from accelerate.utils import DynamoBackend
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_utils import has_length
+
+from ..losses.labels import check_datasets
+
+
+# Metrics that only an evaluation that reads layers has.
+OF_LAYERS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score")
+
+
+def check_supported(trainer: Trainer, loss_method) -> None:
+    """ValueError where the layers of this run cannot be read, naming the remedy.
+
+    Args:
+        loss_method: the `compute_loss` of the class that the mixin stands before.
+    """
+    args, accelerator = trainer.args, trainer.accelerator
+    if loss_method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
+        raise ValueError(
+            f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
+            "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+        )
+    held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    for name, rows in held_out.items():
+        if has_length(rows) and not len(rows):
+            raise ValueError(f"`eval_dataset`{name and f' {name!r}'} has no rows: give some, or leave it out.")
+    if trainer.compute_loss_func is not None:
+        try:
+            inspect.signature(trainer.compute_loss_func).bind(None, None, num_items_in_batch=None)
+        except TypeError as error:
+            raise ValueError(
+                f"`layer_loss_fn` (or `compute_loss_func`) takes other arguments ({error}) than it is given: "
+                "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+            ) from error
+    if getattr(args, "loss_type", "nll") != "nll":
+        raise ValueError(
+            f"`loss_type` is {args.loss_type!r}, which has no form per layer; use 'nll', or `objective='erm'`."
+        )
+    if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
+        raise ValueError(
+            "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
+            "`padding_free=True`, or `eval_packing=False`."
+        )
+    if getattr(args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
+        raise ValueError(
+            f"`predict_with_generate=True` has no effect in {type(trainer).__name__}; use Seq2SeqDescentTrainer."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of its "
+            "replicas are lost. Use `accelerate launch` or `torchrun` (one process a device), or set "
+            "`CUDA_VISIBLE_DEVICES` to one device."
+        )
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError("`fp16=True` has no effect on CPU; use `bf16=True` or full precision.")
+    if args.torch_compile or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(
+            "`torch_compile=True` is not supported with layer losses, which run the model's tail once per layer; set "
+            "`torch_compile=False` (and no `dynamo_backend` in the accelerate config), or compile the layers yourself."
+        )
+    if trainer.is_fsdp_enabled and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
+        raise ValueError(
+            "FSDP1 keeps no parameter whole where the layers are read; set `fsdp_version: 2` in the accelerate config "
+            "(or in `fsdp_config`)."
+        )
+    if any(getattr(adapter, "orth_reg_weight", 0) for adapter in getattr(trainer.model, "peft_config", {}).values()):
+        raise ValueError(
+            "AdaLoRA adds a penalty on its matrices to the loss, which would count as a loss of every layer; set "
+            "`orth_reg_weight=0` in its config, or use LoRA."
+        )
+    sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
+    if split := [name for name, size in sizes.items() if size > 1]:
+        raise ValueError(
+            f"{split[0].capitalize()} parallelism is not supported: a layer's loss needs whole rows of tokens and "
+            "classes in one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
+        )
+
+
+def check_data(trainer: Trainer, readout: Callable | None) -> None:
+    """ValueError where training could learn nothing from model or labels."""
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in trainer.model.modules()):
+        raise ValueError(
+            f"{type(trainer.model).__name__} is quantized by torch.ao: its linear layers have no parameters. Train "
+            "first and quantize then, or load the model in 4 or 8 bits (bitsandbytes) and train adapters."
+        )
+    if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
+        raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
+    collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
+    if collates and trainer.compute_loss_func is None and readout is None:
+        evaluated = trainer.eval_dataset
+        evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+        check_datasets(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
+
+
+def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
+    """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
+    chosen_by = trainer.args.metric_for_best_model or ""
+    if trainer.args.eval_strategy == "no":
+        return
+    metric = chosen_by.removeprefix("eval_")
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+    of_sets = (metric, *(metric.removeprefix(f"{name}_") for name in sets))
+    if any(map(OF_LAYERS.fullmatch, of_sets)) and not reads_layers:
+        raise ValueError(
+            f"`metric_for_best_model` is {chosen_by!r}, but `objective='erm'` reads no layers: choose by the loss."
+        )
+    if OF_LAYERS.fullmatch(metric) and sets:
+        of_one = " or ".join(repr(f"{name}_{metric}") for name in sets)
+        raise ValueError(
+            f"`metric_for_best_model` is {chosen_by!r}, but with several `eval_dataset` a metric is of one of them: "
+            f"choose by {of_one}, or give one `eval_dataset`."
+        )

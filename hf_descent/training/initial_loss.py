@@ -1,0 +1,112 @@
+"""Whether, and in which units, the loss of the best constant prediction can be measured for a task.
+
+That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was given. It is known in closed form for
+the cross-entropy, the binary cross-entropy and the squared error, so a loss is compared with these on a real batch.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.utils import ModelOutput
+
+from ..constraints.auto import ConstantPredictor
+from ..losses.task import TaskLoss
+from ..readout.labels import aligned, labels_of
+from ..readout.replay import has_router_loss, output_logits, output_loss, probing
+
+
+MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
+
+
+def _unmeasurable(what: str) -> ValueError:
+    return ValueError(
+        f"`initial_loss_bound='auto'` cannot be measured for {what}; set it to the loss of a constant prediction."
+    )
+
+
+@torch.no_grad()
+def constant_predictor(
+    task: TaskLoss, inputs: Mapping[str, Any], outputs: Any, label_smoothing: float = 0.0
+) -> ConstantPredictor:
+    """What measures the loss of the best constant prediction, from the labels of training.
+
+    Args:
+        task ([`TaskLoss`]): the task's loss.
+        inputs: a batch with labels.
+        outputs: the model's outputs on it.
+        label_smoothing (`float`): the factor of Trainer's smoother.
+
+    Raises:
+        ValueError: the loss is none of those whose least value is known.
+    """
+    logits, labels = output_logits(outputs), labels_of(inputs, task.label_names)
+    problem_type = getattr(getattr(task.model, "config", None), "problem_type", None)
+    multi_label = problem_type == "multi_label_classification"
+    positions = "start_positions" in inputs  # the classes of extractive question answering
+    given = [name for name in task.label_names if inputs.get(name) is not None]
+    if len(given) > 1 and not positions:
+        raise _unmeasurable(f"a loss of several labels ({', '.join(given)})")
+    if labels.is_floating_point() and labels.numel() != logits.numel():
+        raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+    if logits.shape[-1] == 1 and not (labels.is_floating_point() or positions):
+        raise _unmeasurable("whole labels of a single logit, which models take for numbers (give them as floats)")
+    numbers = labels.is_floating_point() and not multi_label
+    if positions:  # of which Trainer's smoother knows nothing
+        if task.loss_fn is not None:
+            raise _unmeasurable("a custom loss of answers")
+        return ConstantPredictor(MAX_POSITIONS, positions=True)
+    if numbers:
+        return ConstantPredictor(logits.shape[-1], scale=_loss_scale(task, inputs, labels, logits))
+    label_smoothing = 0.0 if task.loss_fn is not None else label_smoothing
+    if not has_router_loss(outputs):
+        _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
+    return ConstantPredictor(logits.shape[-1], label_smoothing, multi_label)
+
+
+def _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:
+    """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
+    logits, labels = output_logits(outputs).float(), labels_of(inputs, task.label_names)
+    if task.loss_fn is not None:
+        # Of a fresh model all losses are alike, weighted ones too: the custom loss is tried on logits far apart.
+        logits = 3 * torch.arange(logits.numel(), device=logits.device).sin().view_as(logits)
+        outputs = ModelOutput(logits=logits)
+    try:
+        loss = task(outputs, inputs, task.count(inputs) if task.loss_fn is not None else None)
+    except TypeError:  # it is no loss at all, whatever f_0 is
+        raise
+    except Exception as error:
+        raise _unmeasurable(f"a custom loss that fails on logits of its own ({error})") from error
+    if multi_label:
+        expected = F.binary_cross_entropy_with_logits(logits, labels.float())
+    else:
+        if logits.dim() == 3 and labels.dim() == 2:
+            logits, labels = aligned(task.model, logits, labels, task.shifts_labels)
+        if logits.shape[:-1] != labels.shape:
+            raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+        expected = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=label_smoothing)
+    if abs(loss - expected) > (1e-3 if task.loss_fn is not None else 0.02) * expected:
+        raise _unmeasurable(f"a loss that is {loss:.4g} where the cross-entropy is {expected:.4g}")
+
+
+def _loss_scale(task, inputs, labels, logits) -> float:
+    """The loss of numbers in units of the mean squared error, measured on one batch."""
+    residual = labels - labels.mean(0, keepdim=True)
+    if not residual.any():  # a batch of one
+        residual = torch.ones_like(labels)
+    name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
+    scales = []
+    for factor in (1.0, 2.0):
+        # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
+        batch = {**inputs, name: logits.reshape(labels.shape).to(labels) + factor * residual}
+        if task.loss_fn is not None:
+            loss = task(ModelOutput(logits=logits), batch, task.count(batch))
+        else:
+            with probing(task.model):
+                loss = output_loss(task.model(**batch))
+        scales.append((loss / (factor * residual).square().mean()).item())
+    if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
+        raise _unmeasurable("a loss of numbers that is not proportional to the squared error")
+    return scales[0]

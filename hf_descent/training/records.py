@@ -1,0 +1,78 @@
+"""What a run keeps count of: of the present optimizer step, of the present evaluation, and of itself."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from ..evaluation import LayerProfile, NoiseCurve
+from ..losses.layerwise import MeasuredLosses, StepLosses
+
+
+@dataclass
+class StepSums:
+    """The sums of one optimizer step over its micro-batches, in this process.
+
+    Attributes:
+        items (`torch.Tensor`, *optional*): items of the step, over micro-batches and processes; `None` where nobody
+            counts them.
+        layer_losses (`torch.Tensor` of shape `[L]`, *optional*): this process's part of f_1..f_L.
+        final (`torch.Tensor`, *optional*): the last micro-batch's part of f_L.
+        micro_batches (`int`): those that were read so far.
+        noise_draws (`int`): those that were given noise so far.
+    """
+
+    items: torch.Tensor | None = None
+    layer_losses: torch.Tensor | None = None
+    final: torch.Tensor | None = None
+    micro_batches: int = 0
+    noise_draws: int = 0
+
+    def share(self, count: torch.Tensor) -> torch.Tensor:
+        """The share that a micro-batch of `count` items has in those of the step, a scalar tensor."""
+        count = count.float()
+        return count / (count if self.items is None else self.items.clamp(min=1))
+
+    def add(self, losses: StepLosses) -> None:
+        """Add a micro-batch."""
+        self.layer_losses = losses.sums if self.layer_losses is None else self.layer_losses + losses.sums
+        self.final = losses.final
+        self.micro_batches += 1
+
+
+@dataclass
+class LayerTotals:
+    """Sums of the layer losses over the items of an evaluation, and their number, `[L + 1]`, in this process."""
+
+    sums: torch.Tensor | None = None
+    batches: int = 0
+
+    def plus(self, measured: MeasuredLosses) -> "LayerTotals":
+        """These, with a batch more."""
+        sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])
+        return LayerTotals(sums if self.sums is None else self.sums + sums, self.batches + 1)
+
+
+@dataclass
+class RunRecord:
+    """What a run tells of itself, in its summary and on its card.
+
+    Attributes:
+        resumed_from (`str`, *optional*): the checkpoint that it goes on from.
+        started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
+        noise_curve, layer_profile (*optional*): of the last `evaluate_robustness` and `evaluate_layers`.
+    """
+
+    resumed_from: str | None = None
+    started: float | None = None
+    noise_curve: NoiseCurve | None = None
+    layer_profile: LayerProfile | None = None
+    step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median time of an optimizer step, data loading and logging included."""
+        times = [after - before for before, after in pairwise(self.step_starts)]
+        return statistics.median(times) if times else None

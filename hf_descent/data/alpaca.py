@@ -42,7 +42,8 @@ class AlpacaArguments(SplitArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_prompt_format(self.prompt_format)
+        if self.prompt_format not in PROMPT_FORMATS:
+            raise ValueError(f"`prompt_format` is {self.prompt_format!r}; choose one of {', '.join(PROMPT_FORMATS)}.")
 
 
 def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False) -> DatasetDict:
@@ -80,12 +81,6 @@ def format_prompt(instruction: str, input: str | None = None, as_chat: bool = Fa
         return [{"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
     template = TEMPLATE_WITH_INPUT if input else TEMPLATE
     return template.format(instruction=instruction, input=input)
-
-
-def check_prompt_format(prompt_format: str) -> None:
-    """ValueError unless it is one of `PROMPT_FORMATS`."""
-    if prompt_format not in PROMPT_FORMATS:
-        raise ValueError(f"`prompt_format` is {prompt_format!r}; choose one of {', '.join(PROMPT_FORMATS)}.")
 
 
 def is_chat(prompt_format: str, has_template: bool) -> bool:

@@ -92,13 +92,7 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     """
     if "validation" not in splits:
         share = args.validation_split_percentage / 100
-        try:
-            halves = splits["train"].train_test_split(share, seed=args.split_seed)
-        except ValueError as error:
-            raise ValueError(
-                f"`validation_split_percentage` = {args.validation_split_percentage:g} of {len(splits['train'])} "
-                "training rows leaves none for training or none for validation; give more, or validation rows."
-            ) from error
+        halves = splits["train"].train_test_split(share, seed=args.split_seed)
         splits = {**splits, "train": halves["train"], "validation": halves["test"]}
     for name, rows in splits.items():
         limit = args.max_train_samples if name == "train" else args.max_eval_samples

@@ -1,6 +1,5 @@
 """Text classification data (IMDb, MNLI, or your own): from a Hub name or local files to tokenised splits."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,8 +167,7 @@ def _class_names(train: Dataset) -> list[str]:
     if isinstance(feature, ClassLabel):
         return feature.names
     values = train["labels"][:]
-    # Scores are texts in a csv file of which one cell is empty.
-    if odd := [value for value in values if not isinstance(value, str | int) or _is_fraction(value)]:
+    if odd := [value for value in values if not isinstance(value, str | int)]:
         raise ValueError(
             f"The labels must be classes, integers or strings, and are such as {odd[0]!r}: name another "
             "`label_column`, or cast it (whole numbers with gaps become fractions in pandas)."
@@ -178,13 +176,6 @@ def _class_names(train: Dataset) -> list[str]:
     if len(values) < 2:
         raise ValueError(f"The labelled training rows are all of one class, {values}.")
     return [str(value) for value in sorted(values)]
-
-
-def _is_fraction(value: str | int) -> bool:
-    try:
-        return math.isfinite(float(value)) and not float(value).is_integer()
-    except ValueError:  # a name
-        return False
 
 
 def _encode_labels(rows: Dataset, classes: Sequence[str], split: str, key: Callable[[str], str] = str) -> Dataset:

@@ -8,6 +8,7 @@ from hf_descent.models import unrolling
 
 # No test may reach the network or a tracker.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: pytest's workers take all cores
 
 
 @pytest.fixture(autouse=True)

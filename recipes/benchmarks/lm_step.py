@@ -4,7 +4,7 @@
     python recipes/benchmarks/lm_step.py --hidden 4096 --intermediate 14336 --layers 32 --heads 32 --kv_heads 8 \
         --vocab 128256 --batch 1 --length 2048 --bf16 --lora --arms erm exact subsampled          # Llama-3.1-8B, GPU
     python recipes/benchmarks/lm_step.py --model path/to/model --text_file texts.parquet --text_column text \
-        --arms erm naive exact threshold          # a trained model on real text, where the gradient threshold pays
+        --arms erm naive exact                                          # a trained model on real text
     python recipes/benchmarks/lm_step.py --classes 2 --vocab 1000       # a BERT classifier, its layers read by replay
 
 All figures come from one run. Every arm trains the same model, of random weights where none is given, in a process of
@@ -38,7 +38,6 @@ ARMS = {
     "naive": "naive constrained step",
     "exact": "ours, all tokens",
     "exact+": "ours, all tokens, TRL's metrics",
-    "threshold": "ours, all tokens, gradient threshold 1e-3",
     "subsampled": "ours, default",
     "subsampled+": "ours, default, TRL's metrics",
 }
@@ -143,9 +142,8 @@ def build_trainer(name, options, callbacks):
         trainer_class = transformers.Trainer if name == "erm" else NaiveTrainer
         return trainer_class(args=transformers.TrainingArguments(**settings), **common)
     fraction = {"readout_token_fraction": None if "subsampled" in name else 1.0}
-    threshold = {"readout_gradient_threshold": 1e-3 if name == "threshold" else None}
     trainer_class = StatisticsTrainer if name.endswith("+") else DescentTrainer
-    return trainer_class(args=DescentConfig(**settings, **DESCENT, **fraction, **threshold), **common)
+    return trainer_class(args=DescentConfig(**settings, **DESCENT, **fraction), **common)
 
 
 def token_ids(options, rows):
@@ -248,8 +246,8 @@ def main():
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.arms is None:  # the threshold pays on a trained model only
-        options.arms = ["erm", "naive", "exact"] if options.classes else [arm for arm in ARMS if arm != "threshold"]
+    if options.arms is None:
+        options.arms = ["erm", "naive", "exact"] if options.classes else list(ARMS)
     if options.model:
         config = transformers.AutoConfig.from_pretrained(options.model)
         options.layers, options.hidden, options.vocab = (

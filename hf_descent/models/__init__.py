@@ -1,4 +1,6 @@
-"""The package's own architectures; importing it registers them with transformers' Auto classes."""
+"""The package's own architectures. Importing this module registers them with the Auto classes of transformers."""
+
+from transformers import AutoConfig, AutoModelForImageToImage, AutoModelForSequenceClassification
 
 from .dust import DustConfig, DustForVideoDenoising
 from .linear_readout import LinearReadoutConfig, LinearReadoutForSequenceClassification
@@ -17,3 +19,10 @@ __all__ = [
     "ViTDenoiserConfig",
     "ViTForDenoising",
 ]
+
+for config_class in (DustConfig, LinearReadoutConfig, UTConfig, ViTDenoiserConfig):
+    AutoConfig.register(config_class.model_type, config_class)
+for model_class in (LinearReadoutForSequenceClassification, UTForSequenceClassification):
+    AutoModelForSequenceClassification.register(model_class.config_class, model_class)
+for model_class in (DustForVideoDenoising, UTForVideoDenoising, ViTForDenoising):
+    AutoModelForImageToImage.register(model_class.config_class, model_class)

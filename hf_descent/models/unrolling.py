@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from transformers.utils import ModelOutput
+from transformers.utils.output_capturing import capture_outputs
 
 
 @dataclass
@@ -24,10 +25,16 @@ class DenoisingOutput(ModelOutput):
 
 
 class PatchDenoiser:
-    """What the models that denoise patches of clips have in common; before `PreTrainedModel` among the bases."""
+    """Denoises the patches that a clip's frames show at one place. Each iterate is a reconstruction; there is no head.
+
+    A model names this class before `PreTrainedModel` and has a method `reconstruct`, which maps noisy patches
+    `[batch, frames, hidden_size]` to their reconstruction.
+    """
 
     main_input_name = "pixel_values"
     accepts_loss_kwargs = False  # the loss is a mean over the clips of the batch at hand
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
 
     @property
     def dummy_inputs(self) -> dict[str, torch.Tensor]:
@@ -36,7 +43,30 @@ class PatchDenoiser:
         return {"pixel_values": torch.rand(2, 4, self.config.hidden_size, generator=generator)}
 
     def get_input_embeddings(self) -> None:
-        """None, for frames are not looked up; accelerate asks every model for it under FSDP2."""
+        """None: frames are not looked up. accelerate asks every model for it under FSDP2."""
+
+    @capture_outputs
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:
+        """
+        Args:
+            pixel_values (`torch.Tensor` of shape `[batch, frames, hidden_size]`): noisy patches, flattened.
+            labels (`torch.Tensor` of shape `[batch, frames, hidden_size]`, *optional*): clean patches.
+
+        Returns:
+            [`DenoisingOutput`]: the loss is `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
+
+        Raises:
+            ValueError: the patches do not have `hidden_size` values, or the labels have another shape.
+        """
+        size = self.config.hidden_size
+        if pixel_values.dim() != 3 or pixel_values.shape[-1] != size:
+            raise ValueError(
+                f"`pixel_values` has shape {list(pixel_values.shape)}; give [batch, frames, {size}], or set "
+                "`hidden_size` to the number of values in a patch (channels x height x width)."
+            )
+        reconstruction = self.reconstruct(pixel_values.to(self.dtype))
+        loss = denoising_loss(reconstruction, labels, self.config.loss_scale)
+        return DenoisingOutput(loss=loss, logits=reconstruction)
 
 
 def symmetric_attention(
@@ -46,7 +76,7 @@ def symmetric_attention(
     self_weight: float = 0.0,
     null_weight: float = 0.0,
 ) -> torch.Tensor:
-    """Softmax attention of one projection with itself, a step of descent on energies of W:
+    """Softmax attention of a projection with itself, a descent step on energies of W:
 
         x_i <- (sum_j W_ij x_j + self_weight x_i) / (D_i + self_weight + null_weight)
 
@@ -61,13 +91,13 @@ def symmetric_attention(
     Args:
         projected (`torch.Tensor` of shape `[batch, seq, width]`): Z, queries and keys.
         tokens (`torch.Tensor` of shape `[batch, seq, hidden]`): X, what is averaged.
-        attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 where a token is not to be attended to.
-        self_weight, null_weight (`float`): weights >= 0 of the token itself and of a token that is zero.
+        attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 at tokens that are not attended to.
+        self_weight, null_weight (`float`): weights >= 0 of the token itself and of an added zero token.
 
     Returns:
         `torch.Tensor` of shape `[batch, seq, hidden]`.
     """
-    # W is of differences alone; large norms that cancel would cost bfloat16 its digits.
+    # W depends on differences only. Large norms that cancel would cost bfloat16 its digits.
     projected = projected - projected.mean(1, keepdim=True)
     half_norms = projected.square().sum(-1) / 2  # [batch, seq]; W_ij = exp(z_i . z_j - half_norms_j - half_norms_i)
     bias = -half_norms
@@ -94,9 +124,9 @@ def explicit_symmetric_attention(
     self_weight: float = 0.0,
     null_weight: float = 0.0,
 ) -> torch.Tensor:
-    """[`symmetric_attention`] from the distances themselves, with memory `[batch, seq, seq, width]`: the reference.
+    """The reference for [`symmetric_attention`]: computed from the distances, with memory `[batch, seq, seq, width]`.
 
-    A token that is masked and resembles no other becomes zero.
+    A masked token that resembles no other becomes zero.
     """
     distances = (projected[:, :, None] - projected[:, None]).square().sum(-1)  # [batch, seq, seq]
     weights = (-distances / 2).exp()
@@ -108,7 +138,7 @@ def explicit_symmetric_attention(
 
 
 def attention_function(attn_implementation: str | None):
-    """The attention that a config's `attn_implementation` stands for: explicit for "eager", else SDPA."""
+    """The attention for a config's `attn_implementation`: explicit for "eager", else SDPA."""
     return explicit_symmetric_attention if attn_implementation == "eager" else symmetric_attention
 
 
@@ -118,15 +148,6 @@ def orthonormal_dct(size: int) -> torch.Tensor:
     matrix = torch.cos(math.pi / size * index[:, None] * (index + 0.5)) * math.sqrt(2 / size)  # [frequency, sample]
     matrix[0] /= math.sqrt(2)
     return matrix.float()
-
-
-def check_patches(pixel_values: torch.Tensor, size: int) -> None:
-    """ValueError unless `pixel_values` are patches of `size` values, `[batch, frames, size]`."""
-    if pixel_values.dim() != 3 or pixel_values.shape[-1] != size:
-        raise ValueError(
-            f"`pixel_values` has shape {list(pixel_values.shape)}; give [batch, frames, {size}], or set "
-            "`hidden_size` to the number of values in a patch (channels x height x width)."
-        )
 
 
 def denoising_loss(
@@ -146,7 +167,7 @@ def denoising_loss(
         return None
     if labels.shape != reconstruction.shape:
         raise ValueError(
-            f"`labels` has shape {list(labels.shape)} and the reconstruction {list(reconstruction.shape)}: give the "
+            f"`labels` has shape {list(labels.shape)} and the reconstruction {list(reconstruction.shape)}; give the "
             "clean input in the shape of `pixel_values`."
         )
     return loss_scale * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum") / len(labels)

@@ -5,7 +5,7 @@ from transformers import AutoConfig, AutoModelForImageToImage, Trainer, Training
 
 from hf_descent import layer_logits, layer_losses
 from hf_descent.models import DustConfig, DustForVideoDenoising
-from hf_descent.models.dust.modeling_dust import DustLayer, dct_dictionary
+from hf_descent.models.dust import DustLayer, dct_dictionary
 from hf_descent.models.unrolling import symmetric_attention
 
 

@@ -13,7 +13,7 @@ from transformers import (
 
 from hf_descent import layer_losses
 from hf_descent.models import UTConfig, UTForSequenceClassification, UTForVideoDenoising
-from hf_descent.models.ut.modeling_ut import UTLayer
+from hf_descent.models.ut import UTLayer
 
 
 def tiny_denoiser(**config):

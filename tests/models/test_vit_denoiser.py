@@ -11,7 +11,6 @@ from transformers import (
     DINOv3ViTConfig,
     MobileViTConfig,
     PixtralVisionConfig,
-    Siglip2VisionConfig,
     SiglipVisionConfig,
     Trainer,
     TrainingArguments,
@@ -133,15 +132,13 @@ def test_what_does_not_fit_is_refused():
         ViTDenoiserConfig(readout="mlp")
     with pytest.raises(ValueError, match="`loss_scale` is 0"):
         ViTDenoiserConfig(loss_scale=0)
-    with pytest.raises(ValueError, match=r"bert.*square patches"):
+    with pytest.raises(ValueError, match=r"bert .*square patch"):
         tiny(BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16))
-    with pytest.raises(ValueError, match="videomae encoder takes videos"):
+    with pytest.raises(ValueError, match=r"videomae .*num_frames.*such as ViT"):
         tiny(encoder(VideoMAEConfig))
-    with pytest.raises(ValueError, match="more than images .*spatial_shapes"):
-        tiny(encoder(Siglip2VisionConfig))
     with pytest.raises(ValueError, match="'hidden_size': None"):
         tiny(MobileViTConfig())
-    with pytest.raises(ValueError, match="yolos encoder ends in detection tokens"):
+    with pytest.raises(ValueError, match="yolos .*num_detection_tokens"):
         tiny(encoder(YolosConfig, image_size=[16, 16], num_detection_tokens=5))
     with pytest.raises(ValueError, match=r"\[1, 32, 48\] for 2 images of 4 x 4 patches"):  # one row for all images
         tiny(encoder(PixtralVisionConfig))(torch.rand(2, 3, 16, 16))

@@ -15,26 +15,62 @@ descent constraints in Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.1725
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
-from ..unrolling import (
-    DenoisingOutput,
-    PatchDenoiser,
-    attention_function,
-    check_patches,
-    denoising_loss,
-    orthonormal_dct,
-)
-from .configuration_ut import UTConfig
+from .unrolling import PatchDenoiser, attention_function, orthonormal_dct
+
+
+@strict
+class UTConfig(PreTrainedConfig):
+    """Configuration of the unrolled transformer (UT) models.
+
+    Args:
+        hidden_size (`int`, *optional*, defaults to 256):
+            Width of every iterate. For the denoiser it is the number of values in a patch (256: gray 16x16 patches).
+        num_hidden_layers (`int`, *optional*, defaults to 5):
+            Number of layers: unrolled iterations, each with weights of its own.
+        attention_step (`float`, *optional*, defaults to 1.0):
+            Step size of the attention half-step, in (0, 1]: the iterate moves this share of the way to the attention
+            output. 1 is plain softmax attention.
+        norm_energy (`bool`, *optional*, defaults to `False`):
+            Whether the energy of the attention half-step has the norm term ||Z||_F^2 / 2, which multiplies the
+            attention output by 2 D_i / (2 D_i + 1); plain attention can raise that energy.
+        loss_scale (`float`, *optional*, defaults to 0.5):
+            Denoiser only: factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss;
+            1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
+        vocab_size (`int`, *optional*, defaults to 30522):
+            Classifier only: number of token embeddings. The default is DistilBERT's.
+
+    Raises:
+        ValueError: a size or `loss_scale` that is not positive, an `attention_step` outside of (0, 1].
+    """
+
+    model_type = "ut"
+
+    hidden_size: int = 256
+    num_hidden_layers: int = 5
+    attention_step: float | int = 1.0
+    norm_energy: bool = False
+    loss_scale: float | int = 0.5
+    vocab_size: int = 30522
+
+    def __post_init__(self, **kwargs):
+        if not 0 < self.attention_step <= 1:
+            raise ValueError(f"`attention_step` is {self.attention_step}; it must be in (0, 1] (1: plain attention).")
+        for name in ("hidden_size", "num_hidden_layers", "loss_scale", "vocab_size"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive.")
+        super().__post_init__(**kwargs)
 
 
 class UTLayer(GradientCheckpointingLayer):
-    """One iteration; see the module's docstring for the equations.
+    """One iteration; the module docstring has the equations.
 
     Attributes:
         projection (`nn.Parameter` of shape `[hidden, hidden]`): V.
@@ -61,7 +97,7 @@ class UTLayer(GradientCheckpointingLayer):
         projected = hidden_states @ self.projection  # [batch, seq, hidden]
         attention = attention_function(self.config._attn_implementation)
         attended = attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
-        # Autocast leaves the first iterate, the input, in float32, and torch.lerp takes no two types.
+        # Under autocast the first iterate, the input, stays in float32, and torch.lerp takes one dtype.
         return torch.lerp(hidden_states, attended.to(hidden_states.dtype), self.attention_step)
 
     def combine(self, attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -74,7 +110,7 @@ class UTLayer(GradientCheckpointingLayer):
 
 
 class UTPreTrainedModel(PreTrainedModel):
-    """What the UT models share. A model is its stack of layers and a readout; Xavier initialisation."""
+    """A stack of layers and a readout, with Xavier initialisation."""
 
     config: UTConfig
     supports_gradient_checkpointing = True
@@ -89,10 +125,10 @@ class UTPreTrainedModel(PreTrainedModel):
 
 
 class UTForVideoDenoising(PatchDenoiser, UTPreTrainedModel):
-    """Denoises the patches that a clip's frames show at one place. Each iterate is a reconstruction; there is no head.
+    """Unrolled transformer as a [`PatchDenoiser`]. Pixels must be nonnegative (such as [0, 1]), as the iterates are.
 
-    Pixels must be scaled to be nonnegative (such as [0, 1]), as the iterates are. V starts as the DCT, S and B as I/2:
-    an untrained layer moves a frame by `attention_step / 2` of the way to the average of the frames similar to it.
+    V starts as the DCT, S and B as I/2. An untrained layer moves a frame `attention_step / 2` of the way to the
+    average of the frames similar to it.
     """
 
     def __init__(self, config: UTConfig):
@@ -107,25 +143,10 @@ class UTForVideoDenoising(PatchDenoiser, UTPreTrainedModel):
             for parameter in (module.mixing, module.skip):
                 init.copy_(parameter, torch.eye(self.config.hidden_size) / 2)
 
-    @capture_outputs
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:
-        """
-        Args:
-            pixel_values (`torch.Tensor` of shape `[batch, frames, hidden_size]`): noisy patches, flattened.
-            labels (`torch.Tensor` of shape `[batch, frames, hidden_size]`, *optional*): clean patches.
-
-        Returns:
-            [`DenoisingOutput`]: the loss is `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
-
-        Raises:
-            ValueError: the patches have not `hidden_size` values, or the labels another shape.
-        """
-        check_patches(pixel_values, self.config.hidden_size)
-        hidden_states = pixel_values.to(self.dtype)
+    def reconstruct(self, pixel_values: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            hidden_states = layer(hidden_states)  # [batch, frames, hidden]
-        loss = denoising_loss(hidden_states, labels, self.config.loss_scale)
-        return DenoisingOutput(loss=loss, logits=hidden_states)
+            pixel_values = layer(pixel_values)  # [batch, frames, hidden]
+        return pixel_values
 
 
 class UTForSequenceClassification(UTPreTrainedModel):
@@ -154,12 +175,6 @@ class UTForSequenceClassification(UTPreTrainedModel):
         with torch.no_grad():
             model.embed_tokens.weight.copy_(table)
         return model.eval()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, embeddings: nn.Embedding):
-        self.embed_tokens = embeddings
 
     @capture_outputs
     def forward(

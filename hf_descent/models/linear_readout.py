@@ -1,17 +1,50 @@
+"""Any encoder of transformers under one linear layer: the text classifiers of the paper (section 5)."""
+
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_linear_readout import LinearReadoutConfig
+
+POOLING = ("cls", "mean")
+
+
+@strict
+class LinearReadoutConfig(PreTrainedConfig):
+    """Configuration of [`LinearReadoutForSequenceClassification`].
+
+    Args:
+        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of the encoder, of any type that `AutoModel` builds. `None`: BERT's.
+        pooling (`str`, *optional*, defaults to `"cls"`):
+            What the linear layer reads: "cls" (the first token) or "mean" (the mean of all tokens but padding).
+
+    Raises:
+        ValueError: another `pooling`.
+    """
+
+    model_type = "linear_readout"
+    sub_configs_defaults = {"encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="bert")}
+
+    encoder_config: dict | PreTrainedConfig | None = None
+    pooling: str = "cls"
+
+    def __post_init__(self, **kwargs):
+        if self.pooling not in POOLING:
+            raise ValueError(f"`pooling` is {self.pooling!r}; choose one of {', '.join(POOLING)}.")
+        super().__post_init__(**kwargs)
+
+    def get_text_config(self, decoder=None, encoder=None) -> PreTrainedConfig:
+        return self.encoder_config.get_text_config(decoder=decoder, encoder=encoder)
 
 
 class LinearReadoutForSequenceClassification(PreTrainedModel):
-    """Any encoder of transformers under ONE linear layer, on [CLS] or on the token mean.
+    """An encoder with ONE linear layer on [CLS] (the paper's DistilBERT and RoBERTa) or on the mean of the tokens.
 
-    The readout of the paper's text classifiers (section 5): linear on [CLS] for DistilBERT and RoBERTa, on the token
-    mean for UT. The heads that transformers gives these models have a hidden layer, which the layers would share too.
+    The heads of transformers have a hidden layer as well, which the early exits would share.
     """
 
     config_class = LinearReadoutConfig
@@ -29,12 +62,12 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_encoder(cls, encoder_name_or_path: str, pooling: str = "cls", **config_kwargs):
-        """A pretrained encoder under a fresh linear layer; in eval mode, as `from_pretrained` leaves its models.
+        """A pretrained encoder under a new linear layer, in eval mode.
 
         Args:
             encoder_name_or_path (`str`): what `AutoModel.from_pretrained` takes.
             pooling (`str`, *optional*, defaults to `"cls"`): "cls" or "mean".
-            config_kwargs: further fields of the configuration (`num_labels`, `id2label`, ...).
+            config_kwargs: other fields of the configuration (`num_labels`, `id2label`, ...).
         """
         encoder = AutoModel.from_pretrained(encoder_name_or_path)
         model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))
@@ -43,7 +76,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
         return model.to(encoder.dtype).eval()
 
     def _drop_pooler(self):
-        # A pooler that nothing reads has no gradient, which DistributedDataParallel refuses.
+        # DistributedDataParallel refuses weights without a gradient, as those of an unused pooler.
         if getattr(self.encoder, "pooler", None) is not None:
             self.encoder.pooler = None
 
@@ -63,9 +96,9 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
             input_ids (`torch.LongTensor` of shape `[batch, seq]`): tokens; or `inputs_embeds` `[batch, seq, hidden]`.
             attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 marks padding.
             labels (`torch.Tensor` of shape `[batch]`, or `[batch, labels]`, *optional*): see `config.problem_type`.
-            token_type_ids, kwargs: what else the encoder takes.
+            token_type_ids, kwargs: other inputs of the encoder.
         """
-        if token_type_ids is not None:  # not every encoder takes them, and then its tokenizer gives none
+        if token_type_ids is not None:  # not every encoder takes them
             kwargs["token_type_ids"] = token_type_ids
         outputs = self.encoder(
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs

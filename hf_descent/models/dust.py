@@ -19,21 +19,68 @@ appendix C.3 and C.4, whose lambda_1 and lambda_2 are `sparsity` and `coupling`.
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.output_capturing import capture_outputs
 
-from ..unrolling import (
-    DenoisingOutput,
-    PatchDenoiser,
-    attention_function,
-    check_patches,
-    denoising_loss,
-    orthonormal_dct,
-)
-from .configuration_dust import DustConfig
+from .unrolling import PatchDenoiser, attention_function, orthonormal_dct
+
+
+@strict
+class DustConfig(PreTrainedConfig):
+    """Configuration of [`DustForVideoDenoising`].
+
+    Sparsity, coupling and curvature are fixed, not learned: learning them satisfies descent constraints trivially.
+
+    Args:
+        hidden_size (`int`, *optional*, defaults to 256):
+            Number p of values in a patch (256: gray 16x16 patches).
+        dictionary_size (`int`, *optional*, defaults to 512):
+            Number K >= p of values in a code: columns of the dictionary.
+        num_hidden_layers (`int`, *optional*, defaults to 5):
+            Number of layers: unrolled iterations.
+        shared_dictionary (`bool`, *optional*, defaults to `False`):
+            Whether all layers share one dictionary, as the paper's unconstrained models do; its constrained ones have
+            one per layer.
+        sparsity (`float`, *optional*, defaults to 0.01):
+            Weight >= 0 of the codes' absolute values in the energy, for pixels in [0, 1].
+        coupling (`float`, *optional*, defaults to 1.0):
+            Weight >= 0 of the attention energy of the frames' reconstructions. 0: no attention.
+        curvature (`float`, *optional*, defaults to 1.0):
+            c > 0, the inverse step size; at least the largest eigenvalue of D^T D, which is 1 at initialisation.
+        loss_scale (`float`, *optional*, defaults to 0.5):
+            Factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss.
+
+    Raises:
+        ValueError: a value outside of the range given here, or `dictionary_size` below `hidden_size`.
+    """
+
+    model_type = "dust"
+
+    hidden_size: int = 256
+    dictionary_size: int = 512
+    num_hidden_layers: int = 5
+    shared_dictionary: bool = False
+    sparsity: float | int = 0.01
+    coupling: float | int = 1.0
+    curvature: float | int = 1.0
+    loss_scale: float | int = 0.5
+
+    def __post_init__(self, **kwargs):
+        for name in ("hidden_size", "num_hidden_layers", "curvature", "loss_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive.")
+        for name in ("sparsity", "coupling"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; it must not be negative.")
+        if self.dictionary_size < self.hidden_size:
+            raise ValueError(
+                f"`dictionary_size` is {self.dictionary_size}; give at least `hidden_size` = {self.hidden_size} "
+                "columns, or the codes cannot represent every patch."
+            )
+        super().__post_init__(**kwargs)
 
 
 def dct_dictionary(num_values: int, size: int) -> torch.Tensor:
@@ -46,7 +93,7 @@ def dct_dictionary(num_values: int, size: int) -> torch.Tensor:
 
 
 class DustLayer(GradientCheckpointingLayer):
-    """One iteration; see the module's docstring for the equations.
+    """One iteration; the module docstring has the equations.
 
     Attributes:
         dictionary (`nn.Parameter` of shape `[hidden, dictionary_size]`): D.
@@ -80,16 +127,13 @@ class DustLayer(GradientCheckpointingLayer):
 
 
 class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
-    """Denoises the patches that a clip's frames show at one place. Each iterate is a reconstruction; there is no head.
+    """Deep unfolded transformer as a [`PatchDenoiser`]; `hidden_states` are the reconstructions h_t D^T.
 
-    The codes start at h = x D, which reconstructs the noisy patches, and every D at the overcomplete DCT.
-    `hidden_states` are the reconstructions h_t D^T.
+    The codes start at h = x D, which reconstructs the noisy patches. Every D starts at the overcomplete DCT.
     """
 
     config: DustConfig
-    supports_gradient_checkpointing = True
     _no_split_modules = ["DustLayer"]
-    _supports_sdpa = True
     _can_record_outputs = {"hidden_states": DustLayer}
 
     def __init__(self, config: DustConfig):
@@ -104,24 +148,9 @@ class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
         if isinstance(module, DustLayer):
             init.copy_(module.dictionary, dct_dictionary(*module.dictionary.shape))
 
-    @capture_outputs
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:
-        """
-        Args:
-            pixel_values (`torch.Tensor` of shape `[batch, frames, hidden_size]`): noisy patches, flattened.
-            labels (`torch.Tensor` of shape `[batch, frames, hidden_size]`, *optional*): clean patches.
-
-        Returns:
-            [`DenoisingOutput`]: the loss is `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
-
-        Raises:
-            ValueError: the patches have not `hidden_size` values, or the labels another shape.
-        """
-        check_patches(pixel_values, self.config.hidden_size)
-        pixel_values = pixel_values.to(self.dtype)
+    def reconstruct(self, pixel_values: torch.Tensor) -> torch.Tensor:
         reconstruction, code = pixel_values, pixel_values @ self.layers[0].dictionary
         for index in range(self.config.num_hidden_layers):
             layer = self.layers[0 if self.config.shared_dictionary else index]
             reconstruction, code = layer(reconstruction, code, pixel_values)
-        loss = denoising_loss(reconstruction, labels, self.config.loss_scale)
-        return DenoisingOutput(loss=loss, logits=reconstruction)
+        return reconstruction

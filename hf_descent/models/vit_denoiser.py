@@ -1,0 +1,148 @@
+"""A vision transformer as a denoiser: it has no head, and the output of every layer is a reconstruction.
+
+Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix B.2.
+"""
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import SubConfigSpec
+from transformers.utils.generic import can_return_tuple
+
+from .unrolling import DenoisingOutput, denoising_loss
+
+
+READOUTS = ("patches", "linear")
+# Poolers and final norms, as the vision transformers of the library name them.
+UNUSED = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")
+
+
+@strict
+class ViTDenoiserConfig(PreTrainedConfig):
+    """Configuration of [`ViTForDenoising`].
+
+    Args:
+        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
+            Configuration of the encoder, of any type that `AutoModel` builds and whose tokens are image patches.
+            `None`: ViT's.
+        readout (`str`, *optional*, defaults to `"patches"`):
+            How a layer's token becomes a patch: its values are the pixels ("patches", the paper's; hidden_size must
+            be channels x patch_size^2), or one linear layer gives them ("linear"), which all layers share.
+        loss_scale (`float`, *optional*, defaults to 0.5):
+            Factor of an image's sum of squared errors in the loss. 1/2 is the paper's loss.
+
+    Raises:
+        ValueError: another `readout`, or a `loss_scale` that is not positive.
+    """
+
+    model_type = "vit_denoiser"
+    sub_configs_defaults = {"encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="vit")}
+
+    encoder_config: dict | PreTrainedConfig | None = None
+    readout: str = "patches"
+    loss_scale: float | int = 0.5
+
+    def __post_init__(self, **kwargs):
+        if self.readout not in READOUTS:
+            raise ValueError(f"`readout` is {self.readout!r}; choose one of {', '.join(READOUTS)}.")
+        if not self.loss_scale > 0:
+            raise ValueError(f"`loss_scale` is {self.loss_scale}; it must be positive.")
+        super().__post_init__(**kwargs)
+
+
+class ViTForDenoising(PreTrainedModel):
+    """Denoises single images with a ViT, DeiT, DINOv2 or another encoder whose tokens are image patches.
+
+    A token of any layer holds the pixels of its patch, channel by channel (`config.readout`). Class, register and
+    distillation tokens are left out. The encoder loses its final layer norm, which would remove the mean and the
+    contrast of every patch.
+
+    Raises:
+        ValueError: the encoder takes videos, its tokens are not square patches or end in detection tokens, or its
+            width is not that of a patch and `config.readout` is "patches".
+    """
+
+    config_class = ViTDenoiserConfig
+    base_model_prefix = "encoder"
+    main_input_name = "pixel_values"
+    accepts_loss_kwargs = False  # its loss is a mean over the images of the batch at hand
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+
+    def __init__(self, config: ViTDenoiserConfig):
+        super().__init__(config)
+        self._set_encoder(AutoModel.from_config(config.encoder_config))
+        kind = config.encoder_config.model_type
+        names = ("num_channels", "patch_size", "hidden_size")
+        sizes = {name: getattr(config.encoder_config, name, None) for name in names}
+        others = [name for name in ("num_frames", "num_detection_tokens") if hasattr(config.encoder_config, name)]
+        if others or not all(isinstance(size, int) for size in sizes.values()):
+            raise ValueError(
+                f"A {kind} encoder ({', '.join(others) or sizes}) does not end in one token per square patch of an "
+                "image; use one that does, such as ViT, DeiT or DINOv2."
+            )
+        self.num_channels, self.patch_size, width = sizes.values()
+        num_values = self.num_channels * self.patch_size**2
+        if config.readout == "patches" and width != num_values:
+            raise ValueError(
+                f"The encoder's `hidden_size` is {width}, and a patch has {self.num_channels} x {self.patch_size}^2 = "
+                f"{num_values} values. Use `readout='linear'`, or an encoder where the two agree (ViT-B/16)."
+            )
+        self.readout = nn.Linear(width, num_values) if config.readout == "linear" else nn.Identity()
+        self.post_init()
+
+    @classmethod
+    def from_encoder(cls, encoder_name_or_path: str, **config_kwargs):
+        """A pretrained encoder as a denoiser, in eval mode.
+
+        Args:
+            encoder_name_or_path (`str`): what `AutoModel.from_pretrained` takes.
+            config_kwargs: other fields of the configuration (`readout`, `loss_scale`).
+        """
+        encoder = AutoModel.from_pretrained(encoder_name_or_path)
+        model = cls(ViTDenoiserConfig(encoder_config=encoder.config, **config_kwargs))
+        model._set_encoder(encoder)
+        return model.to(encoder.dtype).eval()
+
+    def _set_encoder(self, encoder: nn.Module):
+        # DistributedDataParallel refuses weights without a gradient, as those of an unused pooler.
+        for name in UNUSED:
+            if getattr(encoder, name, None) is not None:
+                setattr(encoder, name, nn.Identity())
+        self.encoder = encoder
+
+    @can_return_tuple
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:
+        """
+        Args:
+            pixel_values (`torch.Tensor` of shape `[batch, channels, height, width]`): noisy images.
+            labels (`torch.Tensor` of the same shape, *optional*): clean images.
+
+        Returns:
+            [`DenoisingOutput`]: the loss is `loss_scale * ||x - xhat||^2`, averaged over the images.
+
+        Raises:
+            ValueError: the images cannot be cut into whole patches, the encoder's tokens are not patches, or the
+                labels have another shape.
+        """
+        size, channels, shape = self.patch_size, self.num_channels, list(pixel_values.shape)
+        if len(shape) != 4 or shape[1] != channels or shape[2] % size or shape[3] % size:
+            raise ValueError(
+                f"`pixel_values` has shape {shape}; give [batch, {channels}, height, width] with height and width "
+                f"multiples of the patch size, {size}."
+            )
+        rows, columns = (n // size for n in pixel_values.shape[2:])
+        outputs = self.encoder(pixel_values=pixel_values, return_dict=True, **kwargs)
+        tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
+        if tokens.dim() != 3 or len(tokens) != len(pixel_values) or tokens.shape[1] < rows * columns:
+            raise ValueError(
+                f"The encoder gives hidden states of shape {list(tokens.shape)} for {len(pixel_values)} images of "
+                f"{rows} x {columns} patches; use one with one token per patch, such as ViT, DeiT or DINOv2."
+            )
+        patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, channels * size * size]
+        patches = patches.unflatten(2, (channels, size, size)).unflatten(1, (rows, columns))
+        images = patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)  # [batch, channels, height, width]
+        loss = denoising_loss(images, labels, self.config.loss_scale)
+        return DenoisingOutput(loss=loss, logits=images, hidden_states=outputs.hidden_states)

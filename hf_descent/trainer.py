@@ -19,38 +19,26 @@ import torch
 from accelerate.utils import slice_tensors
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_callback import ProgressCallback
 from transformers.utils import logging
 
 from .configs import DescentConfig, levels_of
 from .constraints.multipliers import Multipliers
-from .constraints.objectives import MEASURING
-from .constraints.problem import MIN_ROWS, DescentProblem
+from .constraints.problem import DescentProblem
 from .constraints.state import STATE_NAME, DescentState
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .hub.card import PAPER, TAGS
 from .hub.push import write_card
-from .losses.labels import check_labels
-from .losses.layerwise import LayerLosses, find_layer_losses
+from .losses.layerwise import LayerLosses
 from .losses.task import ShiftingSmoother, TaskLoss
 from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
-from .readout.replay import output_loss, probing
-from .readout.stack import inner_model
 from .runs import RunFolder
-from .training import checkpoints, evaluation
-from .training.callbacks import DescentProgressCallback, StepCallback, show_messages
+from .training import checkpoints, checks, evaluation
+from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
-from .training.checks import check_best_metric, check_data, check_supported
-from .training.initial_loss import constant_predictor
-from .training.preparation import (
-    check_documents,
-    measure_sigma,
-    shared_batch,
-    warn_of_half_precision_loss,
-)
+from .training.preparation import find_layers, find_task, loaded_from, make_dual, measure_sigma, shared_batch
 from .training.records import LayerTotals, RunRecord, StepSums
-from .training.search import loss_objective, values_as_given
+from .training.search import check_default_objective, loss_objective, values_as_given
 
 
 logger = logging.get_logger(__name__)
@@ -107,15 +95,8 @@ class DescentMixin:
         """Refuse what a run that reads layers cannot do, and add its callbacks once; plain training needs neither."""
         if not self._reads_layers:
             return
-        check_supported(self, super().compute_loss)
-        callbacks = {type(callback): callback for callback in self.callback_handler.callbacks}
-        if StepCallback not in callbacks:
-            # First of all: others may save a checkpoint at the end of a step.
-            self.callback_handler.callbacks.insert(0, StepCallback(self._after_optimizer_step, self._after_epoch))
-        # By exact type: a progress bar of the user's own stays.
-        if ProgressCallback in callbacks:
-            self.remove_callback(callbacks[ProgressCallback])
-            self.add_callback(DescentProgressCallback)
+        checks.check_supported(self, super().compute_loss)
+        add_callbacks(self, StepCallback(self._after_optimizer_step, self._after_epoch))
 
     @property
     def multipliers(self) -> Multipliers | None:
@@ -165,12 +146,7 @@ class DescentMixin:
         if not (self._reads_layers and (model.training or labelled)):
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
         if not labelled:
-            raise ValueError(
-                f"A training batch has no tensor of labels (looked for {', '.join(self.label_names) or 'labels'}; "
-                f"found {', '.join(inputs)}); every layer's loss needs it. Columns of text, and those that "
-                f"{type(inner_model(self.model)).__name__} does not take, were dropped: give labels as numbers, to a "
-                "model with a head (`AutoModelFor...`)."
-            )
+            raise checks.without_labels(self, inputs)
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         self._prepare(model, inputs)
         if not model.training:
@@ -181,7 +157,7 @@ class DescentMixin:
 
         step, world_size = self.state.global_step, self.args.world_size
         if self._dual.needs_labels and (self.state.epoch or 0) < self._dual.labels_until:
-            self._dual.constant_predictor.update(self._answers(inputs))
+            self._dual.constant_predictor.update(self._task.answers(inputs))
         share = self._step.share(self._task.count(inputs))
         items = share.new_ones(()) if self._step.items is None else self._step.items
         key = (self.args.process_index, step, self._step.micro_batches)
@@ -248,27 +224,14 @@ class DescentMixin:
     def _find_task(self, model, inputs) -> TaskLoss:
         """The task loss, found out on a real batch."""
         if self._task is None:
-            model = self.accelerator.unwrap_model(model)
-            inputs = shared_batch(inputs, self.args, self.label_names)
-            self._task = TaskLoss.probe(
-                model,
-                inputs,
-                label_names=self.label_names,
-                loss_fn=self.compute_loss_func,
-                smoother=self.label_smoother,
-                readout=self._readout_fn,
-                shifts_labels=self._loss_shifts_labels,
-            )
+            model, inputs = self.accelerator.unwrap_model(model), shared_batch(inputs, self)
+            # Layers find the scale by themselves, where they need it.
+            finds_scale = not (self._reads_layers or self._stock_scaling_is_right)
+            self._task = find_task(self, model, inputs, self._readout_fn, self._loss_shifts_labels, finds_scale)
             # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
-            self._loss_shifts_labels = self._task.shifts_labels
+            self._loss_shifts_labels = shifts = self._task.shifts_labels
             if self.label_smoother is not None:
-                self.label_smoother = ShiftingSmoother(
-                    self.args.label_smoothing_factor, shifts=self._loss_shifts_labels
-                )
-            if not (self._reads_layers or self._stock_scaling_is_right):
-                self._task.takes_items = self._task.honours_items(inputs, self.model_accepts_loss_kwargs)
-                if not self._task.takes_items:
-                    logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
+                self.label_smoother = ShiftingSmoother(self.args.label_smoothing_factor, shifts=shifts)
         return self._task
 
     def _prepare(self, model, inputs) -> None:
@@ -279,74 +242,17 @@ class DescentMixin:
             self._layers = self._task = None
         if self._layers is not None and self._dual is not None:
             return
-        inputs = shared_batch(inputs, self.args, self.label_names)
-        if self.compute_loss_func is None and self._readout_fn is None:
-            for name in self.label_names:
-                if isinstance(inputs.get(name), torch.Tensor):
-                    check_labels(model, name, inputs[name])
+        inputs = shared_batch(inputs, self)
         if self._layers is None:
-            check_documents(model, inputs, self.label_names, self.packs_documents, self.accelerator.mixed_precision)
-            self._task = None
-            self._layers = find_layer_losses(
-                model,
-                inputs,
-                self._find_task(model, inputs),
-                readout=self._readout_fn,
-                trains=self.is_in_train,
-                token_fraction=self.args.readout_token_fraction,
-                token_statistics=self.logs_tokens,
-                accepts_items=self.model_accepts_loss_kwargs,
-                seed=self.args.seed,
-            )
-        with probing(model):
-            outputs = model(**(inputs if self._task.is_models_own else self._task.model_inputs(inputs)))
-        if self._readout_fn is not None and not isinstance(outputs, dict):
+            task = self._find_task(model, inputs)
+            self._layers = find_layers(self, model, inputs, task, self._readout_fn, self.logs_tokens)
+        if self._dual is None:
+            self._dual = make_dual(self, self._layers, inputs, self._record.resumed_from, self._reduce)
+        elif self._dual.num_layers != self._layers.num_layers:
             raise ValueError(
-                f"{type(model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
-                "`return_dict=True`, or return names."
+                f"The model has {self._layers.num_layers} layers now, and the constraints are those of "
+                f"{self._dual.num_layers}: make a new trainer for it."
             )
-        warn_of_half_precision_loss(output_loss(outputs))
-        self._dual = self._make_dual(inputs, outputs)
-
-    def _make_dual(self, inputs, outputs) -> DescentState:
-        """The dual side of the run: new, or that of the checkpoint or the model."""
-        num_layers = self._layers.num_layers
-        if self._dual is not None:
-            if self._dual.num_layers != num_layers:
-                raise ValueError(
-                    f"The model has {num_layers} layers now, and the constraints are those of "
-                    f"{self._dual.num_layers}: make a new trainer for it."
-                )
-            return self._dual
-        folder = self._record.resumed_from
-        saved = folder is not None and os.path.isfile(os.path.join(folder, STATE_NAME))
-        start = 0 if saved else self.state.global_step
-        predictor = self._constant_predictor(inputs, outputs)
-        dual = DescentState(
-            self.args, num_layers, self.state.max_steps, start, predictor, self._reduce, self.args.device
-        )
-        if saved:
-            dual.load(folder, is_main=self.args.process_index == 0)
-        elif folder is not None:
-            logger.warning(f"{folder} holds no dual state: the multipliers start afresh, with a warm-up.")
-            dual.labels_until += self.state.epoch
-        elif not self.is_in_train:
-            dual.take_saved_problem(self._loaded_from())
-        return dual
-
-    def _constant_predictor(self, inputs, outputs):
-        """What measures f_0; `None` where that is neither needed nor possible. ValueError where it is needed."""
-        given = self.args.initial_loss_bound != "auto"
-        if self.args.objective not in MEASURING or not self.is_in_train:
-            return None
-        if given and self.compute_loss_func is not None:
-            return None  # would be tried on the custom loss, for a line of the log
-        try:
-            return constant_predictor(self._task, inputs, outputs, self.args.label_smoothing_factor)
-        except ValueError:
-            if not given:
-                raise
-            return None
 
     def _training_noise(self, model):
         """The noise of a micro-batch as a context; also made where the tests alone are noisy, since sigma is that of
@@ -375,26 +281,16 @@ class DescentMixin:
         sigma = self.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
         if sigma is None:
             rows = self.args.eval_batch_size * self.args.world_size
-            sigma = measure_sigma(model, self.train_dataset, self._clean_batches, rows, self.args.seed, self._reduce)
+            batches_of = partial(evaluation.batches, self)
+            sigma = measure_sigma(model, self.train_dataset, batches_of, rows, self.args.seed, self._reduce)
         if config is not None:
             config.noise_sigma = sigma
         return sigma
 
-    def _clean_batches(self, dataset):
-        return (self._prepare_inputs(batch) for batch in self.get_test_dataloader(dataset))
-
     # ---- items ----
 
     def _is_labelled(self, inputs) -> bool:
-        return isinstance(inputs.get("shift_labels"), torch.Tensor) or isinstance(
-            labels_of(inputs, self.label_names), torch.Tensor
-        )
-
-    def _answers(self, inputs) -> torch.Tensor:
-        """What a constant prediction would be of: of an extractive answer, both ends `[batch, 2]`."""
-        if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
-            return torch.stack([inputs["start_positions"], inputs["end_positions"]], dim=-1)
-        return self._task.predicted_labels(inputs)
+        return isinstance(labels_of(inputs, self.label_names), torch.Tensor)
 
     @property
     def _stock_scaling_is_right(self) -> bool:
@@ -412,22 +308,10 @@ class DescentMixin:
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
-        if self._layers is None:
-            return output
-        sums = self._evaluated.sums
-        sums = torch.zeros(self._layers.num_layers + 1, device=self.args.device) if sums is None else sums
-        *sums, count = self._reduce(sums).tolist()
-        if count:
-            losses = torch.tensor(sums) / count  # [layers]
-            # Trainer averages batches; f_L is an average over items.
-            output.metrics[f"{metric_key_prefix}_loss"] = losses[-1].item()
-            rows, step = output.num_samples, self.state.global_step
-            if rows < MIN_ROWS:
-                logger.warning_once(
-                    f"{rows} rows of evaluation data are too few for a verdict on the constraints: give at least "
-                    f"{MIN_ROWS}."
-                )
-            output.metrics.update(self._dual.evaluation(losses, metric_key_prefix, step, rows))
+        if self._layers is not None:
+            totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
+            given = (metric_key_prefix, self.state.global_step, output.num_samples)
+            output.metrics.update(evaluation.layer_metrics(self._dual, totals, *given))
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
@@ -465,16 +349,12 @@ class DescentMixin:
             return self.compute_loss(model, inputs).detach()
 
     def evaluate_robustness(self, eval_dataset=None, gammas=None, **kwargs) -> NoiseCurve:
-        """Metric and loss of the model on noisy inputs, for each noise level.
+        """Metric and loss of the model on noisy inputs, for each noise level; also logged under `eval_`.
 
         Args:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
             gammas: noise levels, one or several; `args.eval_gammas` where not given.
-            kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs that differ by that share the
-                noise.
-
-        Returns:
-            [`NoiseCurve`], also logged under `eval_`.
+            kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs share the noise.
 
         Raises:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
@@ -484,8 +364,8 @@ class DescentMixin:
         gammas = [] if gammas is None else levels_of("gammas", gammas)
         if not gammas:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
-        model = evaluation.evaluated_model(self)
-        settings, is_noise = self._evaluation_settings(model), kwargs.get("perturbation") is None
+        model, settings = evaluation.settings(self, self._readout_fn)
+        is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
         curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
@@ -495,30 +375,23 @@ class DescentMixin:
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
-        """Loss and metric of the model at every layer, and whether the constraints are met there.
+        """Loss and metric of the model at every layer, and whether the constraints, where known, are met there.
 
         Args:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
             kwargs: passed to [`layer_profile`].
 
-        Returns:
-            [`LayerProfile`], with violations where the problem is known.
-
         Raises:
             ValueError: no data, or as [`layer_profile`].
         """
-        model, dataset = evaluation.evaluated_model(self), self._held_out(eval_dataset)
-        settings = self._evaluation_settings(model)
+        dataset = self._held_out(eval_dataset)
+        model, settings = evaluation.settings(self, self._readout_fn)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         if self.problem is not None:
-            tolerance = self.args.feasibility_tolerance * self.problem.initial_loss_bound
-            settings |= {"problem": self.problem, "tolerance": tolerance}
+            settings |= {"problem": self.problem, "tolerance": self._dual.tolerance}
         self._record.layer_profile = layer_profile(model, dataset, **{**settings, **kwargs})
         return self._record.layer_profile
-
-    def _evaluation_settings(self, model) -> dict[str, Any]:
-        return evaluation.evaluation_settings(self, model, self._readout_fn, evaluation.shards_parameters(self))
 
     def _held_out(self, dataset):
         return evaluation.chosen_dataset(self.eval_dataset, dataset)
@@ -538,9 +411,9 @@ class DescentMixin:
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
         self.args.check_descent_arguments()
         self._add_callbacks()
-        check_best_metric(self, self._reads_layers)
+        checks.check_best_metric(self, self._reads_layers)
         if self._reads_layers:
-            check_data(self, self._readout_fn)
+            checks.check_data(self, self._readout_fn)
         self._task = self._layers = self._dual = self._noise = None
         self._step = StepSums()
         # What was measured before is of another model.
@@ -615,27 +488,13 @@ class DescentMixin:
                 checkpoints.save_checksums(output_dir, self.state.global_step)
 
     def _run_summary(self) -> dict[str, Any]:
-        """What tells this run from others, plain training included; of a model that this trainer did not train, what
-        its own training wrote, if anything."""
+        """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""
         if self._record.started is None:
-            names = (self._loaded_from(), os.path.abspath(self.args.output_dir))  # no name on the Hub
-            if saved := next((summary for name in names if (summary := RunFolder(name).summary)), {}):
+            folders = (loaded_from(self.model), os.path.abspath(self.args.output_dir))  # no name on the Hub
+            if saved := next((summary for folder in folders if (summary := RunFolder(folder).summary)), {}):
                 return saved
-        return checkpoints.run_summary(
-            self.model,
-            self.args,
-            self._record,
-            self.command,
-            self.train_dataset,
-            self._readout_fn,
-            {} if self._dual is None else self._dual.summary(),
-        )
-
-    def _loaded_from(self) -> str:
-        """The folder or the name on the Hub of the model; empty where unknown."""
-        # The name of an adapted model is that of its base.
-        config = None if hasattr(self.model, "peft_config") else getattr(self.model, "config", None)
-        return getattr(config, "_name_or_path", "")
+        dual = {} if self._dual is None else self._dual.summary()
+        return checkpoints.run_summary(self, self._record, self.command, self._readout_fn, dual)
 
     def log(self, logs, start_time=None):
         if self._dual is not None and "loss" in logs:
@@ -650,15 +509,7 @@ class DescentMixin:
         if compute_objective is None:
             compute_objective = loss_objective
         if compute_objective is loss_objective and self._reads_layers:
-            if direction != "minimize":
-                raise ValueError(
-                    f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
-                )
-            if isinstance(self.eval_dataset, dict):
-                raise ValueError(
-                    "With several `eval_dataset` the default objective, the loss of one, is none; pass "
-                    "`compute_objective`, a function of their metrics."
-                )
+            check_default_objective(direction, self.eval_dataset)
         return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
 
     def _hp_search_setup(self, trial):

@@ -1,33 +1,41 @@
-"""The dual side of one training run: warm-up, problem, multipliers, running averages; what a checkpoint must hold."""
+"""The dual side of one training run: warm-up, problem, multipliers, running averages, and what they say of the run."""
 
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..configs import DescentArguments
 from ..files import whole_file
-from ..runs import RunFolder
 from . import objectives
 from .auto import ConstantPredictor, geometric_alpha
 from .multipliers import Multipliers
-from .problem import LARGEST, DescentProblem, check_alpha, check_constrained_layers
-from .reports import ReportMixin
+from .problem import LARGEST, MIN_ROWS, DescentProblem, check_alpha, check_constrained_layers
+
+
+if TYPE_CHECKING:
+    from ..configs import DescentArguments
 
 
 logger = get_logger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
+UNKNOWN_SCORE = -1e9  # below that of any checkpoint with a known problem, also when steps are added to it
+# The settings that a checkpoint must share with the run that resumes from it.
+SCHEDULE = (
+    "objective", "descent_alpha", "initial_loss_bound", "descent_strength", "constrained_layers", "dual_warmup_steps",
+    "fixed_multipliers",
+)  # fmt: skip
 
 
-class DescentState(ReportMixin):
+class DescentState:
     """Everything that descent training carries from step to step beside the model and its optimizer.
 
     Steps are optimizer steps, counted from 0 as `TrainerState.global_step` stands during the step.
@@ -41,25 +49,25 @@ class DescentState(ReportMixin):
             f_0 can be measured for the loss.
         reduce (`Callable`): sums a tensor over processes.
         device (`torch.device`): where the losses arrive.
+        fixed_run (`dict`, *optional*): `descent_config.json` of the run that `fixed_multipliers` names.
     """
 
     def __init__(
         self,
-        args: DescentArguments,
+        args: "DescentArguments",
         num_layers: int,
         max_steps: int,
         start_step: int,
         constant_predictor: ConstantPredictor | None,
         reduce: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device | str = "cpu",
+        fixed_run: Mapping[str, Any] | None = None,
     ):
-        self.args = args
-        self.num_layers = num_layers
-        self.device = device
+        self.args, self.num_layers, self.max_steps, self.device, self.reduce = (
+            args, num_layers, max_steps, device, reduce,
+        )  # fmt: skip
         warmup = args.dual_warmup_steps
-        warmup = math.ceil(warmup * max_steps) if warmup < 1 else int(warmup)
-        self.active_from = start_step + warmup
-        self.max_steps = max_steps
+        self.active_from = start_step + (math.ceil(warmup * max_steps) if warmup < 1 else int(warmup))
         self.labels_until = 1.0  # the epoch until which labels are counted: each row once
         check_constrained_layers(args.constrained_layers, num_layers)
         if args.descent_alpha != "auto":
@@ -70,7 +78,6 @@ class DescentState(ReportMixin):
                 "never act. Lower `dual_warmup_steps` or train longer."
             )
         self.constant_predictor = constant_predictor
-        self.reduce = reduce
         self.multipliers = Multipliers(
             num_layers,
             args.dual_learning_rate,
@@ -88,7 +95,7 @@ class DescentState(ReportMixin):
         self.awaits_problem = given or constant_predictor is not None
         self._index: torch.Tensor | None = None
         if args.objective == "fixed":
-            self._load_fixed_multipliers()
+            self._set_fixed_multipliers(fixed_run)
         elif not args.is_auto:
             self._set_problem(args.descent_alpha, args.initial_loss_bound)
         # Running averages of the layer losses, and the weight that makes up for their start at zero.
@@ -96,7 +103,7 @@ class DescentState(ReportMixin):
         self.averages, self.average_weight = zeros(num_layers), zeros(1)
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
-        self._said = set()
+        self._reported: set[str] = set()
         self._released: torch.Tensor | None = None  # what slacks relaxed before they started afresh
 
     # ---- primal side ----
@@ -133,10 +140,10 @@ class DescentState(ReportMixin):
         return objectives.StepObjective(value, self.weighted_layers(step), self.trained_layers, is_linear)
 
     def _objective(self, layer_losses: torch.Tensor, share: torch.Tensor, step: int) -> torch.Tensor:
-        """A part divided by its share is the micro-batch's own mean, on which the penalties are evaluated."""
         if self.inactive(step):
             return layer_losses[-1]
         if self.args.objective in ("hinge", "quadratic"):
+            # Divided by its share, a part is the micro-batch's own mean.
             own = layer_losses / torch.where(share > 0, share, 1.0)
             return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
@@ -182,7 +189,9 @@ class DescentState(ReportMixin):
                 violations = violations / self.problem.initial_loss_bound
             self.multipliers.step(torch.where(usable, violations, torch.nan))
             self._released = None
-        if step + 1 >= self._measured_from and not self._warmed_up:
+        # The labels of a short warm-up tell too little of the loss at chance, by which a given problem is judged.
+        measured_from = self.active_from if self.args.is_auto else math.ceil(self.max_steps / 4)
+        if step + 1 >= max(self.active_from, measured_from) and not self._warmed_up:
             self._end_warmup()
 
     def restart_slacks(self) -> None:
@@ -195,15 +204,9 @@ class DescentState(ReportMixin):
         """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
         return self.averages / self.average_weight
 
-    @property
-    def _measured_from(self) -> int:
-        """The step after which labels are no longer counted: for a problem in numbers a quarter of the run, at least,
-        since the labels of a short warm-up, or none, would tell too little of the loss at chance."""
-        return self.active_from if self.args.is_auto else max(self.active_from, math.ceil(self.max_steps / 4))
-
     def _end_warmup(self) -> None:
-        """Freeze a schedule that was to be measured; say where a given f_0 is above chance."""
-        predictor, bound = self.constant_predictor, self.args.initial_loss_bound
+        """Fix a schedule that was to be measured, and the loss at chance by which the model is judged."""
+        predictor, bound, alpha = self.constant_predictor, self.args.initial_loss_bound, self.args.descent_alpha
         try:
             chance = None if predictor is None else predictor.loss(self.reduce)
         except ValueError:
@@ -211,25 +214,23 @@ class DescentState(ReportMixin):
                 raise
             chance = None  # it would only judge the f_0 that was given
         if self.problem is None:
-            self._freeze_schedule(chance if bound == "auto" else bound)
+            bound = chance if bound == "auto" else bound
+            last = self.mean_losses[-1].item()
+            if alpha == "auto":
+                layers = self.args.constrained_layers or range(self.num_layers)
+                alpha = geometric_alpha(bound, last, len(layers), self.args.descent_strength)
+            self._set_problem(alpha, bound)
+            logger.info(
+                f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha if isinstance(alpha, list) else f'{alpha:.4g}'}"
+                f", measured in the warm-up up to step {self.active_from}, at f_L = {last:.4g}."
+            )
         self.problem.chance_loss = chance
-        if bound != "auto" and chance is not None and bound > 1.001 * chance:
+        if chance is not None and bound > 1.001 * chance:
             logger.info(
                 f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
                 "prediction: a layer at chance can meet the first constraint, though no verdict calls that feasible."
             )
         self._warmed_up = True
-
-    def _freeze_schedule(self, bound: float) -> None:
-        alpha = self.args.descent_alpha
-        if alpha == "auto":
-            layers = self.args.constrained_layers or range(self.num_layers)
-            alpha = geometric_alpha(bound, self.mean_losses[-1].item(), len(layers), self.args.descent_strength)
-        self._set_problem(alpha, bound)
-        logger.info(
-            f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha if isinstance(alpha, list) else f'{alpha:.4g}'}, "
-            f"measured in the warm-up up to step {self.active_from}, at f_L = {self.mean_losses[-1].item():.4g}."
-        )
 
     def _set_problem(self, alpha, initial_loss_bound) -> None:
         layers = self.args.constrained_layers
@@ -238,42 +239,146 @@ class DescentState(ReportMixin):
     def _take_problem(self, problem: DescentProblem) -> None:
         self.problem, self._index = problem.to(self.device), None
 
-    def take_saved_problem(self, name: str) -> None:
-        """For a model that is only evaluated: the problem that it was trained on, where `name`'s files tell."""
-        if self.problem is not None:
-            return
-        summary = RunFolder(name).summary
-        if summary.get("num_layers") == self.num_layers:  # it may have been cut since
+    def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
+        """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given."""
+        if self.problem is None and summary.get("num_layers") == self.num_layers:  # it may have been cut since
             self._take_problem(DescentProblem.saved_in(summary))
 
-    def _load_fixed_multipliers(self) -> None:
-        args, problem = self.args, None
-        values = args.fixed_multipliers
+    def _set_fixed_multipliers(self, run: Mapping[str, Any] | None) -> None:
+        values = self.args.fixed_multipliers
         if isinstance(values, str):
-            summary = RunFolder(values).summary
-            problem = DescentProblem.saved_in(summary)
+            problem = DescentProblem.saved_in(run or {})
             if problem is None:
                 raise ValueError(
                     f"There is no run in {values} with multipliers: it is unconstrained, or was saved in its warm-up."
                 )
-            values = summary["multipliers"]
-        elif args.is_auto:
+            values = run["multipliers"]
+            self._take_problem(problem)
+        elif self.args.is_auto:
             raise ValueError(
                 "`fixed_multipliers` as a list needs `descent_alpha` and `initial_loss_bound` as numbers, not 'auto'."
             )
+        else:
+            self._set_problem(self.args.descent_alpha, self.args.initial_loss_bound)
         if len(values) != self.num_layers:
             raise ValueError(
                 f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
             )
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
-        if problem is None:
-            self._set_problem(args.descent_alpha, args.initial_loss_bound)
-        else:
-            self._take_problem(problem)
         if free := [n for n, value in enumerate(values, 1) if value and n not in self.problem.constrained_layers]:
             raise ValueError(f"`fixed_multipliers` is {values}, but layers {free} have no constraint; set 0 there.")
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    # ---- logs and verdicts ----
+
+    @property
+    def tolerance(self) -> float:
+        """The largest violation that counts as feasible, in units of the loss; of a known problem."""
+        return self.args.feasibility_tolerance * self.problem.initial_loss_bound
+
+    def logs(self, step: int) -> dict[str, float]:
+        """Scalars of the steps since the last call, per layer; empty where there was no usable step."""
+        *sums, count = self._logged.tolist()
+        self._logged.zero_()
+        self._report_faults()
+        if count == 0:
+            return {}
+        losses = (torch.tensor(sums) / count).to(self.device)  # [layers]
+        per_layer, logs = {"layer_loss": losses}, {}
+        if self.problem is not None:
+            violations = self.problem.violations(losses)
+            per_layer |= {"violation": violations, "multiplier": self.multipliers.values}
+            if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
+                per_layer["weight"] = self.weights()
+            logs["max_violation"] = self.problem.max_violation(losses).item()
+            logs["lagrangian"] = self.problem.lagrangian(losses, self.multipliers.values).item()
+        for name, values in per_layer.items():
+            logs |= {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
+        return logs
+
+    def evaluation(
+        self, layer_losses: torch.Tensor, prefix: str, step: int = 0, rows: int = MIN_ROWS
+    ) -> dict[str, float]:
+        """Metrics of held-out layer losses `[L]`: the losses, and feasibility once the problem is known.
+
+        No model is called feasible on fewer than `MIN_ROWS` rows, or before the loss at chance was measured.
+
+        `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
+        negative score, minus its `shortfall` ([`DescentProblem`]) in units of f_0; a feasible one a positive score
+        that falls with f_L. A loss that is not finite has the score of an unknown problem. In warm-up, before the
+        problem is known, the score rises with every `step`, so that patience with it does not run out.
+        """
+        metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
+        if self.problem is not None:
+            losses, last = layer_losses.to(self.device, torch.float32), layer_losses[-1].item()
+            feasible = self.problem.feasible(losses, self.tolerance)
+            metrics[f"{prefix}_max_violation"] = self.problem.max_violation(losses).item()
+            metrics[f"{prefix}_feasible"] = float(feasible and rows >= MIN_ROWS)
+            shortfall = self.problem.shortfall(losses, self.tolerance) / self.problem.initial_loss_bound
+            score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -shortfall
+            metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score + last) else UNKNOWN_SCORE
+        if self.needs_labels or (self.problem is None and self.awaits_problem):
+            metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
+        return metrics
+
+    @property
+    def train_feasibility(self) -> dict[str, float]:
+        """Feasibility of the running averages of training; empty before the problem is known."""
+        if self.problem is None or not self.average_weight.item():
+            return {}
+        metrics = self.evaluation(self.mean_losses, "train")
+        return {name: metrics[name] for name in ("train_max_violation", "train_feasible")}
+
+    def verdict(self) -> dict[str, float]:
+        """[`train_feasibility`], said in the log."""
+        self._report_faults()
+        metrics = self.train_feasibility
+        if not metrics:
+            return {}
+        problem = self.problem
+        violations = problem.violations(self.mean_losses).tolist()  # [layers]
+        hardest = max(problem.constrained_layers, key=lambda layer: violations[layer - 1])
+        text = (
+            f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
+            f"(f_0 = {problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1]:.3g})"
+        )
+        if at_chance := problem.at_chance(self.mean_losses, self.tolerance):
+            text += f"; layers {at_chance} are no better than a constant prediction, within the tolerance"
+        if metrics["train_feasible"]:
+            logger.info(f"The descent constraints are met at the end of training: {text}.")
+        elif self.args.objective == "descent":
+            # In units of the loss.
+            relaxed = (self.multipliers.relaxation if self._released is None else self._released).max().item()
+            relaxed *= problem.initial_loss_bound if self.args.normalize_violations else 1.0
+            if relaxed:
+                text += f"; resilience has relaxed them by up to {relaxed:.4g}"
+            logger.warning(
+                f"The descent constraints are NOT met at the end of training: {text}. Infeasible models can be far "
+                "worse than plain ones: train longer, lower `descent_strength` (or `descent_alpha`), raise "
+                "`dual_learning_rate`, or choose a feasible checkpoint by `metric_for_best_model='feasible_score'`."
+            )
+        return metrics
+
+    def _report_faults(self) -> None:
+        """Log, once each, a layer whose loss was not finite and a multiplier at its cap."""
+        faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
+        if faults and "nonfinite" not in self._reported:
+            self._reported.add("nonfinite")
+            logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
+        cap = self.args.multiplier_max
+        capped = [layer for layer, v in enumerate(self.multipliers.values.tolist(), start=1) if cap and v >= cap]
+        if capped and "cap" not in self._reported:
+            self._reported.add("cap")
+            logger.warning(
+                f"The multiplier of layer {capped[0]} is at `multiplier_max`={cap}: its constraint may not be met. "
+                "Raise the cap, or lower `descent_strength` (or `descent_alpha`)."
+            )
+
+    @property
+    def has_faults(self) -> bool:
+        """Whether a layer loss has not been finite so far (reads from the device)."""
+        return bool(self._nonfinite.any())
 
     # ---- checkpoints ----
 
@@ -287,10 +392,10 @@ class DescentState(ReportMixin):
         return summary | self.train_feasibility
 
     def save(self, folder: str, write: bool = True) -> None:
-        """Write the state into a checkpoint folder, whole or not at all. All processes call, one writes."""
+        """Write the state into a checkpoint folder by an atomic write. All processes call, one writes."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
         tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
-        if not self._warmed_up and self.constant_predictor is not None and self.constant_predictor.moments is not None:
+        if self.needs_labels and self.constant_predictor.moments is not None:
             tensors["label_moments"] = self.reduce(self.constant_predictor.moments).cpu()
         meta = {
             "active_from": self.active_from,
@@ -299,8 +404,7 @@ class DescentState(ReportMixin):
             "schedule": self._schedule(),
         }
         if write:
-            path = os.path.join(folder, STATE_NAME)
-            with whole_file(path, "wb") as file:
+            with whole_file(os.path.join(folder, STATE_NAME), "wb") as file:
                 file.write(save(tensors, metadata={"state": json.dumps(meta)}))
 
     def load(self, folder: str, is_main: bool = True) -> None:
@@ -310,21 +414,16 @@ class DescentState(ReportMixin):
         """
         path = os.path.join(folder, STATE_NAME)
         tensors, meta = read_state(folder)
-        saved, own = meta["schedule"], self._schedule()
-        for name, value in own.items():
-            if saved.get(name) != value:
+        for name, value in self._schedule().items():
+            if meta["schedule"].get(name) != value:
                 raise ValueError(
-                    f"{path} was saved with {name}={saved.get(name)!r} but this run has {value!r}; resume with the "
-                    "saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
+                    f"{path} was saved with {name}={meta['schedule'].get(name)!r} but this run has {value!r}; resume "
+                    "with the saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."
                 )
+        prefix = "multipliers."
+        duals = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         try:
-            self.multipliers.load_state_dict(
-                {
-                    name.removeprefix("multipliers."): t
-                    for name, t in tensors.items()
-                    if name.startswith("multipliers.")
-                }
-            )
+            self.multipliers.load_state_dict(duals)
             _check_values(tensors, meta)
             self.averages = tensors["averages"].to(self.averages)
             self.average_weight = tensors["average_weight"].to(self.average_weight)
@@ -341,17 +440,7 @@ class DescentState(ReportMixin):
             self.constant_predictor.moments = tensors["label_moments"].to(self.device) * is_main
 
     def _schedule(self) -> dict:
-        """The settings that a checkpoint must share with the run that resumes from it."""
-        names = (
-            "objective",
-            "descent_alpha",
-            "initial_loss_bound",
-            "descent_strength",
-            "constrained_layers",
-            "dual_warmup_steps",
-            "fixed_multipliers",
-        )
-        return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in names}
+        return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in SCHEDULE}
 
 
 def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:

@@ -119,6 +119,12 @@ class TaskLoss:
         labels = labels_of(inputs, self.label_names)
         return labels[..., 1:] if self.shifts_labels and isinstance(labels, torch.Tensor) else labels
 
+    def answers(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """What a constant prediction is of: the predicted labels; of an extractive answer both ends, `[batch, 2]`."""
+        if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
+            return torch.stack([inputs["start_positions"], inputs["end_positions"]], dim=-1)
+        return self.predicted_labels(inputs)
+
     def model_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is given of a batch: no labels where something else scores its outputs."""
         withheld = () if self.is_models_own else tuple(self.label_names) if self.reads_logits else ("labels",)

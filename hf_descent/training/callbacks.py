@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from transformers import TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import has_length
 
@@ -21,6 +21,18 @@ def show_messages(args: TrainingArguments) -> None:
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
+
+
+def add_callbacks(trainer: Trainer, step: "StepCallback") -> None:
+    """Add `step`, and the progress bar below in place of Trainer's; once."""
+    callbacks = {type(callback): callback for callback in trainer.callback_handler.callbacks}
+    if StepCallback not in callbacks:
+        # First of all: others may save a checkpoint at the end of a step.
+        trainer.callback_handler.callbacks.insert(0, step)
+    # By exact type: a progress bar of the user's own stays.
+    if ProgressCallback in callbacks:
+        trainer.remove_callback(callbacks[ProgressCallback])
+        trainer.add_callback(DescentProgressCallback)
 
 
 class StepCallback(TrainerCallback):

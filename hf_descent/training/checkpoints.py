@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
@@ -144,11 +144,9 @@ def own_names(model: nn.Module, folder: str) -> Iterator[None]:
 
 
 def run_summary(
-    model: nn.Module,
-    args: DescentArguments,
+    trainer: Trainer,
     record: RunRecord,
     command: Mapping[str, Any],
-    train_dataset: Any,
     readout: Callable | None,
     dual: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -160,6 +158,7 @@ def run_summary(
         readout: a custom readout.
         dual: the summary of the dual side, if any.
     """
+    model, args = trainer.model, trainer.args
     trained = record.started is not None
     summary = {"model": type(inner_model(model)).__name__, "parameters": get_model_param_count(model)}
     if trained:
@@ -167,8 +166,8 @@ def run_summary(
         summary |= {"arguments": training_arguments(args), "training_started": record.started}
         if command:
             summary["command"] = dict(command)
-        if has_length(train_dataset):
-            summary["train_rows"] = len(train_dataset)
+        if has_length(trainer.train_dataset):
+            summary["train_rows"] = len(trainer.train_dataset)
         if readout is not None:
             summary["readout"] = getattr(readout, "__name__", type(readout).__name__)
     # Of the model's config, without which an adapter is saved.

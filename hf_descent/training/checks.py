@@ -2,13 +2,15 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from accelerate.utils import DynamoBackend
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import has_length
 
 from ..losses.labels import check_datasets
+from ..readout.stack import inner_model
 
 
 # Metrics that only an evaluation that reads layers has.
@@ -81,6 +83,16 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             f"{split[0].capitalize()} parallelism is not supported: a layer's loss needs whole rows of tokens and "
             "classes in one process. Use data parallelism: DDP, FSDP2 or DeepSpeed ZeRO."
         )
+
+
+def without_labels(trainer: Trainer, inputs: Mapping[str, Any]) -> ValueError:
+    """The error for a training batch without labels."""
+    return ValueError(
+        f"A training batch has no tensor of labels (looked for {', '.join(trainer.label_names) or 'labels'}; found "
+        f"{', '.join(inputs)}); every layer's loss needs it. Columns of text, and those that "
+        f"{type(inner_model(trainer.model)).__name__} does not take, were dropped: give labels as numbers, to a model "
+        "with a head (`AutoModelFor...`)."
+    )
 
 
 def check_data(trainer: Trainer, readout: Callable | None) -> None:

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import torch
 from accelerate.utils import find_batch_size
+from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
-from ..constraints.problem import as_python
+from ..constraints.problem import MIN_ROWS, as_python
+from ..constraints.state import DescentState
 from ..readout.stack import inner_model
 
 
@@ -37,6 +40,20 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     return min(max(loader.remainder - args.process_index * rows, 0), rows)
 
 
+def layer_metrics(dual: DescentState, totals: torch.Tensor, prefix: str, step: int, rows: int) -> dict[str, float]:
+    """The metrics of an evaluation that read the layers, from the sums of their losses and the items, `[L + 1]`."""
+    *sums, count = totals.tolist()
+    if not count:
+        return {}
+    if rows < MIN_ROWS:
+        logger.warning_once(
+            f"{rows} rows of evaluation data are too few for a verdict on the constraints: give at least {MIN_ROWS}."
+        )
+    losses = torch.tensor(sums) / count  # [layers]
+    # Trainer averages batches; f_L is an average over items.
+    return {f"{prefix}_loss": losses[-1].item(), **dual.evaluation(losses, prefix, step, rows)}
+
+
 def chosen_dataset(known, dataset):
     """The data set that `evaluate(dataset)` would take, of the trainer's own `known`; ValueError where it is none."""
     numbers = as_python(dataset)
@@ -52,14 +69,23 @@ def chosen_dataset(known, dataset):
     return dataset
 
 
-def evaluation_settings(trainer: Trainer, model, readout, shards_parameters: bool) -> dict[str, Any]:
-    """The arguments of [`noise_curve`] and [`layer_profile`] that make them measure as `trainer.evaluate` does."""
+def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and the arguments of [`noise_curve`] and [`layer_profile`] that make them measure as `evaluate`."""
+    accelerator = trainer.accelerator
+    shards_parameters = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if accelerator.mixed_precision != "no" and not shards_parameters and not accelerator._models:
+        # Before the first turn of `evaluate`, mixed precision is not yet in the model's forward.
+        accelerator.prepare_model(trainer.model, evaluation_mode=True)
+    model = accelerator.unwrap_model(trainer.model)
     config = getattr(inner_model(model), "config", None)
     # As transformers' own losses tell regression.
     problem = getattr(config, "problem_type", None)
     classifies = "ForSequenceClassification" in type(model).__name__
     is_regression = problem == "regression" or (problem is None and classifies and config.num_labels == 1)
-    return {
+    # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    gathers = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and plugin.zero_stage == 3)
+    return model, {
         "metric": "rmse" if is_regression else "accuracy",
         "data_collator": trainer.data_collator,
         "batch_size": trainer.args.eval_batch_size,
@@ -67,22 +93,11 @@ def evaluation_settings(trainer: Trainer, model, readout, shards_parameters: boo
         "layer_loss_fn": trainer.compute_loss_func or trainer.label_smoother,
         "readout": readout,
         "remove_unused_columns": trainer.args.remove_unused_columns,
-        # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
-        "accelerator": None if shards_parameters else trainer.accelerator,
+        "accelerator": None if gathers else accelerator,
         "progress": trainer.is_world_process_zero() and not trainer.args.disable_tqdm,
     }
 
 
-def shards_parameters(trainer: Trainer) -> bool:
-    """Whether a forward gathers parameters, so that all processes have to run equally many."""
-    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
-    return trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and plugin.zero_stage == 3)
-
-
-def evaluated_model(trainer: Trainer):
-    """The model as `evaluate` runs it: before its first turn, mixed precision is not yet in its forward."""
-    accelerator = trainer.accelerator
-    mixed = accelerator.mixed_precision != "no" and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
-    if mixed and not accelerator._models:
-        accelerator.prepare_model(trainer.model, evaluation_mode=True)
-    return accelerator.unwrap_model(trainer.model)
+def batches(trainer: Trainer, dataset):
+    """The batches of a data set in order, as the model gets them."""
+    return map(trainer._prepare_inputs, trainer.get_test_dataloader(dataset))

@@ -1,7 +1,8 @@
 """What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,20 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ..constraints.auto import ConstantPredictor
+from ..constraints.objectives import MEASURING
+from ..constraints.state import STATE_NAME, DescentState
+from ..losses.labels import check_labels
+from ..losses.layerwise import LayerLosses, find_layer_losses
+from ..losses.task import TaskLoss
 from ..noise.embedding_noise import deviation_from_moments, signal_moments
 from ..readout.labels import IGNORE_INDEX, labels_of
-from ..readout.replay import output_logits, probing
+from ..readout.replay import output_logits, output_loss, probing
+from ..runs import RunFolder
+from .initial_loss import constant_predictor
 
 
 logger = get_logger(__name__)
@@ -30,17 +40,16 @@ def is_readable_once(dataset) -> bool:
     return not has_length(dataset) and iter(dataset) is iter(dataset)
 
 
-def shared_batch(
-    inputs: Mapping[str, Any], args: transformers.TrainingArguments, label_names: Sequence[str]
-) -> Mapping[str, Any]:
+def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
     """The first process's batch, on every process, with labels if it has none.
 
     What is found out on it has to be the same everywhere, and so has the number of forwards that this takes.
     """
+    args = trainer.args
     if args.world_size > 1:
         # By way of the CPU, or every process would hold it on the first one's device.
         inputs = send_to_device(broadcast_object_list([send_to_device(inputs, "cpu")])[0], args.device)
-    names = [name for name in {*label_names, "labels", "shift_labels"} if inputs.get(name) is not None]
+    names = [name for name in {*trainer.label_names, "labels", "shift_labels"} if inputs.get(name) is not None]
     counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
     if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
         return inputs
@@ -51,13 +60,13 @@ def shared_batch(
     return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
 
-def check_documents(model, inputs, label_names, packs_documents: bool, mixed_precision: str) -> None:
+def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Trainer) -> None:
     """ValueError where several documents share a row (their positions start anew) and the model lets one see another.
 
-    Tried on the beginnings of two; where only later batches have several (`packs_documents`), on the halves of one.
+    Tried on the beginnings of two; where only later batches have several, on the halves of one.
     """
     positions = inputs.get("position_ids")  # [rows, seq]
-    labels = labels_of(inputs, label_names)
+    labels = labels_of(inputs, trainer.label_names)
     if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
         return
     starts = positions.diff(dim=1) != 1  # [rows, seq - 1]
@@ -65,7 +74,7 @@ def check_documents(model, inputs, label_names, packs_documents: bool, mixed_pre
     ends = [*(starts[row].nonzero()[:, 0] + 1).tolist(), positions.shape[1]]
     documents = sorted(zip([0, *ends], ends), key=lambda document: document[0] - document[1])  # by length
     documents = [(start, end - start) for start, end in documents if end - start > 1]  # others predict nothing
-    if len(documents) == 1 and packs_documents:
+    if len(documents) == 1 and trainer.packs_documents:
         start, length = documents[0]
         documents = [(start, length // 2), (start + length // 2, length // 2)]
     if len(documents) < 2:
@@ -98,7 +107,7 @@ def check_documents(model, inputs, label_names, packs_documents: bool, mixed_pre
         packed, apart = logits([[first, second]]), logits([[first], [second]])
         rounding = (logits([[first]])[0] - apart[0]).norm() / apart[0].norm()
     error = ((packed - apart).norm() / apart.norm()).item()
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, torch.float32)
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
     dtypes = {mixed, *(p.dtype for p in model.parameters() if p.is_floating_point())}
     if error > max(1e-4, 8 * max(torch.finfo(dtype).eps for dtype in dtypes), 10 * rounding.item()):
         raise ValueError(
@@ -108,13 +117,128 @@ def check_documents(model, inputs, label_names, packs_documents: bool, mixed_pre
         )
 
 
-def warn_of_half_precision_loss(loss: Any) -> None:
-    """Log where a model computes its loss in half precision."""
+def find_task(
+    trainer: Trainer,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    readout: Callable | None,
+    shifts_labels: bool,
+    finds_scale: bool,
+) -> TaskLoss:
+    """The task loss of a trainer, found out on a batch; where its shift of the labels cannot be found out, it is
+    `shifts_labels`. `finds_scale`: whether to find out what the loss does with the number of items, too."""
+    task = TaskLoss.probe(
+        model,
+        inputs,
+        label_names=trainer.label_names,
+        loss_fn=trainer.compute_loss_func,
+        smoother=trainer.label_smoother,
+        readout=readout,
+        shifts_labels=shifts_labels,
+    )
+    if finds_scale:
+        task.takes_items = task.honours_items(inputs, trainer.model_accepts_loss_kwargs)
+        if not task.takes_items:
+            logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
+    return task
+
+
+def find_layers(
+    trainer: Trainer,
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    task: TaskLoss,
+    readout: Callable | None,
+    token_statistics: bool,
+) -> LayerLosses:
+    """The layer losses of a trainer's model, found and checked on a batch.
+
+    Raises:
+        ValueError: the layers cannot be read, the labels are not those of the loss, or documents see one another.
+    """
+    if trainer.compute_loss_func is None and readout is None:
+        for name in trainer.label_names:
+            if isinstance(inputs.get(name), torch.Tensor):
+                check_labels(model, name, inputs[name])
+    check_documents(model, inputs, trainer)
+    return find_layer_losses(
+        model,
+        inputs,
+        task,
+        readout=readout,
+        trains=trainer.is_in_train,
+        token_fraction=trainer.args.readout_token_fraction,
+        token_statistics=token_statistics,
+        accepts_items=trainer.model_accepts_loss_kwargs,
+        seed=trainer.args.seed,
+    )
+
+
+def make_dual(
+    trainer: Trainer,
+    layers: LayerLosses,
+    inputs: Mapping[str, Any],
+    checkpoint: str | None,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> DescentState:
+    """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
+    on, where it is only evaluated."""
+    args, state, task = trainer.args, trainer.state, layers.task
+    with probing(task.model):
+        outputs = task.model(**(inputs if task.is_models_own else task.model_inputs(inputs)))
+    if task.reads_logits and not isinstance(outputs, dict):
+        raise ValueError(
+            f"{type(task.model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
+            "`return_dict=True`, or return names."
+        )
+    loss = output_loss(outputs)
     if isinstance(loss, torch.Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         logger.warning(
             f"The model's loss is computed in {loss.dtype}, whose {3 if loss.dtype == torch.bfloat16 else 4} digits "
             "blur violations; load the model in float32 and set `bf16=True` (mixed precision)."
         )
+    saved = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
+    fixed = args.fixed_multipliers
+    dual = DescentState(
+        args,
+        layers.num_layers,
+        state.max_steps,
+        0 if saved else state.global_step,
+        _constant_predictor(trainer, task, inputs, outputs),
+        reduce,
+        args.device,
+        RunFolder(fixed).summary if isinstance(fixed, str) else None,
+    )
+    if saved:
+        dual.load(checkpoint, is_main=args.process_index == 0)
+    elif checkpoint is not None:
+        logger.warning(f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up.")
+        dual.labels_until += state.epoch
+    elif not trainer.is_in_train:
+        dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
+    return dual
+
+
+def _constant_predictor(trainer, task, inputs, outputs) -> ConstantPredictor | None:
+    """What measures f_0; `None` where that is neither needed nor possible. ValueError where it is needed."""
+    args = trainer.args
+    given = args.initial_loss_bound != "auto"
+    # A given f_0 would be judged by it, for which a custom loss is not tried.
+    if args.objective not in MEASURING or not trainer.is_in_train or (given and task.loss_fn is not None):
+        return None
+    try:
+        return constant_predictor(task, inputs, outputs, args.label_smoothing_factor)
+    except ValueError:
+        if not given:
+            raise
+        return None
+
+
+def loaded_from(model: nn.Module) -> str:
+    """The folder or the name on the Hub of a model; empty where unknown."""
+    # The name of an adapted model is that of its base.
+    config = None if hasattr(model, "peft_config") else getattr(model, "config", None)
+    return getattr(config, "_name_or_path", "")
 
 
 def measure_sigma(

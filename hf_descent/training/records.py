@@ -49,6 +49,10 @@ class LayerTotals:
     sums: torch.Tensor | None = None
     batches: int = 0
 
+    def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
+        """The sums and the number, zeros where no batch was read."""
+        return torch.zeros(num_layers + 1, device=device) if self.sums is None else self.sums
+
     def plus(self, measured: MeasuredLosses) -> "LayerTotals":
         """These, with a batch more."""
         sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])

@@ -21,6 +21,19 @@ def loss_objective(metrics: Mapping[str, float]) -> float:
     return metrics["eval_loss"]
 
 
+def check_default_objective(direction: str, eval_dataset) -> None:
+    """ValueError where the loss of one data set, to be minimised, is no objective of a search."""
+    if direction != "minimize":
+        raise ValueError(
+            f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
+        )
+    if isinstance(eval_dataset, dict):
+        raise ValueError(
+            "With several `eval_dataset` the default objective, the loss of one, is none; pass `compute_objective`, a "
+            "function of their metrics."
+        )
+
+
 @contextmanager
 def values_as_given(args: DescentArguments) -> Iterator[None]:
     """Within it, a trial's values are taken as they are: Trainer casts a value to the type of the one before, and

@@ -1,6 +1,6 @@
-"""Area under a metric against the noise level, the summary of both text classification tasks (appendix B.4).
+"""Area under accuracy against the noise level, for both text classification tasks (arXiv 2601.17257, appendix B.4).
 
-This folder is also what `evaluate.load` takes, without any download.
+`evaluate.load` takes this folder, without a download.
 """
 
 import datasets
@@ -9,11 +9,11 @@ import numpy as np
 
 
 class NoiseAuc(evaluate.Metric):
-    """Area (trapezoid rule) under accuracies against the noise levels at which they were reached.
+    """Area under accuracy against the noise level, by the trapezoid rule.
 
-    Takes the predicted classes and the true ones, `[items]`, with the noise level of each prediction, `[items]`; all
-    items at one level make one accuracy. `noise_auc` grows with the range of the levels (the paper's are over an
-    unstated one); `noise_auc_over_range` is an average accuracy.
+    Takes the predicted classes, the true classes and the noise level of each prediction, `[items]` each. The items of
+    one level make one accuracy. `noise_auc` grows with the range of the levels, which the paper does not state;
+    `noise_auc_over_range` is an average accuracy. Fewer than two levels raise ValueError.
 
     Example:
 
@@ -28,7 +28,7 @@ class NoiseAuc(evaluate.Metric):
         return evaluate.MetricInfo(
             description="Area under accuracy against the noise level.",
             citation="",
-            inputs_description="predictions, references: class indices; gammas: noise levels; shape [items] each.",
+            inputs_description=self.__doc__,
             features=datasets.Features({**features, "gammas": datasets.Value("float64")}),
         )
 

@@ -1,6 +1,6 @@
 """Root mean squared error, the metric of video denoising (arXiv 2601.17257, appendix B.2).
 
-This folder is also what `evaluate.load` takes, without any download.
+`evaluate.load` takes this folder, without a download.
 """
 
 import datasets
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Rmse(evaluate.Metric):
-    """Root of the mean squared difference over all values of all items, times `scale` (255: pixels in [0, 1]).
+    """Root of the mean squared difference over all values of all items, times `scale` (255 for pixels in [0, 1]).
 
-    Takes numbers `[items]`, rows `[items, values]` or images `[items, height, width]`. An item of
-    another shape than its reference raises ValueError.
+    Takes numbers `[items]`, rows `[items, values]` or images `[items, height, width]`. An item whose shape is not that
+    of its reference raises ValueError.
 
     Example:
 
@@ -28,15 +28,12 @@ class Rmse(evaluate.Metric):
         return evaluate.MetricInfo(
             description="Root mean squared error, times `scale`.",
             citation="",
-            inputs_description=(
-                "predictions, references: numbers, shape [items], [items, values] or [items, height, width]. "
-                "scale: factor of the result (float, 1 by default)."
-            ),
+            inputs_description=self.__doc__,
             features=[datasets.Features({"predictions": shape, "references": shape}) for shape in shapes],
         )
 
     def _compute(self, predictions, references, scale: float = 1.0) -> dict[str, float]:
-        squares = []
+        total = count = 0
         for item, pair in enumerate(zip(predictions, references)):
             ours, theirs = (np.asarray(values, np.float64) for values in pair)
             if ours.shape != theirs.shape:
@@ -44,6 +41,5 @@ class Rmse(evaluate.Metric):
                     f"Item {item} of `predictions` has shape {list(ours.shape)} and of `references` "
                     f"{list(theirs.shape)}; give both in one shape."
                 )
-            squares.append(np.square(ours - theirs))
-        total, count = sum(item.sum() for item in squares), sum(item.size for item in squares)
+            total, count = total + np.square(ours - theirs).sum(), count + ours.size
         return {"rmse": float(scale * np.sqrt(total / count))}

@@ -1,4 +1,4 @@
-"""The tokenizers of text models, and the models of finished runs, whole or as an adapter beside its base."""
+"""Loading the models of finished runs, whole or as adapters, and their tokenizers."""
 
 import torch
 from torch import nn
@@ -18,58 +18,53 @@ from .runs import RunFolder
 
 
 ADAPTER = "adapter_config.json"
-# PEFT's name of a task -> how its architectures' names end.
+CAUSAL_LMS = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+# PEFT's name of a task -> the end of its class names.
 TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
 
 
 def architecture_of(name: str) -> str:
-    """The class of a saved model; of an adapter, that of the model it adapts where known, else of its task."""
-    return _architecture(name, find_json(name, ADAPTER), RunFolder(name).summary)
+    """The class name of a saved model. For an adapter: of the model that it adapts if known, else the end of it."""
+    if not (adapter := find_json(name, ADAPTER)):
+        return (AutoConfig.from_pretrained(name).architectures or ["unknown"])[0]
+    task = adapter.get("task_type")
+    return RunFolder(name).summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
 
 
 def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
     """A text classifier or a causal language model in eval mode, with the `noise_sigma` of its training.
 
     Args:
-        name (`str`): a folder, or a name on the Hub. An adapter is put on its base, by PEFT; it is not merged.
-        dtype (`str`): of the weights; "auto": as saved.
+        name (`str`): a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
+        dtype (`str`): dtype of the weights; "auto" keeps the saved one.
 
     Raises:
-        ValueError: it is neither, or was trained with a readout of its own.
+        ValueError: the model is of another kind, or was trained with a custom readout.
     """
-    adapter, summary = find_json(name, ADAPTER), RunFolder(name).summary
+    architecture, summary = architecture_of(name), RunFolder(name).summary
     if "readout" in summary:
-        raise ValueError(
-            f"{name} was trained with a readout of its own (`{summary['readout']}`), which no file holds: its "
-            "head says nothing of it. Measure it in a script, where the functions of `hf_descent` take the `readout`."
-        )
-    architecture = _architecture(name, adapter, summary)
-    if architecture.endswith("ForSequenceClassification"):
-        auto_class = AutoModelForSequenceClassification
-    elif architecture.endswith("ForCausalLM") or architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        auto_class = AutoModelForCausalLM
-    else:
-        raise ValueError(
-            f"`model` is {name!r}, a {architecture}; the command takes text classifiers and causal language models. "
-            "The functions of `hf_descent` take the others."
-        )
-    if not adapter:
+        raise ValueError(f"{name} has the custom readout `{summary['readout']}`, which no file holds: use a script.")
+    is_classifier = architecture.endswith("ForSequenceClassification")
+    if not is_classifier and architecture not in CAUSAL_LMS and not architecture.endswith("ForCausalLM"):
+        raise ValueError(f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model.")
+    if not find_json(name, ADAPTER):
+        auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
         return auto_class.from_pretrained(name, dtype=dtype)
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
-    # Known to the config of the model that the adapter is for, which is not in its folder.
+    # An adapter's folder does not have the config of its base.
     labels = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
     if architecture == LinearReadoutForSequenceClassification.__name__:
         if "encoder" not in summary:
-            raise ValueError(f"{name}: its {RunFolder.SUMMARY} names no encoder; put it on its base with `PeftModel`.")
+            raise ValueError(f"{name}: {RunFolder.SUMMARY} names no encoder; load it with `PeftModel` in a script.")
         base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
         model = PeftModel.from_pretrained(base, name)
-    elif auto_class is AutoModelForCausalLM:
-        model = AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
-    else:
+    elif is_classifier:
         model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype=dtype, **labels)
-    if auto_class is AutoModelForSequenceClassification:
-        # The base may have names of its own, perhaps of the same classes in another order.
+    else:
+        model = AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if is_classifier:
+        # The base may have other names, or the same ones in another order.
         names = summary.get("id2label", {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)})
         model.config.id2label = {int(number): label for number, label in names.items()}
     for field in ("noise_sigma", "pad_token_id"):
@@ -78,55 +73,42 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
 
 
 def best_device() -> torch.device:
-    """The accelerator of this machine, or else its processor."""
-    # `current_accelerator` tells what torch was built for.
+    """The accelerator of this machine, or else its CPU."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which pads with the end of text where it has no padding token of its own.
+    """The tokenizer of a model. It pads with the end of text where it has no padding token.
 
     Raises:
-        ValueError: there is none beside the model, for which transformers makes up one that knows no word.
+        ValueError: no tokenizer is saved with the model; transformers would make one without any word.
     """
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, "▁"}:  # SentencePiece's space
-        raise ValueError(
-            f"{name!r} has no tokenizer beside the model; save the one that it was trained with there: "
-            "`tokenizer.save_pretrained`."
-        )
+        raise ValueError(f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`).")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """How many tokens the model has positions for; `None` where its config states no limit."""
+    """The number of tokens that the model has positions for; `None` where its config states no limit."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or limit < 0:  # XLNet's -1
         return None
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            limit -= module.padding_idx + 1  # RoBERTa's positions begin behind the padding's
+            limit -= module.padding_idx + 1  # RoBERTa's positions start after that of the padding
             break
-    prompt = getattr(model, "active_peft_config", None)  # tokens that PEFT puts before the others
+    prompt = getattr(model, "active_peft_config", None)  # prompt tuning puts tokens before the others
     return limit - (getattr(prompt, "num_virtual_tokens", None) or 0)
 
 
 def has_position_table(model: nn.Module) -> bool:
-    """Whether the model looks its tokens' positions up, and has none beyond the limit; rotations go on."""
+    """Whether the model looks positions up in a table, which ends at the limit; rotary positions do not end."""
     tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     tables += [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]  # GPT-J's, CTRL's
-    for parts in (name.split(".") for name in tables):
-        if any(tower in part for part in parts for tower in ("vision", "visual", "image", "audio")):
-            continue  # their positions are no tokens'
-        if any("pos" in part or part == "wpe" for part in parts[-2:]):  # two, since LoRA's end in "base_layer"
-            return True
-    return False
-
-
-def _architecture(name: str, adapter: dict, summary: dict) -> str:
-    if not adapter:
-        return (getattr(AutoConfig.from_pretrained(name), "architectures", None) or ["unknown"])[0]
-    task = adapter.get("task_type")
-    return summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
+    # The tables of other towers are not of tokens.
+    tables = [name for name in tables if not any(tower in name for tower in ("vision", "visual", "image", "audio"))]
+    ends = [part for name in tables for part in name.split(".")[-2:]]  # two parts: LoRA's end in "base_layer"
+    return any("pos" in part or part == "wpe" for part in ends)

@@ -49,14 +49,14 @@ def test_models_of_other_kinds_are_refused(tmp_path):
     transformers.ViTForImageClassification(
         transformers.ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
     ).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="a ViTForImageClassification; the command takes"):
+    with pytest.raises(ValueError, match="a ViTForImageClassification; give a text classifier"):
         load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "mbart", "nllb-moe"])
 def test_a_tokenizer_that_knows_no_word_is_not_the_models(kind, tmp_path):
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path.name}' has no tokenizer beside the model; save the one"):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}' has no tokenizer; save the one"):
         load_tokenizer(str(tmp_path))
     transformers.AutoConfig.for_model("perceiver").save_pretrained(tmp_path)  # reads bytes, and needs no file
     assert load_tokenizer(str(tmp_path))("ab")["input_ids"][1:-1] == [6 + ord("a"), 6 + ord("b")]
@@ -140,5 +140,5 @@ def test_a_model_of_a_readout_of_its_own_is_not_read_by_its_head(tmp_path):
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
-    with pytest.raises(ValueError, match="readout of its own"):
+    with pytest.raises(ValueError, match="custom readout"):
         load_model(str(tmp_path))

@@ -238,7 +238,7 @@ class DescentMixin:
         """Find the layers on the first batch, and build or load the dual side; the layers anew where the model has
         become another."""
         model = self.accelerator.unwrap_model(model)
-        if self._layers is not None and not self._layers.is_of(model):
+        if self._layers is not None and not self._layers.fits(model):
             self._layers = self._task = None
         if self._layers is not None and self._dual is not None:
             return

@@ -1,4 +1,4 @@
-"""Layer losses as anyone would write them, for the tests of the fused readout."""
+"""Layer losses as anyone would write them, for the tests of the tiled readout."""
 
 import torch
 from torch import nn

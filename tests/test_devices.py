@@ -17,7 +17,7 @@ from hf_descent.losses.layerwise import ReplayedLosses
 
 RUNS = {
     "replay": {"noise_gamma": [0.0, 1.0], "activation_checkpointing": True},
-    "fused head": {"noise_gamma": 1.0, "gradient_accumulation_steps": 2},
+    "tiled head": {"noise_gamma": 1.0, "gradient_accumulation_steps": 2},
     "sampled tokens": {"readout_token_fraction": 0.5, "objective": "hinge"},
 }
 SPREAD = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "cpu")
@@ -66,7 +66,7 @@ def child():
 
 @pytest.mark.skipif(not is_torch_greater_or_equal("2.13"), reason="devices in Python are an experiment of torch")
 @pytest.mark.parametrize(
-    ("kind", "spread"), [*((kind, False) for kind in RUNS), ("fused head", True), ("sampled tokens", True)]
+    ("kind", "spread"), [*((kind, False) for kind in RUNS), ("tiled head", True), ("sampled tokens", True)]
 )
 def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, spread, child, tmp_path):
     on_cpu, there = child.submit(both, kind, str(tmp_path), spread).result(timeout=300)

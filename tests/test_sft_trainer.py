@@ -18,7 +18,7 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
 from hf_descent.losses.layerwise import ReplayedLosses
-from hf_descent.readout.head import FusedReadout
+from hf_descent.readout.head import HeadReadout
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -254,7 +254,7 @@ def test_what_offloads_activations_sees_no_backward_pass_in_the_forward(tmp_path
 
 def test_bfloat16_reads_the_layers_in_it(tmp_path):
     dtypes = []
-    read = FusedReadout._read
+    read = HeadReadout._read
     trainer = make(SFTDescentTrainer, tmp_path, bf16=True, **CONSTRAINED)
 
     def spy(self, *args, **kwargs):
@@ -263,7 +263,7 @@ def test_bfloat16_reads_the_layers_in_it(tmp_path):
         return read(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FusedReadout, "_read", spy)
+        patch.setattr(HeadReadout, "_read", spy)
         trainer.train()
     assert dtypes[-1] == torch.bfloat16
 

@@ -11,7 +11,7 @@ from transformers.utils import is_peft_available
 
 from ..readout import random_state
 from ..readout.replay import Readout, output_logits, probing
-from ..readout.stack import _called_children
+from ..readout.stack import called_children
 
 
 # A config field that counts layers has one of these in its name.
@@ -169,7 +169,7 @@ def _count_fields(config, num_layers, path=()) -> Iterator[tuple[str, ...]]:
 
 
 def _members(model, name) -> int:
-    return len({id(layer) for layer in _called_children(model.get_submodule(name))})
+    return len({id(layer) for layer in called_children(model.get_submodule(name))})
 
 
 def _logits(model, inputs):

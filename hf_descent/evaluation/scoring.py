@@ -21,10 +21,10 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import ModelOutput, find_labels
 
 from ..files import whole_file
-from ..losses.labels import check_labels
+from ..losses.label_checks import check_labels
 from ..losses.layerwise import TokenStatistics
 from ..losses.task import TaskLoss, loss_from_logits
-from ..readout.labels import IGNORE_INDEX, aligned, of_tokens, with_named_outputs
+from ..readout.labels import IGNORE_INDEX, aligned, are_token_labels, with_named_outputs
 from ..readout.replay import output_logits
 from ..readout.stack import inner_model
 from .sums import fingerprint_of_tensors
@@ -158,7 +158,7 @@ class Scorer:
             return False
 
     def _from_logits(self, logits, inputs) -> ModelOutput:
-        if not self.task(inputs).is_models_own:
+        if not self.task(inputs).uses_model_loss:
             return ModelOutput(logits=logits)
         return ModelOutput(loss=loss_from_logits(self._model, logits, inputs.get("labels")), logits=logits)
 
@@ -207,7 +207,7 @@ class Scorer:
         if name is None:
             raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self._label_names}.")
         labels = inputs[name]
-        if not of_tokens(labels) or logits.dim() != 3:
+        if not are_token_labels(labels) or logits.dim() != 3:
             # A single logit is a number to models, though labels are whole: as a class it would always be the first.
             return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
         return aligned(self._given, logits, labels, self.task(inputs).shifts_labels)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..constraints.objectives import StepObjective
-from ..readout.head import FusedReadout
+from ..readout.head import HeadReadout
 from ..readout.labels import IGNORE_INDEX, aligned, with_named_outputs
 from ..readout.replay import Readout, has_router_loss, output_loss
 from .task import TaskLoss
@@ -115,7 +115,7 @@ class LayerLosses(Protocol):
         [`TokenStatistics`].
         """
 
-    def is_of(self, model: nn.Module) -> bool:
+    def fits(self, model: nn.Module) -> bool:
         """Whether this was found on `model` as it is now: no more with another head, or other active adapters."""
 
     def attach_last(self) -> AbstractContextManager:
@@ -129,8 +129,8 @@ class ReplayedLosses:
         self.num_layers, self.task = readout.num_layers, task
         self._readout, self._accepts_items, self._token_statistics = readout, accepts_items, token_statistics
 
-    def is_of(self, model):
-        return self._readout.is_of(model)
+    def fits(self, model):
+        return self._readout.fits(model)
 
     def attach_last(self):
         return self._readout.attach(lambda layer, outputs, hidden: None, layers=[self.num_layers])
@@ -155,7 +155,7 @@ class ReplayedLosses:
         if items is None:
             parts = torch.where(share > 0, parts, 0.0) * share
         value = objective.value(parts, share)
-        if self.task.is_models_own and has_router_loss(outputs):
+        if self.task.uses_model_loss and has_router_loss(outputs):
             # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
             # as the model itself weighs it.
             value = value + (outputs["loss"] - losses[-1]) * share
@@ -203,7 +203,7 @@ class TiledLosses:
 
     def __init__(
         self,
-        readout: FusedReadout,
+        readout: HeadReadout,
         task: TaskLoss,
         token_fraction: float = 1.0,
         token_statistics: bool = False,
@@ -212,8 +212,8 @@ class TiledLosses:
         self.num_layers, self.task, self.token_fraction = readout.num_layers, task, token_fraction
         self._readout, self._token_statistics, self._seed = readout, token_statistics, seed
 
-    def is_of(self, model):
-        return self._readout.is_of(model)
+    def fits(self, model):
+        return self._readout.fits(model)
 
     def attach_last(self):
         return nullcontext()
@@ -244,7 +244,7 @@ class TiledLosses:
             )
             found.append(losses)
             # Trainer's label smoothing leaves the router's loss out.
-            router = self._readout.router_loss_weight if self.task.is_models_own else 0.0
+            router = self._readout.router_loss_weight if self.task.uses_model_loss else 0.0
             if router and outputs.get("aux_loss") is not None:
                 return losses.objective + router * outputs["aux_loss"] * share
             return losses.objective
@@ -323,7 +323,7 @@ def find_layer_losses(
         ValueError: no shared readout exists (see [`Readout.probe`]), or `token_fraction` is given but only the replay
             applies.
     """
-    given = inputs if task.is_models_own else task.model_inputs(inputs)
+    given = inputs if task.uses_model_loss else task.model_inputs(inputs)
     replay = Readout.probe(model, given, readout)
     if readout is not None and trains:
         replay.check_parameters(given)
@@ -331,7 +331,7 @@ def find_layer_losses(
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
         label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
-        tiled = FusedReadout.probe(model, inputs, label_smoothing, task.shifts_labels)
+        tiled = HeadReadout.probe(model, inputs, label_smoothing, task.shifts_labels)
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
             raise ValueError(
@@ -340,7 +340,7 @@ def find_layer_losses(
             ) from reason
         logger.info(f"Layers are read by replay; reading in tiles is for other models ({reason})")
         if trains:
-            task.takes_items = task.honours_items(inputs, accepts_items)
+            task.takes_items = task.divides_by_items(inputs, accepts_items)
         return ReplayedLosses(replay, task, accepts_items, token_statistics)
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0

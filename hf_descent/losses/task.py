@@ -10,7 +10,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
-from ..readout.labels import IGNORE_INDEX, labels_of, of_tokens, shifts_labels
+from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, shifts_labels
 from ..readout.replay import Readout, output_logits, output_loss, probing
 from ..readout.stack import inner_model
 
@@ -37,8 +37,7 @@ class TaskLoss:
         loss_fn (`Callable`, *optional*): `loss_fn(outputs, labels, num_items_in_batch=None)`, in place of the model's
             own loss.
         smoother (`Callable`, *optional*): Trainer's label smoother.
-        reads_logits (`bool`): whether the logits are those of a custom readout, which the model's own loss function
-            scores.
+        has_custom_readout (`bool`): whether the model's own loss function scores the logits of a custom readout.
         shifts_labels (`bool`): whether position t predicts label t+1.
         takes_items (`bool`): whether the loss is divided by the `num_items_in_batch` that it is given.
     """
@@ -47,7 +46,7 @@ class TaskLoss:
     label_names: Sequence[str]
     loss_fn: Callable[..., torch.Tensor] | None = None
     smoother: Callable[..., torch.Tensor] | None = None
-    reads_logits: bool = False
+    has_custom_readout: bool = False
     shifts_labels: bool = False
     takes_items: bool = False
 
@@ -85,7 +84,7 @@ class TaskLoss:
             return self._custom_loss(outputs, labels, items)
         if self.smoother is not None and labels is not None:
             return self.smoother(outputs, labels, shift_labels=self.shifts_labels, num_items_in_batch=items)
-        if self.reads_logits:
+        if self.has_custom_readout:
             return loss_from_logits(self.model, output_logits(outputs), labels, items)
         loss = output_loss(outputs)
         if loss is None and self.predicted_labels(inputs) is None:
@@ -108,7 +107,7 @@ class TaskLoss:
             return None
         if labels.is_floating_point():
             return torch.full((), labels.numel(), device=labels.device)
-        if self.is_models_own and type(inner_model(self.model)).__name__.endswith("ForCTC"):
+        if self.uses_model_loss and type(inner_model(self.model)).__name__.endswith("ForCTC"):
             return torch.full((), len(labels), device=labels.device)
         return labels.ne(IGNORE_INDEX).sum()
 
@@ -127,15 +126,15 @@ class TaskLoss:
 
     def model_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is given of a batch: no labels where something else scores its outputs."""
-        withheld = () if self.is_models_own else tuple(self.label_names) if self.reads_logits else ("labels",)
+        withheld = () if self.uses_model_loss else tuple(self.label_names) if self.has_custom_readout else ("labels",)
         return {name: value for name, value in inputs.items() if name not in withheld}
 
     @property
-    def is_models_own(self) -> bool:
+    def uses_model_loss(self) -> bool:
         """Whether the loss is the one that the model's forward returns."""
-        return self.loss_fn is None and self.smoother is None and not self.reads_logits
+        return self.loss_fn is None and self.smoother is None and not self.has_custom_readout
 
-    def honours_items(self, batch: Mapping[str, Any], accepts_items: bool) -> bool:
+    def divides_by_items(self, batch: Mapping[str, Any], accepts_items: bool) -> bool:
         """Whether the loss is divided by the items that it is given, found out on `batch`.
 
         Args:
@@ -154,7 +153,7 @@ class TaskLoss:
     def _find_shift(self, batch, readout) -> bool | None:
         """Whether position t predicts label t+1; `None` where that cannot be found out."""
         name = next((name for name in (*self.label_names, "labels") if batch.get(name) is not None), None)
-        if not of_tokens(batch.get(name)):
+        if not are_token_labels(batch.get(name)):
             return False
 
         def custom(model, batch, name):

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..configs import levels_of
-from ..readout.labels import num_prompts
+from ..readout.labels import num_virtual_tokens
 from ..readout.stack import inner_model
-from ..readout.tape import is_quiet
+from ..readout.tape import noise_is_disabled
 from .lookups import find_lookups, is_time_first, look_up
 
 
@@ -180,7 +180,7 @@ class EmbeddingNoise:
         self.remove()
 
     def _is_active(self) -> bool:
-        return self._gamma != 0.0 and not is_quiet()
+        return self._gamma != 0.0 and not noise_is_disabled()
 
     @torch.compiler.disable  # what it looks up in the model cannot be traced
     def _enter(self, module, args, kwargs):
@@ -211,7 +211,7 @@ class EmbeddingNoise:
             mask = given.get("decoder_attention_mask" if name.startswith("decoder") else "attention_mask")
             if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
                 mask = None  # it belongs to another input, such as CLIP's text
-            prompts = num_prompts(self._whole, name)
+            prompts = num_virtual_tokens(self._whole, name)
             tokens = self._perturb(signal[:, prompts:], mask)
             noisy[name] = torch.cat([signal[:, :prompts], tokens], dim=1) if prompts else tokens
         named = tuple(noisy.pop(name, value) for name, value in zip(names, args))

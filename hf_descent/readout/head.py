@@ -1,8 +1,8 @@
 """The shared readout of language models with a large vocabulary: final norm and linear head, read in tiles of logits.
 
 Where the tail of a model is one module that acts on each position alone (the final norm) and one linear head, the
-layer losses need no replay: [`FusedReadout`] records the hidden states of a forward whose head is given nothing to do,
-and reads all of them with `fused_layer_losses`. Whether a tail is of that kind is found out on a real batch, and the
+layer losses need no replay: [`HeadReadout`] records the hidden states of a forward whose head is given nothing to do,
+and reads all of them with `tiled_layer_losses`. Whether a tail is of that kind is found out on a real batch, and the
 losses are checked against those of the replay; every other tail raises, and the replay remains. That of RoBERTa and
 its kin is such a one: what their head calls between its modules is a function, which cannot be called apart from it.
 """
@@ -25,8 +25,8 @@ from .linear_cross_entropy import (
     LabelledTokens,
     LayerLossSums,
     Workspace,
-    fused_layer_losses,
     labelled_tokens,
+    tiled_layer_losses,
 )
 from .replay import Readout, output_logits, probing
 from .stack import intercepted, share_storage, tensors
@@ -39,8 +39,8 @@ logger = logging.get_logger(__name__)
 _WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "skip_logits")
 
 
-class FusedReadout:
-    """Reads the layers of one language model in tiles. [`FusedReadout.probe`] builds it.
+class HeadReadout:
+    """Reads the layers of one language model in tiles. [`HeadReadout.probe`] builds it.
 
     Attributes:
         num_layers (`int`): L.
@@ -56,9 +56,9 @@ class FusedReadout:
         self._replay, self._stack, self._norm, self._head = replay, replay.stack, norm, head
         self._workspace = Workspace()
 
-    def is_of(self, model: nn.Module) -> bool:
-        """As [`Readout.is_of`]."""
-        return self._replay.is_of(model)
+    def fits(self, model: nn.Module) -> bool:
+        """As [`Readout.fits`]."""
+        return self._replay.fits(model)
 
     def without_gradient(self, layer: int) -> ValueError:
         """As [`Readout.without_gradient`]."""
@@ -71,7 +71,7 @@ class FusedReadout:
         inputs: Mapping[str, Any],
         label_smoothing: float = 0.0,
         shifts: bool | None = None,
-    ) -> "FusedReadout":
+    ) -> "HeadReadout":
         """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
 
         Args:
@@ -119,7 +119,7 @@ class FusedReadout:
 
         Args:
             on_forward: `on_forward(read, outputs, hidden_states)`, where `read(tokens, weights=None, ...)` is
-                [`fused_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`, or of the one
+                [`tiled_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`, or of the one
                 of `layer`. A scalar that it
                 returns becomes `outputs["loss"]`.
             keep_logits: Whether the model still makes its own logits (for metrics). By default its head sees no
@@ -178,7 +178,7 @@ class FusedReadout:
         hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
         with self._autocast, saved_tensors_hooks(_unchanged, _unchanged):
-            return fused_layer_losses(
+            return tiled_layer_losses(
                 hidden_states,
                 tokens,
                 self._norm,

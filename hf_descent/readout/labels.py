@@ -25,12 +25,12 @@ def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | No
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
 
-def of_tokens(labels: Any) -> bool:
+def are_token_labels(labels: Any) -> bool:
     """Whether labels are classes `[batch, seq]`."""
     return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
-def num_prompts(model: nn.Module, name: str) -> int:
+def num_virtual_tokens(model: nn.Module, name: str) -> int:
     """Trained embeddings that the PEFT wrapper of `model` puts before the tokens' in the input `name`."""
     adapter = getattr(extract_model_from_parallel(model, keep_torch_compile=False), "active_peft_config", None)
     return adapter.num_virtual_tokens if getattr(adapter, "peft_type", None) in PROMPTED.get(name, ()) else 0
@@ -42,7 +42,7 @@ def aligned(
     """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
     `PeftModel`."""
     shifted = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    prompt = num_prompts(model, "inputs_embeds" if shifted else "decoder_inputs_embeds")
+    prompt = num_virtual_tokens(model, "inputs_embeds" if shifted else "decoder_inputs_embeds")
     if prompt and logits.shape[1] == prompt + labels.shape[1]:
         # The last position of a trained prompt predicts the first token, but in a decoder that has the tokens shifted.
         return (logits[:, prompt - 1 : -1] if shifted else logits[:, prompt:]), labels

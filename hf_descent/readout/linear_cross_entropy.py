@@ -95,7 +95,7 @@ class LayerLossSums(NamedTuple):
     token_hits: torch.Tensor | None
 
 
-def fused_layer_losses(
+def tiled_layer_losses(
     hidden_states: Sequence[torch.Tensor],
     tokens: LabelledTokens,
     norm: Callable[[torch.Tensor], torch.Tensor],
@@ -196,7 +196,7 @@ class _KnownGradients(torch.autograd.Function):
     def backward(ctx, grad_value):
         if ctx.gradients is None:
             raise RuntimeError(
-                "The gradients of the fused layer losses are spent after one backward pass; call the model again "
+                "The gradients of the layer losses are spent after one backward pass; call the model again "
                 "instead of `backward(retain_graph=True)`."
             )
         gradients, ctx.gradients = ctx.gradients, None

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput, logging
 
 from . import random_state
 from .stack import find_layer_stack, map_tensors, tensors
-from .tape import Tape, check_layerdrop, clone, quiet, taped
+from .tape import Tape, check_layerdrop, clone, noise_disabled, taped
 
 
 logger = logging.get_logger(__name__)
@@ -84,7 +84,7 @@ class Readout:
         self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
         self._head, self._active = _output_embeddings(model), self._active_adapters()
 
-    def is_of(self, model) -> bool:
+    def fits(self, model) -> bool:
         """Whether this is still a readout of `model`: no more once its head is another, or its active adapters are."""
         same = model is self.model and _output_embeddings(model) is self._head
         return same and self._active_adapters() == self._active
@@ -312,7 +312,7 @@ def probing(model):
     """Eval mode without gradients and input noise; modes and random states are put back."""
     modes = [(module, module.training) for module in model.modules()]
     states = random_state.preserved(random_state.accelerators(model))
-    with states, quiet(), torch.inference_mode(False), torch.no_grad():
+    with states, noise_disabled(), torch.inference_mode(False), torch.no_grad():
         try:
             for module, _ in modes:
                 module.training = False

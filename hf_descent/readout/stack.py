@@ -53,7 +53,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
         ValueError: if there is none, or if its layers differ in width or length.
     """
     model_name = type(model).__name__
-    members = {path: list(_called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
+    members = {path: list(called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
     calls, running = [], set()  # calls: (id of module, tensors in, tensors out), in order of completion
 
     def log(module, call, *args, **kwargs):
@@ -98,7 +98,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
     path = [model]
     for attribute in name.split("."):
         path.append(getattr(path[-1], attribute))
-    neighbours = {id(child): child for ancestor in path for child in _called_children(ancestor)}
+    neighbours = {id(child): child for ancestor in path for child in called_children(ancestor)}
     return LayerStack(
         name=name,
         layers=list({id(layer): layer for layer in members[name]}.values()),
@@ -154,11 +154,11 @@ def _may_be_stack(module):
     return isinstance(module, nn.ModuleList)
 
 
-def _called_children(module):
+def called_children(module):
     """Children of `module`; of those without a forward of their own, the children in turn."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _called_children(child)
+            yield from called_children(child)
         else:
             yield child
 

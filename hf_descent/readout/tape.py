@@ -16,23 +16,23 @@ from .stack import intercepted, map_tensors
 # Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
 _EXTRA_OUTPUTS = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
 
-_quiet = False
+_noise_disabled = False
 
 
-def is_quiet() -> bool:
+def noise_is_disabled() -> bool:
     """True while a replay or a probe runs: what perturbs a forward (input noise) must not fire then."""
-    return _quiet
+    return _noise_disabled
 
 
 @contextmanager
-def quiet():
+def noise_disabled():
     """Without input noise, whose draws are those of the forward that counts."""
-    global _quiet
-    before, _quiet = _quiet, True
+    global _noise_disabled
+    before, _noise_disabled = _noise_disabled, True
     try:
         yield
     finally:
-        _quiet = before
+        _noise_disabled = before
 
 
 class Tape:
@@ -74,7 +74,7 @@ class Tape:
         if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
         self._begin("replay")
-        with random_state.preserved(self.devices), switched_off(self.off_in_replay), quiet():
+        with random_state.preserved(self.devices), switched_off(self.off_in_replay), noise_disabled():
             try:
                 return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
             finally:

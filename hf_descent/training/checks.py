@@ -9,7 +9,7 @@ from accelerate.utils import DynamoBackend
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import has_length
 
-from ..losses.labels import check_datasets
+from ..losses.label_checks import check_datasets
 from ..readout.stack import inner_model
 
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import has_length
 from ..constraints.auto import ConstantPredictor
 from ..constraints.objectives import MEASURING
 from ..constraints.state import STATE_NAME, DescentState
-from ..losses.labels import check_labels
+from ..losses.label_checks import check_labels
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import deviation_from_moments, signal_moments
@@ -137,7 +137,7 @@ def find_task(
         shifts_labels=shifts_labels,
     )
     if finds_scale:
-        task.takes_items = task.honours_items(inputs, trainer.model_accepts_loss_kwargs)
+        task.takes_items = task.divides_by_items(inputs, trainer.model_accepts_loss_kwargs)
         if not task.takes_items:
             logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
     return task
@@ -185,8 +185,8 @@ def make_dual(
     on, where it is only evaluated."""
     args, state, task = trainer.args, trainer.state, layers.task
     with probing(task.model):
-        outputs = task.model(**(inputs if task.is_models_own else task.model_inputs(inputs)))
-    if task.reads_logits and not isinstance(outputs, dict):
+        outputs = task.model(**(inputs if task.uses_model_loss else task.model_inputs(inputs)))
+    if task.has_custom_readout and not isinstance(outputs, dict):
         raise ValueError(
             f"{type(task.model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
             "`return_dict=True`, or return names."

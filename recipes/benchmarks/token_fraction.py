@@ -14,7 +14,7 @@ import torch
 import transformers
 from lm_step import token_ids
 
-from hf_descent.readout.head import FusedReadout
+from hf_descent.readout.head import HeadReadout
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def main():
 
     for ids in torch.tensor(token_ids(options, options.batches * options.batch)).split(options.batch):
         inputs = {"input_ids": ids, "labels": ids}
-        readout = readout or FusedReadout.probe(model, inputs)
+        readout = readout or HeadReadout.probe(model, inputs)
         with readout.attach(on_forward):
             model(**inputs)
 

@@ -10,7 +10,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers
 from hf_descent.losses import layerwise
 from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
-from hf_descent.readout.head import FusedReadout
+from hf_descent.readout.head import HeadReadout
 
 
 LAYERS = 3
@@ -63,12 +63,12 @@ def trainer(tmp_path, **kwargs):
 
 
 @pytest.fixture
-def no_fused(monkeypatch):
+def no_tiles(monkeypatch):
     def refuse(*args, **kwargs):
         raise ValueError("Not here.")
 
     def switch():
-        monkeypatch.setattr(FusedReadout, "probe", refuse)
+        monkeypatch.setattr(HeadReadout, "probe", refuse)
 
     return switch
 
@@ -89,18 +89,18 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
-    fused = trainer(tmp_path, **SETTINGS[setting])
-    fused.train()
-    metrics = fused.evaluate()
-    assert isinstance(fused._layers, TiledLosses)
-    no_fused()
+def test_fifty_steps_follow_the_replay(tmp_path, no_tiles, setting):
+    tiled = trainer(tmp_path, **SETTINGS[setting])
+    tiled.train()
+    metrics = tiled.evaluate()
+    assert isinstance(tiled._layers, TiledLosses)
+    no_tiles()
     replayed = trainer(tmp_path, **SETTINGS[setting])
     replayed.train()
     assert isinstance(replayed._layers, ReplayedLosses)
     multipliers = torch.stack(replayed.history)  # [steps, layers]
     assert (multipliers > 0).any() == (replayed.args.objective == "descent")
-    torch.testing.assert_close(torch.stack(fused.history), multipliers, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(torch.stack(tiled.history), multipliers, rtol=1e-3, atol=1e-4)
     expected = replayed.evaluate()
     assert metrics.keys() == expected.keys()
     for name in ("eval_loss", *(f"eval_layer_loss_{layer}" for layer in (1, 2, 3))):
@@ -108,7 +108,7 @@ def test_fifty_steps_follow_the_replay(tmp_path, no_fused, setting):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_fused, smoothing):
+def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_tiles, smoothing):
     def trained():
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
@@ -120,23 +120,23 @@ def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_fused, smoothi
         made.train()
         return made
 
-    fused = trained()
-    assert isinstance(fused._layers, TiledLosses)
-    no_fused()
+    tiled = trained()
+    assert isinstance(tiled._layers, TiledLosses)
+    no_tiles()
     replayed = trained()
-    torch.testing.assert_close(fused._dual.mean_losses, replayed._dual.mean_losses, rtol=1e-4, atol=0.0)
-    for mine, expected in zip(fused.model.parameters(), replayed.model.parameters()):
+    torch.testing.assert_close(tiled._dual.mean_losses, replayed._dual.mean_losses, rtol=1e-4, atol=0.0)
+    for mine, expected in zip(tiled.model.parameters(), replayed.model.parameters()):
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_fifty_steps_follow_a_naive_loop(tmp_path):
     plain = {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
-    fused = trainer(tmp_path, resilience=0.05, **plain)
-    model = copy.deepcopy(fused.model)
+    tiled = trainer(tmp_path, resilience=0.05, **plain)
+    model = copy.deepcopy(tiled.model)
     batches = []
-    step = fused.training_step
-    fused.training_step = lambda model, inputs, *args: (batches.append(inputs), step(model, inputs, *args))[1]
-    fused.train()
+    step = tiled.training_step
+    tiled.training_step = lambda model, inputs, *args: (batches.append(inputs), step(model, inputs, *args))[1]
+    tiled.train()
 
     problem, multipliers = DescentProblem(0.2, 3.0, LAYERS), Multipliers(LAYERS, 0.02, optim="adam", resilience=0.05)
     states = []
@@ -160,9 +160,9 @@ def test_fifty_steps_follow_a_naive_loop(tmp_path):
                 parameter -= 0.1 * parameter.grad
         if index >= 5:
             multipliers.step(problem.violations(losses.detach()) / 3.0)
-        torch.testing.assert_close(fused.history[index], multipliers.values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tiled.history[index], multipliers.values, rtol=1e-4, atol=1e-5)
     assert multipliers.values.max() > 0.1
-    for mine, expected in zip(fused.model.parameters(), model.parameters()):
+    for mine, expected in zip(tiled.model.parameters(), model.parameters()):
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -189,14 +189,14 @@ def test_sampled_run_resumes_bit_for_bit(tmp_path):
 
 def drawn_tokens(monkeypatch, made):
     """The seeds of the generators that tokens are drawn with in a run."""
-    seeds, tokens = [], FusedReadout.tokens
+    seeds, tokens = [], HeadReadout.tokens
 
     def watch(self, inputs, fraction=1.0, generator=None):
         seeds.extend([] if generator is None else [generator.initial_seed()])
         return tokens(self, inputs, fraction, generator)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FusedReadout, "tokens", watch)
+        patch.setattr(HeadReadout, "tokens", watch)
         made.train()
     return seeds
 
@@ -219,13 +219,13 @@ def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch
 def reads(monkeypatch, made):
     """Labelled and sampled tokens in each read of a run, and of what follows."""
     seen = []
-    read = FusedReadout._read
+    read = HeadReadout._read
 
     def watch(self, states, tokens, *args, **kwargs):
         seen.append((len(tokens.rows), None if tokens.sample is None else len(tokens.sample)))
         return read(self, states, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(FusedReadout, "_read", watch)
+    monkeypatch.setattr(HeadReadout, "_read", watch)
     made.train()
     return seen
 

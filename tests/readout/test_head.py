@@ -6,7 +6,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_descent import layer_logits, layer_losses
-from hf_descent.readout.head import FusedReadout
+from hf_descent.readout.head import HeadReadout
 
 
 LAYERS, VOCAB = 3, 53
@@ -108,7 +108,7 @@ def test_losses_and_gradients_are_those_of_the_replay(name):
     (WEIGHTS * losses).sum().backward()
     expected = gradients(model)
 
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     assert readout.shifts_labels == (name.endswith("CausalLM") or name == "GPT2LMHeadModel")
     assert readout.num_layers == LAYERS
     outputs, sums, found = train_step(readout, model, inputs)
@@ -120,7 +120,7 @@ def test_losses_and_gradients_are_those_of_the_replay(name):
 
 def test_router_loss_weight():
     model, inputs = build("MixtralForCausalLM"), batch()
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     outputs = model(**inputs)
     expected = layer_losses(model, inputs)[-1] + readout.router_loss_weight * outputs["aux_loss"]
     assert readout.router_loss_weight == 0.5
@@ -132,12 +132,12 @@ def test_a_softcap_is_found_where_rounding_hides_it(name):
     model = build(name, final_logit_softcapping=30.0, logits_soft_cap=30.0).bfloat16()
     model.get_output_embeddings().weight.data.mul_(0.1)
     assert model(**batch())["logits"].abs().max() < 1
-    assert FusedReadout.probe(model, batch()).head_loss.softcap == 30.0
+    assert HeadReadout.probe(model, batch()).head_loss.softcap == 30.0
 
 
 def test_label_smoothing_is_the_trainers():
     model, inputs = build(), batch()
-    readout = FusedReadout.probe(model, inputs, label_smoothing=0.1)
+    readout = HeadReadout.probe(model, inputs, label_smoothing=0.1)
     logits = layer_logits(model, inputs)
     smoother = LabelSmoother(epsilon=0.1)
     losses = torch.stack([smoother({"logits": x}, inputs["labels"], shift_labels=True) for x in logits])
@@ -150,7 +150,7 @@ def test_label_smoothing_is_the_trainers():
 def test_labels_shifted_already(probed_shifted):
     model, inputs = build(), batch()
     shifted_inputs = {**inputs, "shift_labels": nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)}
-    readout = FusedReadout.probe(model, shifted_inputs if probed_shifted else inputs)
+    readout = HeadReadout.probe(model, shifted_inputs if probed_shifted else inputs)
     assert readout.shifts_labels
     _, sums, found = train_step(readout, model, inputs)
     _, shifted_sums, shifted_found = train_step(readout, model, shifted_inputs)
@@ -163,7 +163,7 @@ def test_labels_shifted_already(probed_shifted):
 @pytest.mark.parametrize("keep_logits", [True, False])
 def test_logits_on_request(keep_logits):
     model, inputs = build(), batch()
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     with torch.no_grad():
         expected = model(**inputs)
         with readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum, keep_logits):
@@ -184,7 +184,7 @@ class PatchedByLiger(transformers.LlamaForCausalLM):
 
 def test_a_trainer_that_asks_liger_for_no_logits():
     model, inputs = PatchedByLiger(transformers.LlamaConfig(**SIZES)), batch()
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum):
         outputs = model(**inputs, skip_logits=True)  # as Trainer's evaluation calls it with `use_liger_kernel`
         expected = model(**inputs)
@@ -193,7 +193,7 @@ def test_a_trainer_that_asks_liger_for_no_logits():
 
 def test_gradient_checkpointing():
     model, inputs = build(), batch()
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     *_, expected = train_step(readout, model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
@@ -209,14 +209,14 @@ def test_lora(saved):
     (WEIGHTS * layer_losses(model, inputs)).sum().backward()
     expected = gradients(model)
     assert any("lm_head" in name for name in expected) == (saved is not None)
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
 
 
 def test_reads_are_no_calls_of_the_norm():
     """FSDP would gather the shards of norm and head for each, and let go of them after it."""
     model, inputs, calls = build(), batch(), []
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     model.model.norm.register_forward_pre_hook(lambda *args: calls.append(args))
     train_step(readout, model, inputs)
     assert len(calls) == 1
@@ -232,7 +232,7 @@ def test_the_model_is_left_as_it_was(fail):
         if fail:
             raise KeyError("stop")
 
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     try:
         with readout.attach(on_forward):
             model(**inputs)
@@ -272,7 +272,7 @@ class Plain(nn.Module):
 def test_a_model_without_a_config():
     model, inputs = Plain(), batch()
     losses = layer_losses(model, inputs)
-    _, sums, _ = train_step(FusedReadout.probe(model, inputs), model, inputs)
+    _, sums, _ = train_step(HeadReadout.probe(model, inputs), model, inputs)
     torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach())
 
 
@@ -342,7 +342,7 @@ def test_other_tails_are_refused(make, match):
     if "Sequence" in type(model).__name__:
         inputs["labels"] = torch.tensor([0, 1])
     with pytest.raises(ValueError, match=match):
-        FusedReadout.probe(model, inputs)
+        HeadReadout.probe(model, inputs)
 
 
 def test_mixed_precision_over_a_half_precision_model():
@@ -350,7 +350,7 @@ def test_mixed_precision_over_a_half_precision_model():
     forward = model.forward
     model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
     losses = layer_losses(model, inputs)
-    _, sums, found = train_step(FusedReadout.probe(model, inputs), model, inputs)
+    _, sums, found = train_step(HeadReadout.probe(model, inputs), model, inputs)
     torch.testing.assert_close(sums.sums / sums.num_tokens, losses.detach(), rtol=0.02, atol=0.0)
     assert {gradient.dtype for gradient in found.values()} == {torch.float16}
 
@@ -366,7 +366,7 @@ def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides
     model, inputs = build(name, **overrides), batch()
     dropout = model.get_submodule(dropout)
     dropout.p = 0.5
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     assert dropout.training
 
     def read(read, *_):
@@ -376,23 +376,23 @@ def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides
     with torch.no_grad(), readout.attach(read):
         for _ in range(400):
             model(**inputs)
-    fused = torch.stack([sums.sums / sums.num_tokens for sums in draws])  # [draws, layers]
+    tiled = torch.stack([sums.sums / sums.num_tokens for sums in draws])  # [draws, layers]
     with torch.no_grad():
         replayed = torch.stack([layer_losses(model, inputs) for _ in range(400)])  # [draws, layers]
-    error = (fused.var(0) / 400 + replayed.var(0) / 400).sqrt()
-    assert (fused.std(0) > 0).all()
-    assert ((fused.mean(0) - replayed.mean(0)).abs() < 4 * error).all()
-    torch.testing.assert_close(fused.std(0), replayed.std(0), rtol=0.2, atol=0.0)
+    error = (tiled.var(0) / 400 + replayed.var(0) / 400).sqrt()
+    assert (tiled.std(0) > 0).all()
+    assert ((tiled.mean(0) - replayed.mean(0)).abs() < 4 * error).all()
+    torch.testing.assert_close(tiled.std(0), replayed.std(0), rtol=0.2, atol=0.0)
 
 
 def test_labels_are_needed():
     with pytest.raises(ValueError, match="labels"):
-        FusedReadout.probe(build(), {"input_ids": batch()["input_ids"]})
+        HeadReadout.probe(build(), {"input_ids": batch()["input_ids"]})
 
 
 def test_dropped_layers_raise():
     model, inputs = build(), batch()
-    readout = FusedReadout.probe(model, inputs)
+    readout = HeadReadout.probe(model, inputs)
     del model.model.layers[-1]
     model.config.num_hidden_layers -= 1
     with pytest.raises(ValueError, match="2 layers"), readout.attach(lambda *_: None):

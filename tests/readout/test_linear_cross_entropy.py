@@ -19,7 +19,7 @@ from naive_head import (
 from torch import nn
 
 from hf_descent.readout import tiles
-from hf_descent.readout.linear_cross_entropy import HeadLoss, fused_layer_losses, labelled_tokens
+from hf_descent.readout.linear_cross_entropy import HeadLoss, labelled_tokens, tiled_layer_losses
 
 
 @pytest.fixture(params=[None, 2 * VOCAB], ids=["one tile", "two rows a tile"])
@@ -61,7 +61,7 @@ def test_losses_and_gradients_are_the_naive_ones(option, num_items, tile_size):
     (3.5 * expected).backward()  # the factor stands for loss scaling
     naive = gradients(hidden, norm, head)
 
-    out = fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, head_loss=head_loss, num_items=num_items)
+    out = tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, head_loss=head_loss, num_items=num_items)
     (3.5 * out.objective).backward()
     torch.testing.assert_close(out.sums, sums.detach())
     torch.testing.assert_close(out.final_sum, sums[-1].detach())
@@ -79,7 +79,7 @@ def test_frozen_parts_get_no_gradient(frozen):
         {"head": head, "norm": norm}[frozen].requires_grad_(False)
     (WEIGHTS * naive_sums(hidden, norm, head, labels)).sum().backward()
     naive = gradients(hidden, norm, head)
-    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS, num_items=1)
+    out = tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS, num_items=1)
     out.objective.backward()
     assert_same_gradients(gradients(hidden, norm, head), naive)
 
@@ -91,7 +91,7 @@ def test_products_per_layer(tile_size):
 
     def flops(weights, **kwargs):
         with Watch() as watch:
-            fused_layer_losses(hidden, tokens, norm, head, weights, **kwargs)
+            tiled_layer_losses(hidden, tokens, norm, head, weights, **kwargs)
         return watch.flops / product
 
     assert flops(None) == LAYERS
@@ -107,12 +107,12 @@ def test_value_only_layers_equal_weight_zero():
     hidden, norm, head, labels = setting(bias=True)
     tokens = labelled_tokens(labels)
     weights = WEIGHTS * torch.tensor([0.0, 1.0, 0.0, 1.0])
-    expected = fused_layer_losses(hidden, tokens, norm, head, weights)
+    expected = tiled_layer_losses(hidden, tokens, norm, head, weights)
     expected.objective.backward()
     wanted = [torch.zeros_like(g) if g is None else g for g in gradients(hidden, norm, head)]
     # Whatever stands in the weights of these layers is not read.
     garbage = torch.where(weights == 0, torch.nan, weights)
-    out = fused_layer_losses(hidden, tokens, norm, head, garbage, value_only=(1, 3))
+    out = tiled_layer_losses(hidden, tokens, norm, head, garbage, value_only=(1, 3))
     out.objective.backward()
     torch.testing.assert_close(out.sums, expected.sums)
     torch.testing.assert_close(out.objective, expected.objective)
@@ -125,7 +125,7 @@ def test_no_read_waits_for_the_device(sampled):
     hidden, norm, head, labels = setting(bias=True)
     tokens = labelled_tokens(labels, fraction=0.5 if sampled else 1.0)
     with Watch() as watch:
-        fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, value_only=(1, 3)).objective.backward()
+        tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, value_only=(1, 3)).objective.backward()
     assert watch.flops and not watch.waits
 
 
@@ -139,30 +139,30 @@ def test_two_passes_give_the_gradient_of_a_nonlinear_objective():
     quadratic(naive_sums(hidden, norm, head, labels) / len(tokens.rows)).backward()
     naive = gradients(hidden, norm, head)
 
-    values = fused_layer_losses(hidden, tokens, norm, head)
+    values = tiled_layer_losses(hidden, tokens, norm, head)
     assert values.objective is None
     assert all(not isinstance(value, torch.Tensor) or not value.requires_grad for value in values)
     losses = (values.sums / values.num_tokens).requires_grad_()
     (weights,) = torch.autograd.grad(quadratic(losses), losses)
-    fused_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
+    tiled_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
     assert_same_gradients(gradients(hidden, norm, head), naive)
 
 
 def test_micro_batches_add_up():
     hidden, norm, head, labels = setting(bias=True)
     items = len(labelled_tokens(labels).rows)
-    fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS).objective.backward()
+    tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS).objective.backward()
     whole = gradients(hidden, norm, head)
     for row in range(BATCH):
         part = [state[row : row + 1] for state in hidden]
         tokens = labelled_tokens(labels[row : row + 1])
-        fused_layer_losses(part, tokens, norm, head, WEIGHTS, num_items=items).objective.backward()
+        tiled_layer_losses(part, tokens, norm, head, WEIGHTS, num_items=items).objective.backward()
     assert_same_gradients(gradients(hidden, norm, head), whole)
 
 
 def test_batch_without_labels():
     hidden, norm, head, labels = setting(bias=True)
-    out = fused_layer_losses(hidden, labelled_tokens(torch.full_like(labels, -100)), norm, head, WEIGHTS)
+    out = tiled_layer_losses(hidden, labelled_tokens(torch.full_like(labels, -100)), norm, head, WEIGHTS)
     out.objective.backward()
     assert out.num_tokens == 0
     assert out.objective == 0
@@ -171,7 +171,7 @@ def test_batch_without_labels():
 
 def test_second_backward_is_refused():
     hidden, norm, head, labels = setting()
-    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS)
+    out = tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS)
     out.objective.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="retain_graph"):
         out.objective.backward()
@@ -181,13 +181,13 @@ def test_entropies_and_hits_of_the_last_layer(tile_size):
     hidden, norm, head, labels = setting()
     tokens = labelled_tokens(labels)
     logits = head(norm(hidden[-1])).flatten(0, 1)[tokens.rows]
-    out = fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, token_statistics=True)
+    out = tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, token_statistics=True)
     torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
     assert torch.equal(out.token_hits, logits.argmax(-1) == tokens.targets)
     torch.testing.assert_close(out.token_losses, nn.functional.cross_entropy(logits, tokens.targets, reduction="none"))
     out.objective.backward()
     found = gradients(hidden, norm, head)
-    fused_layer_losses(hidden, tokens, norm, head, WEIGHTS).objective.backward()
+    tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS).objective.backward()
     assert_same_gradients(found, gradients(hidden, norm, head))
 
 
@@ -196,7 +196,7 @@ def test_entropies_are_not_rounded_to_half_precision():
     tokens = labelled_tokens(labels)
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(hidden[-1]).flatten(0, 1)[tokens.rows].float()
-        out = fused_layer_losses(hidden, tokens, norm, head, token_statistics=True)
+        out = tiled_layer_losses(hidden, tokens, norm, head, token_statistics=True)
     torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
 
 
@@ -209,7 +209,7 @@ def test_bfloat16_accumulates_in_float32(autocast, tile_size):
         norm, head = norm.bfloat16(), head.bfloat16()
         hidden = [state.detach().bfloat16().requires_grad_() for state in hidden]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float(), num_items=1)
+        out = tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float(), num_items=1)
     assert out.sums.dtype == torch.float32
     out.objective.backward()
     for got, wanted in zip(gradients(hidden, norm, head), exact, strict=True):
@@ -227,7 +227,7 @@ def test_weights_beyond_the_range_of_float16(weight, size, tile_size):
     found = []
     for half in (False, True):
         with torch.autocast("cpu", torch.float16, enabled=half):
-            out = fused_layer_losses(hidden, tokens, norm, head, weight * WEIGHTS.float())
+            out = tiled_layer_losses(hidden, tokens, norm, head, weight * WEIGHTS.float())
         (1024 * out.objective).backward()  # loss scaling, which shrinks where a gradient is infinite
         found.append([out.objective.detach(), *gradients(hidden, norm, head)])
     for exact, got in zip(*found, strict=True):
@@ -247,16 +247,16 @@ def test_sampled_losses_and_gradients_are_unbiased_with_the_stated_variance():
     tokens = labelled_tokens(labels)
     count, size = len(tokens.rows), 2
     assert count >= 4
-    full = fused_layer_losses(hidden, tokens, norm, head, WEIGHTS)
+    full = tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS)
     full.objective.backward()
     expected = gradients(hidden, norm, head)
     per_token = torch.stack(
-        [fused_layer_losses([*hidden[:-1], state], tokens, norm, head).token_losses for state in hidden]
+        [tiled_layer_losses([*hidden[:-1], state], tokens, norm, head).token_losses for state in hidden]
     )  # [layers, tokens]
 
     runs, found = [], []
     for drawn in all_samples(tokens, size):  # each is as likely as any other, so their mean is the expectation
-        runs.append(fused_layer_losses(hidden, drawn, norm, head, WEIGHTS))
+        runs.append(tiled_layer_losses(hidden, drawn, norm, head, WEIGHTS))
         runs[-1].objective.backward()
         found.append(gradients(hidden, norm, head))
         torch.testing.assert_close(runs[-1].final_sum, full.final_sum)
@@ -280,7 +280,7 @@ def test_the_objective_reads_the_last_layer_on_all_tokens():
     (WEIGHTS[-1] * naive_sums(hidden[-1:], norm, head, labels)).sum().backward()
     full = hidden[-1].grad.flatten(0, 1)[tokens.rows] / WEIGHTS[-1]
     hidden[-1].grad = None
-    fused_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1).objective.backward()
+    tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1).objective.backward()
     share = torch.ones(len(tokens.rows), dtype=torch.float64)
     share[tokens.sample] += (WEIGHTS[-1] - 1.0) * len(tokens.rows) / len(tokens.sample)
     torch.testing.assert_close(hidden[-1].grad.flatten(0, 1)[tokens.rows], share[:, None] * full)
@@ -327,7 +327,7 @@ def test_bad_input(match, arguments):
     hidden, norm, head, labels = setting()
     arguments = {"hidden_states": hidden, "weights": WEIGHTS, **arguments}
     with pytest.raises(ValueError, match=match):
-        fused_layer_losses(tokens=labelled_tokens(labels), norm=norm, head=head, **arguments)
+        tiled_layer_losses(tokens=labelled_tokens(labels), norm=norm, head=head, **arguments)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, math.nan])

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_descent.readout.replay import Readout, layer_logits, output_logits
-from hf_descent.readout.tape import is_quiet
+from hf_descent.readout.tape import noise_is_disabled
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_order_subset_and_gradient_of_layers():
     readout = Readout.probe(model, {"x": x})
 
     def on_layer(layer, outputs, hidden):
-        seen.append((layer, outputs["logits"].requires_grad, hidden.requires_grad, is_quiet()))
+        seen.append((layer, outputs["logits"].requires_grad, hidden.requires_grad, noise_is_disabled()))
         model(-x)
 
     with readout.attach(on_layer, layers=[4, 2, 1], no_grad_layers=(2,)):

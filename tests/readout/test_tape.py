@@ -12,7 +12,7 @@ from architectures import AUDIO, DECODER, LAYERS, TEXT, XLM, TwoStage, batch_for
 from torch import nn
 
 from hf_descent.readout.replay import Readout, layer_logits, output_logits
-from hf_descent.readout.tape import is_quiet
+from hf_descent.readout.tape import noise_is_disabled
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +199,7 @@ def test_leaves_nothing_behind(bert):
     with pytest.raises(ZeroDivisionError), readout.attach(lambda *_: 1 / 0):
         model(**batch)
     assert state_of(model) == before
-    assert not is_quiet()
+    assert not noise_is_disabled()
 
 
 def test_recovers_from_a_forward_that_raises():
@@ -248,7 +248,7 @@ def test_record_holds_nothing_from_inside_layers(bert):
 def test_is_quiet_tells_replays_from_the_forward():
     model, x, flags = TwoStage(), torch.randn(2, 4), []
     readout = Readout.probe(model, {"x": x})
-    model.head.register_forward_pre_hook(lambda *_: flags.append(is_quiet()))
+    model.head.register_forward_pre_hook(lambda *_: flags.append(noise_is_disabled()))
     with readout.attach(lambda *_: None):
         model(x)
     assert flags == [False, True, True, True]

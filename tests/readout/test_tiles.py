@@ -18,7 +18,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_descent.readout import tiles
-from hf_descent.readout.linear_cross_entropy import HeadLoss, fused_layer_losses, labelled_tokens
+from hf_descent.readout.linear_cross_entropy import HeadLoss, labelled_tokens, tiled_layer_losses
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -28,7 +28,7 @@ def test_no_tensor_is_larger_than_a_tile(monkeypatch, softcap):
     assert VOCAB * HIDDEN < tile < BATCH * SEQ * VOCAB
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": tile})
     with Watch() as watch:
-        out = fused_layer_losses(
+        out = tiled_layer_losses(
             hidden, labelled_tokens(labels), norm, head, WEIGHTS, head_loss=HeadLoss(softcap=softcap)
         )
         out.objective.backward()
@@ -51,7 +51,7 @@ def test_memory_grows_by_one_gradient_a_layer(monkeypatch):
     def step_bytes(layers):
         states = [torch.randn(batch, seq, hidden).requires_grad_() for _ in range(layers)]
         return peak_bytes(
-            lambda: fused_layer_losses(states, tokens, norm, head, torch.ones(layers)).objective.backward()
+            lambda: tiled_layer_losses(states, tokens, norm, head, torch.ones(layers)).objective.backward()
         )
 
     gradient = 4 * batch * seq * hidden
@@ -66,7 +66,7 @@ def test_rounding_does_not_grow_with_the_number_of_tiles(monkeypatch):
     (naive_sums(double, copy.deepcopy(norm).double(), exact_head, labels).sum()).backward()
     for rows in (1, BATCH * SEQ):
         monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": rows * VOCAB})
-        fused_layer_losses(
+        tiled_layer_losses(
             hidden, labelled_tokens(labels), norm, head, torch.ones(LAYERS), num_items=1
         ).objective.backward()
         errors.append((head.weight.grad.double() - exact_head.weight.grad).norm())
@@ -80,7 +80,7 @@ def test_improbable_labels_keep_a_finite_loss():
         head.weight.mul_(1e4)
     expected = naive_sums(hidden, norm, head, labels)
     assert (expected > 1e3).any()
-    out = fused_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float())
+    out = tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float())
     torch.testing.assert_close(out.sums, expected.detach())
 
 
@@ -91,7 +91,7 @@ def test_sums_over_tokens_are_not_held_in_half_precision():
         head.weight.zero_()[0] = -0.02  # the label is out of the question,
         head.weight[1] = 0.02  # and another class certain
     with torch.autocast("cpu", torch.float16):
-        out = fused_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), num_items=1)
+        out = tiled_layer_losses([hidden], tokens, nn.Identity(), head, torch.ones(1), num_items=1)
     out.objective.backward()
     pushes = torch.zeros(VOCAB).index_fill(0, torch.tensor([1]), 399 * 200.0)
     pushes[0] = -pushes[1]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -150,10 +151,8 @@ def json_value(value: Any) -> Any:
     value = value.value if isinstance(value, Enum) else value
     if isinstance(value, str) and os.path.exists(value):
         return os.path.basename(os.path.abspath(value))
-    if isinstance(value, str | int | float | None):
-        return value
-    # Text that tells where an object lies in memory differs in every process.
-    return type(value).__name__ if " at 0x" in str(value) else str(value)
+    # Where an object lies in memory is another place in every process.
+    return value if isinstance(value, str | int | float | None) else re.sub(r" at 0x\w+", "", str(value))
 
 
 def _is_secret(name: str) -> bool:

@@ -5,12 +5,11 @@ For y = x + sigma n, n ~ N(0, I), and any weakly differentiable estimator h,
     SURE(h) = ||h(y) - y||^2 / N - sigma^2 + 2 sigma^2 / N div h(y)
 
 is an unbiased estimate of ||h(y) - x||^2 / N (Stein 1981), with div h(y) = E b . (h(y + eps b) - h(y)) / eps by
-Monte Carlo (Ramani, Blu, Unser 2008). A linear combination of estimates is quadratic in its weights, so the best one
-solves a small linear system (SURE-LET; Blu, Luisier 2007).
+Monte Carlo (Ramani, Blu, Unser 2008). The best linear combination of estimates solves a small linear system (SURE-LET;
+Blu, Luisier 2007).
 
-The ASSUMPTION is Gaussian noise, independent and of one deviation over a sample. Of correlated noise, and of salt and
-pepper on few pixels, the estimated deviation is far too small, so that the input is taken for clean and the noise is
-kept, where a fixed number of passes would remove most of it. Blur has no deviation to estimate, and stays as it is.
+The ASSUMPTION is Gaussian noise, independent and of one deviation over a sample. For correlated noise, and salt and
+pepper on few pixels, the estimated deviation is far too small, and the noise is kept. Blur stays as it is.
 """
 
 import math
@@ -22,13 +21,13 @@ import torch
 
 @dataclass
 class Passes:
-    """What k passes gave, K = passes + 1 estimates with the input itself first.
+    """K = passes + 1 estimates, the input first.
 
     Attributes:
-        output (`torch.Tensor`): the estimate, shaped like the input.
-        mse (`torch.Tensor` `[K, batch]`): estimated mean squared error (SURE) of the input and after each pass.
-        weights (`torch.Tensor` `[K, batch]`): share of each in the output; one-hot where one was chosen.
-        sigma (`torch.Tensor` `[batch]`): deviation of the noise, in the units of the input.
+        output (`[batch, ...]`): the chosen or combined estimate.
+        mse (`[K, batch]`): estimated mean squared error (SURE) of each.
+        weights (`[K, batch]`): share of each in the output; one-hot where one was chosen.
+        sigma (`[batch]`): deviation of the noise, in the units of the input.
     """
 
     output: torch.Tensor
@@ -50,24 +49,19 @@ def denoise_in_passes(
 ) -> Passes:
     """Apply a denoiser to its own output and take the best mix of all passes, judged by SURE on each sample.
 
-    Costs `passes * (1 + draws)` runs of the denoiser. Choosing among k estimates by an unbiased estimate of their
-    error favours the lucky one, by an amount that falls with the size of a sample; with less than some hundred values
-    a sample, take one pass.
+    Costs `passes * (1 + draws)` runs of the denoiser. SURE needs some hundred values a sample to choose by.
 
     Args:
         denoise (`Callable`): a batch to its estimate, same shape: `lambda y: model(pixel_values=y).logits`.
-        noisy (`torch.Tensor` `[batch, ...]`): the input; float32 or float64, as also the denoiser should compute: the
-            divergence is a difference of outputs that lower precision rounds away.
+        noisy (`torch.Tensor` `[batch, ...]`): the input. It and the denoiser must be float32 or float64: the
+            divergence is a difference that lower precision rounds away.
         passes (`int`): how often the denoiser is applied, k >= 1.
-        sigma (`float` or `torch.Tensor` `[batch]`, *optional*): deviation of the noise. Estimated by
-            [`estimate_sigma`] where not given, for which the last two dimensions must be height and width.
+        sigma (`float` or `[batch]`, *optional*): deviation of the noise. `None`: that of [`estimate_sigma`].
         combine (`bool`): mix all passes and the input by the weights of least SURE; else choose one.
-        draws (`int`): Monte Carlo draws of the divergence; one is enough for images.
-        seed (`int`): of these draws.
+        draws (`int`), seed (`int`): Monte Carlo draws of the divergence (one is enough for images), and their seed.
 
     Raises:
-        ValueError: `passes` or `draws` below 1, an input of another type, a `sigma` that is not positive, an output of
-            another shape or type.
+        ValueError: an argument out of its range, or an output of another shape or type than the input.
     """
     if passes < 1 or draws < 1:
         raise ValueError(f"`passes` is {passes} and `draws` is {draws}; both must be at least 1.")
@@ -76,8 +70,7 @@ def denoise_in_passes(
     batch = len(noisy)
     if sigma is None:  # of a flat image it is 0: the least that can be divided by, which keeps the image as it is
         sigma = estimate_sigma(noisy).reshape(batch, -1).median(1).values.clamp(min=torch.finfo(torch.float32).tiny)
-    sigma = torch.as_tensor(sigma)
-    sigma = sigma.to(noisy.device, torch.float64).expand(batch)  # [batch]
+    sigma = torch.as_tensor(sigma).to(noisy.device, torch.float64).expand(batch)  # [batch]
     if not (sigma > 0).all():
         raise ValueError(f"`sigma` is {sigma.tolist()}; the deviation of the noise must be positive.")
     generator = torch.Generator().manual_seed(seed)
@@ -103,24 +96,16 @@ def denoise_in_passes(
 
 
 def estimate_sigma(images: torch.Tensor) -> torch.Tensor:
-    """Deviation of Gaussian noise in each image, `[..., height, width]` -> `[...]`.
+    """Deviation of Gaussian noise in each image, `[..., height, width]` of at least 2 x 2 -> `[...]`.
 
     The median of the finest diagonal Haar coefficients, in which smooth content cancels, divided by that of |N(0, 1)|
-    (Donoho, Johnstone 1994). Fine texture is counted as noise; clipped values make it too small.
-
-    Raises:
-        ValueError: for fewer than two rows or columns.
+    (Donoho, Johnstone 1994). Fine texture counts as noise; clipped values make it too small.
     """
     height, width = images.shape[-2] // 2 * 2, images.shape[-1] // 2 * 2
-    if not height or not width:
-        raise ValueError(f"`images` has the shape {list(images.shape)}; give [..., height, width], at least 2 x 2.")
     blocks = images[..., :height, :width].double().unflatten(-2, (-1, 2)).unflatten(-1, (-1, 2))
-    diagonal = (
-        blocks[..., 0, :, 0] - blocks[..., 0, :, 1] - blocks[..., 1, :, 0] + blocks[..., 1, :, 1]
-    ) / 2  # [..., height / 2, width / 2]
-    return diagonal.abs().flatten(-2).median(-1).values / (
-        math.sqrt(2) * torch.special.erfinv(torch.tensor(0.5)).item()
-    )
+    top, bottom = blocks.diff(dim=-1)[..., 0].unbind(-2)  # [..., height / 2, width / 2] each
+    median = ((bottom - top) / 2).abs().flatten(-2).median(-1).values  # [...]
+    return median / (math.sqrt(2) * torch.special.erfinv(torch.tensor(0.5)).item())
 
 
 def _run(denoise, noisy, passes) -> torch.Tensor:

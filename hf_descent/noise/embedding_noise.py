@@ -1,8 +1,7 @@
-"""Gaussian perturbation of a model's input signal.
+"""Gaussian noise on a model's input signal: `e~ = e + gamma * sigma * n` with `n ~ N(0, I)`.
 
-Text: after the token-embedding lookup, `e~ = e + gamma * sigma * n` with `n ~ N(0, I)`; images, audio and video: the
-same on the model's main input. `sigma` is ONE scalar, the standard deviation of the clean signal, fixed before
-training and kept with the model as `config.noise_sigma`; `gamma` is the noise level in units of it.
+The signal is the token embeddings of text, else the model's main input (images, audio, video). `sigma` is ONE scalar,
+the standard deviation of the clean signal, fixed before training and kept with the model as `config.noise_sigma`.
 
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local perturbations of its experiments.
 """
@@ -13,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..configs import levels_of
 from ..readout.labels import num_virtual_tokens
@@ -28,49 +27,44 @@ from ..readout.tape import noise_is_disabled
 from .lookups import find_lookups, is_time_first, look_up
 
 
-logger = logging.get_logger(__name__)
-
-
 @dataclass
 class _Call:
-    """One running forward call of a (sub)model: what the embedding lookup inside it needs to know."""
+    """One running forward call of a (sub)model."""
 
     input_ids: torch.Tensor | None
     mask: torch.Tensor | None
+    cache: Any
     has_signal: bool
     looked_up: bool = False
+    # Of the outermost call alone:
+    perturbed: bool = False
+    levels: torch.Tensor | None = None  # [batch]
 
 
 class EmbeddingNoise:
-    """Adds Gaussian noise to the token embeddings (or to the image, audio or video input) of a model while attached.
+    """Adds Gaussian noise to a model's token embeddings, or to its floating-point main input, within a `with` block.
 
-    Text models (`main_input_name == "input_ids"`): the output of `get_input_embeddings()` is perturbed wherever the
-    model looks tokens up, the decoder and each step of `generate` included; `inputs_embeds` given in place of ids are
-    perturbed likewise. Padding stays untouched bit for bit: a 2-D attention mask `[batch, past + seq]` names it (its
-    last `seq` columns; a decoder's own mask for its own tokens). Without a mask, or with one of another shape (4-D,
-    for example), every position counts as a token. Trained prompts, which PEFT puts before the tokens, stay untouched,
-    too. All other models: the floating-point main input is perturbed.
+    In text models (`main_input_name == "input_ids"`) the output of `get_input_embeddings()` is perturbed wherever
+    tokens are looked up, in the decoder and in each step of `generate`, too; so are `inputs_embeds`. Padding, as a 2-D
+    attention mask `[batch, past + seq]` gives it, and PEFT's trained prompts stay untouched bit for bit. Without a
+    mask, or with one of another shape such as 4-D, every position counts as a token.
 
-    The noise is drawn in float32 from a generator of its own on the tensor's device, so the global random state is
-    left alone, and one (seed, key, shape) always gives the same noise on one kind of device. Nothing is drawn or
-    touched at `gamma=0`, outside the model's own forward, or while the shared readout replays a forward pass (its
-    states are perturbed already).
+    The noise is drawn in float32 from its own generator on the tensor's device: one (seed, key, shape) always gives
+    the same noise on one kind of device. Nothing is drawn at `gamma=0`, outside the model's own forward, or while the
+    shared readout replays a forward pass (its states are perturbed already).
 
     Args:
-        model (`PreTrainedModel` or a wrapper of one):
-            DDP, FSDP, compile and PEFT wrappers are looked through.
-        gamma (`float` or `(float, float)`):
-            Noise level in units of `sigma`, or a range from which each sample of each forward call draws its own.
-        seed (`int`, *optional*):
-            Seed of the generator. `None`: one is drawn from torch's global generator here.
-        sigma (`float`, *optional*):
-            Standard deviation of the clean signal. `None`: `model.config.noise_sigma`, else, for text models, the
-            standard deviation of the embedding table (padding row excluded). [`estimate_sigma`] measures it on data.
+        model (`PreTrainedModel`): bare, or wrapped (DDP, FSDP, compile, PEFT).
+        gamma (`float` or `(float, float)`): noise level in units of `sigma`, or a range from which each sample of each
+            forward call draws its own; may be set while attached.
+        seed (`int`, *optional*): of the generator. `None`: one is drawn from torch's global generator.
+        sigma (`float`, *optional*): standard deviation of the clean signal. `None`: `model.config.noise_sigma`, else,
+            for text models, the standard deviation of the embedding table (padding row excluded). [`estimate_sigma`]
+            measures it on data.
 
     Raises:
-        ValueError: gamma negative, not finite or an empty range; sigma not positive; negative seed; a model without
-            input embeddings or sigma, or whose layers look tokens up in a table of their own (Gemma 3n, 4); in the
-            forward call, an input that the noise cannot reach.
+        ValueError: a bad gamma, seed or sigma; a model without input embeddings or sigma, or whose layers look tokens
+            up in a second table (Gemma 3n, 4); in the forward call, an input that the noise cannot reach.
 
     Example:
 
@@ -81,11 +75,7 @@ class EmbeddingNoise:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        gamma: float | Sequence[float],
-        seed: int | None = None,
-        sigma: float | None = None,
+        self, model: nn.Module, gamma: float | Sequence[float], seed: int | None = None, sigma: float | None = None
     ):
         self._whole, self._model = model, inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
@@ -95,22 +85,19 @@ class EmbeddingNoise:
         if seed is not None and seed < 0:
             raise ValueError(f"`seed` is {seed}; give an integer >= 0.")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else int(seed)
-        self._parts: list[EmbeddingNoise] = []
         self.reseed()
-
+        self._parts: list[EmbeddingNoise] = []
         self._handles: list = []
         self._calls: list[_Call] = []  # innermost last
-        self._reached = False  # whether the outermost running call was perturbed
-        self._levels: torch.Tensor | None = None  # [batch], of the outermost running call
 
     @property
     def name(self) -> str:
-        """What kind of noise it is, for results; a class of one's own says it with what else it depends on."""
+        """The kind of noise, as results record it; a custom class adds what else it depends on."""
         return "gaussian" if type(self) is EmbeddingNoise else f"gaussian ({type(self).__name__})"
 
     @property
     def gamma(self) -> float | tuple[float, float]:
-        """The noise level, or the range of levels; may be set while attached."""
+        """The noise level, or the range of levels."""
         return self._gamma
 
     @gamma.setter
@@ -118,32 +105,23 @@ class EmbeddingNoise:
         bounds = tuple(levels_of("gamma", gamma))
         bounds = bounds * 2 if len(bounds) == 1 else bounds
         if len(bounds) != 2 or not 0.0 <= bounds[0] <= bounds[1] < math.inf:
-            raise ValueError(
-                f"`gamma` is {gamma}; give a finite level >= 0, or a range (low, high) of levels with low <= high."
-            )
+            raise ValueError(f"`gamma` is {gamma}; give a finite level >= 0, or a range (low, high) of such levels.")
         self._gamma = bounds if bounds[0] < bounds[1] else bounds[0]
 
     def reseed(self, *key: int):
-        """Restart the generator from (seed, *key), integers >= 0.
-
-        Seed and key are hashed by numpy's `SeedSequence` (the key as `spawn_key`), so that neighbouring keys give
-        unrelated streams. Reseeding with (rank, step, micro-step) makes a training run resumable at any step without
-        storing the generator's state.
-        """
+        """Restart the generator from (seed, *key), integers >= 0: with the key (rank, step, micro-step), training
+        resumes at any step without a saved generator. Neighbouring keys give unrelated streams."""
         self._stream = int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0])
         self._generator = None  # made on the device of the first tensor
 
     def split(self, *parts: tuple[float, tuple[int, ...]]) -> "EmbeddingNoise":
-        """A noise of the same kind that perturbs batches as equal parts, each by its own (level, key) as if it came
-        alone; this one stays as it is, attached or not.
-
-        So one forward serves several noise levels, on as many copies of a batch.
-        """
+        """A copy that perturbs each of several equal parts of a batch by its own (level, key), as if it came alone:
+        for several noise levels in one forward, on as many copies of a batch."""
         whole = copy(self)
         whole.gamma = max(gamma for gamma, _ in parts)
         whole._handles, whole._calls, whole._parts = [], [], [copy(self) for _ in parts]
         for part, (gamma, key) in zip(whole._parts, parts):
-            part._parts, part.gamma = [], gamma
+            part.gamma = gamma
             part.reseed(*key)
         return whole
 
@@ -152,12 +130,10 @@ class EmbeddingNoise:
         """Whether its hooks are on the model."""
         return bool(self._handles)
 
-    def attach(self) -> "EmbeddingNoise":
-        """Register the hooks (once) and return self."""
+    def __enter__(self) -> "EmbeddingNoise":
         if self.is_attached:
             return self
-        # Every (sub)model of transformers is watched, not the outermost alone: an encoder and a decoder see their own
-        # ids and masks, and `generate` calls an encoder directly.
+        # On every (sub)model: an encoder and a decoder get their own masks, and `generate` calls an encoder directly.
         for module in {self._model, *(m for m in self._model.modules() if isinstance(m, PreTrainedModel))}:
             self._handles += [
                 module.register_forward_pre_hook(self._enter, with_kwargs=True),
@@ -166,18 +142,11 @@ class EmbeddingNoise:
         self._handles += [module.register_forward_hook(self._perturb_lookup) for module in self._lookups]
         return self
 
-    def remove(self):
-        """Remove the hooks; the model is as it was."""
+    def __exit__(self, *exc_info):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._calls.clear()
-
-    def __enter__(self) -> "EmbeddingNoise":
-        return self.attach()
-
-    def __exit__(self, *exc_info):
-        self.remove()
 
     def _is_active(self) -> bool:
         return self._gamma != 0.0 and not noise_is_disabled()
@@ -190,12 +159,11 @@ class EmbeddingNoise:
         is_outermost = not self._calls
         ids, mask = given.get("input_ids"), given.get("attention_mask")
         if mask is None and ids is not None and not is_outermost and ids is self._calls[-1].input_ids:
-            mask = self._calls[-1].mask  # FNet and RWKV do not hand it on
+            mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
         has_signal = module is self._model and given.get(self._main_input) is not None
-        self._calls.append(_Call(ids, mask, has_signal))
+        self._calls.append(_Call(ids, mask, kwargs.get("past_key_values"), has_signal))
         if not (is_outermost and self._is_active()):
             return None
-        self._reached, self._levels = False, None
 
         is_text = self._main_input == "input_ids"
         noisy = {}
@@ -205,14 +173,13 @@ class EmbeddingNoise:
                 continue
             if not signal.is_floating_point():
                 raise ValueError(
-                    f"`{name}`, the main input of {type(module).__name__}, has dtype {signal.dtype}; noise can be "
-                    "added to token embeddings and to floating-point inputs only. Use noise level 0 with this model."
+                    f"`{name}` has dtype {signal.dtype}; noise needs floating-point inputs: use noise level 0."
                 )
             mask = given.get("decoder_attention_mask" if name.startswith("decoder") else "attention_mask")
             if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
                 mask = None  # it belongs to another input, such as CLIP's text
             prompts = num_virtual_tokens(self._whole, name)
-            tokens = self._perturb(signal[:, prompts:], mask)
+            tokens = self._perturb(signal[:, prompts:], mask, self._calls[0])
             noisy[name] = torch.cat([signal[:, :prompts], tokens], dim=1) if prompts else tokens
         named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
         return (*named, *args[len(names) :]), {**kwargs, **noisy}
@@ -220,14 +187,13 @@ class EmbeddingNoise:
     @torch.compiler.disable
     def _exit(self, module, args, output):
         if not self._calls:
-            return  # a pre-hook of somebody else's failed before `_enter`
+            return  # another pre-hook failed before `_enter`
         call = self._calls.pop()
-        failed = output is None
-        if call.has_signal and not (self._calls or self._reached or failed) and self._is_active():
+        if call.has_signal and not (self._calls or call.perturbed or output is None) and self._is_active():
             raise ValueError(
-                f"The noise did not reach the input of {type(module).__name__}: its forward does not call the module "
-                "that `get_input_embeddings()` returns (override that method), or was compiled in a call without "
-                "noise (attach it before the first call). Otherwise use noise level 0."
+                f"The noise did not reach the input of {type(module).__name__}: its forward was compiled before the "
+                "noise was attached, or does not call the module of `get_input_embeddings()` (override that method, "
+                "or use noise level 0)."
             )
 
     def _perturb_lookup(self, module, args, output):
@@ -238,53 +204,48 @@ class EmbeddingNoise:
         call = self._calls[-1]
         call.looked_up = True
         if is_time_first(args[0] if args else None, call.input_ids):
-            return self._perturb(output.transpose(0, 1), call.mask).transpose(0, 1)
-        return self._perturb(output, call.mask)
+            return self._perturb(output.transpose(0, 1), call.mask, self._calls[0]).transpose(0, 1)
+        return self._perturb(output, call.mask, self._calls[0])
 
-    def _perturb(self, clean: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set; same dtype."""
-        self._reached = True
-        if self._parts:
-            chunks = clean.chunk(len(self._parts))
-            masks = mask.chunk(len(self._parts)) if torch.is_tensor(mask) else [None] * len(self._parts)
-            return torch.cat([part._perturb(*given) for part, *given in zip(self._parts, chunks, masks)])
+    def _perturb(self, clean: torch.Tensor, mask: torch.Tensor | None, call: _Call) -> torch.Tensor:
+        """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set, in the outermost running
+        `call`; same dtype."""
+        call.perturbed = True
+        parts = self._parts or [self]
+        masks = mask.chunk(len(parts)) if torch.is_tensor(mask) else [None] * len(parts)
+        chunks = zip(parts, clean.chunk(len(parts)), masks)
+        return torch.cat([part._perturb_part(clean, mask, call) for part, clean, mask in chunks])
+
+    def _perturb_part(self, clean, mask, call):
         if self._generator is None or self._generator.device != clean.device:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)
-        noisy = self._noisy(clean)
+        noise = self._standard_noise(clean, self._generator)  # [batch, seq, ...]
+        level = self._gamma
+        if not isinstance(level, float):  # one for the encoder and the decoder of a forward call
+            if call.levels is None or len(call.levels) != len(noise):
+                uniform = torch.rand(len(noise), generator=self._generator, device=noise.device)
+                call.levels = level[0] + (level[1] - level[0]) * uniform  # [batch]
+            level = call.levels.to(noise.device).view(-1, *[1] * (noise.ndim - 1))  # [batch, 1, ...]
+        noisy = self._add(clean, noise, level * self.sigma)
         if not torch.is_tensor(mask) or mask.ndim != 2 or len(mask) != len(clean) or mask.shape[1] < clean.shape[1]:
             return noisy
         is_token = mask[:, -clean.shape[1] :].to(clean.device, torch.bool)  # [batch, seq]
         return torch.where(is_token.view(*is_token.shape, *[1] * (clean.ndim - 2)), noisy, clean)
 
-    def _noisy(self, clean: torch.Tensor) -> torch.Tensor:
-        noise = torch.randn(clean.shape, generator=self._generator, device=clean.device, dtype=torch.float32)
-        noise *= self._level(noise) * self.sigma  # [batch, seq, ...]
-        return clean + noise.to(clean.dtype)
+    def _standard_noise(self, clean: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Standard normal noise in the shape of `clean`."""
+        return torch.randn(clean.shape, generator=generator, device=clean.device, dtype=torch.float32)
 
-    def _level(self, noise: torch.Tensor) -> float | torch.Tensor:
-        """The level, or each sample's `[batch, 1, ...]`: one for the encoder and the decoder of a forward call."""
-        if isinstance(self._gamma, float):
-            return self._gamma
-        if self._levels is None or len(self._levels) != len(noise):
-            low, high = self._gamma
-            uniform = torch.rand(len(noise), generator=self._generator, device=noise.device)
-            self._levels = low + (high - low) * uniform  # [batch]
-        return self._levels.to(noise.device).view(-1, *[1] * (noise.ndim - 1))
+    def _add(self, clean: torch.Tensor, noise: torch.Tensor, deviation: float | torch.Tensor) -> torch.Tensor:
+        """`clean` plus noise of `deviation`, a float or `[batch, 1, ...]`; same dtype as `clean`."""
+        return clean + noise.mul_(deviation).to(clean.dtype)
 
 
 def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> torch.Tensor:
-    """Count, sum and sum of squares of the clean signal: float64 `[3]` on the CPU, to be summed over processes.
+    """Count, sum and sum of squares of the clean signal: float64 `[3]` on the CPU, which add up over processes.
 
-    The signal is what [`EmbeddingNoise`] perturbs: token embeddings where `attention_mask` is set, or the model's
-    floating-point main input. Only the embedding lookup is run, without gradient.
-
-    Args:
-        model (`PreTrainedModel` or a wrapper of one): gives the lookup and the name of the main input.
-        batches (iterable of `dict`): model inputs; keys other than the main input and the mask are not used.
-        max_batches (`int`, *optional*): stop after so many batches.
-
-    Raises:
-        ValueError: a batch lacks the model's main input.
+    The signal is what [`EmbeddingNoise`] perturbs, in at most `max_batches` of `batches` (dicts of model inputs). Only
+    the embedding lookup is run. ValueError where a batch lacks the main input.
     """
     whole, model = model, inner_model(model)
     main_input = getattr(model, "main_input_name", "input_ids")
@@ -295,7 +256,7 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
             raise ValueError(f"A batch has the keys {sorted(batch)}; sigma is measured on `{main_input}`: add it.")
         if not signal.is_floating_point():
             with torch.no_grad():
-                signal = _looked_up(whole, find_lookups(model), batch, signal)  # [batch, seq, hidden]
+                signal = _embeddings(whole, find_lookups(model), batch, signal)  # [batch, seq, hidden]
         mask = batch.get("attention_mask")
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
@@ -303,7 +264,29 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
     return moments
 
 
-def _looked_up(whole, lookups, batch, ids) -> torch.Tensor:
+def estimate_sigma(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> float:
+    """Standard deviation of the clean signal, for `config.noise_sigma`; ValueError where it has none."""
+    return deviation_from_moments(signal_moments(model, batches, max_batches))
+
+
+def deviation_from_moments(moments: torch.Tensor) -> float:
+    """Standard deviation from (count, sum, sum of squares) `[3]`; ValueError where it is not positive and finite."""
+    count, total, squares = moments.tolist()
+    variance = squares / count - (total / count) ** 2 if count else 0.0
+    if not 0.0 < variance < math.inf:
+        raise ValueError(
+            f"The clean signal has variance {variance} over {count:.0f} values: check the data, or give `sigma`."
+        )
+    return math.sqrt(variance)
+
+
+def moments_of(values: torch.Tensor) -> torch.Tensor:
+    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU."""
+    values = values.detach().cpu().double()
+    return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()])  # [3]
+
+
+def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:
     weight = next(lookups[0].parameters())
     if not (isinstance(weight, DTensor) or hasattr(weight, "ds_id")):
         return lookups[0](ids.to(weight.device))
@@ -316,33 +299,6 @@ def _looked_up(whole, lookups, batch, ids) -> torch.Tensor:
         for handle in handles:
             handle.remove()
     return seen[0]
-
-
-def estimate_sigma(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> float:
-    """Standard deviation of the clean signal over `batches` ([`signal_moments`]); for `config.noise_sigma`.
-
-    Raises:
-        ValueError: the batches hold no token or pixel, or the signal is constant.
-    """
-    return deviation_from_moments(signal_moments(model, batches, max_batches))
-
-
-def deviation_from_moments(moments: torch.Tensor) -> float:
-    """Standard deviation from (count, sum, sum of squares) `[3]`; ValueError where it is not positive and finite."""
-    count, total, squares = moments.tolist()
-    variance = squares / count - (total / count) ** 2 if count else 0.0
-    if not 0.0 < variance < math.inf:
-        raise ValueError(
-            f"The clean signal has variance {variance} over {count:.0f} values; noise is scaled by a positive one. "
-            "Check the data, or give `sigma`."
-        )
-    return math.sqrt(variance)
-
-
-def moments_of(values: torch.Tensor) -> torch.Tensor:
-    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU."""
-    values = values.detach().cpu().double()
-    return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()])  # [3]
 
 
 def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> float:
@@ -358,24 +314,8 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
             f"{type(model).__name__} has no `config.noise_sigma`, the standard deviation of its `{main_input}`: pass "
             "`sigma`, or set `model.config.noise_sigma = estimate_sigma(model, batches)`."
         )
-    sigma = _table_deviation(find_lookups(model)[0])
-    logger.info_once(
-        f"Noise is scaled by {sigma:.4g}, the standard deviation of {type(model).__name__}'s embedding table; pass "
-        "`sigma` or set `config.noise_sigma` for another scale."
-    )
-    return sigma
-
-
-def _table_deviation(lookup: nn.Module) -> float:
-    """Standard deviation of what `lookup` returns over the vocabulary: the table, times its scale if any (BART)."""
-    weight = getattr(lookup, "weight", None)
-    if weight is None or weight.ndim != 2:
-        raise ValueError(
-            f"The input embeddings are a {type(lookup).__name__} without a weight [vocabulary, hidden]: pass `sigma`, "
-            "or set `model.config.noise_sigma`."
-        )
-    ids = torch.arange(len(weight), device=weight.device)  # [vocabulary]
-    padding = getattr(lookup, "padding_idx", None)
-    if padding is not None:
-        ids = ids[ids != padding]
+    lookup = find_lookups(model)[0]
+    ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
+    if getattr(lookup, "padding_idx", None) is not None:
+        ids = ids[ids != lookup.padding_idx]
     return deviation_from_moments(sum(map(moments_of, look_up(lookup, ids))))

@@ -1,4 +1,4 @@
-"""Where a text model looks its tokens up, and in which table."""
+"""Where a text model looks its tokens up."""
 
 from collections.abc import Iterator
 
@@ -10,25 +10,22 @@ TABLE_CHUNK = 8192  # rows of an embedding table looked up at once
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
-    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table; ValueError
-    where there is none, or another table.
-
-    T5 never calls the module it returns: its encoder and decoder have a lookup each, on the same weight.
-    """
+    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table (T5 calls those
+    alone); ValueError where there is none, or a second table."""
     try:
         lookup = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         lookup = None
     if lookup is None:
         raise ValueError(
-            f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()` to return "
-            "the token-embedding module, or set `main_input_name` to the floating-point input to perturb."
+            f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()`, or set "
+            "`main_input_name` to the floating-point input to perturb."
         )
     config = getattr(model, "config", None)
     if getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None):
         raise ValueError(
-            f"{type(model).__name__} looks its tokens up a second time for its layers "
-            "(`config.hidden_size_per_layer_input`), past the noise. Use a model with one table, or no noise."
+            f"{type(model).__name__} looks its tokens up a second time for its layers, past the noise. Use a model "
+            "with one embedding table, or no noise."
         )
     weight = getattr(lookup, "weight", None)
     twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
@@ -47,6 +44,4 @@ def is_time_first(ids: torch.Tensor | None, input_ids: torch.Tensor | None) -> b
     """Whether `ids` is the call's `input_ids` `[batch, seq]` transposed, as XLNet embeds it."""
     if ids is None or input_ids is None or ids.ndim != 2 or ids.shape != input_ids.shape[::-1]:
         return False
-    if ids.shape != input_ids.shape:
-        return True
     return ids.data_ptr() != input_ids.data_ptr() and torch.equal(ids, input_ids.T)

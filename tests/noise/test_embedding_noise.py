@@ -1,3 +1,5 @@
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
@@ -147,10 +149,11 @@ def test_a_failing_forward_does_not_spoil_the_next(inputs, failing, before):
     with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
         expected = model(**inputs).logits
     noise = EmbeddingNoise(model, 1.0, seed=0)
+    attached = ExitStack()
     if not before:
-        noise.attach()
+        attached.enter_context(noise)
     handle = model.get_submodule(failing).register_forward_pre_hook(lambda module, args: 1 / 0)
-    with torch.no_grad(), noise:
+    with torch.no_grad(), noise, attached:
         with pytest.raises(ZeroDivisionError):
             model(**inputs)
         handle.remove()
@@ -161,12 +164,11 @@ def test_a_failing_forward_does_not_spoil_the_next(inputs, failing, before):
 def test_attaching_twice_adds_noise_once():
     model, inputs = bert().eval(), batch()
     expected = added_noise(model, inputs, gamma=1.0, seed=0)[0]
-    noise = EmbeddingNoise(model, 1.0, seed=0).attach()
-    with noise, Spy(model.get_input_embeddings()) as spy:
+    noise = EmbeddingNoise(model, 1.0, seed=0)
+    with noise, noise, Spy(model.get_input_embeddings()) as spy:
         assert len(model._forward_hooks) == 1
         model(**inputs)
     assert torch.equal(spy.added[0], expected)
-    noise.remove()
 
 
 def test_lookups_outside_the_models_forward_are_clean():

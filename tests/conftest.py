@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pytest
@@ -9,6 +10,12 @@ from hf_descent.models import unrolling
 # No test may reach the network or a tracker.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: pytest's workers take all cores
+
+
+def pytest_collection_finish():
+    """Keeps what was imported out of the collections of garbage: Trainer asks for one in every run."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

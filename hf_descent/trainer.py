@@ -21,7 +21,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import logging
 
-from .configs import DescentConfig, levels_of
+from .configs import DescentConfig
 from .constraints.multipliers import Multipliers
 from .constraints.problem import DescentProblem
 from .constraints.state import STATE_NAME, DescentState
@@ -36,7 +36,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, evaluation
 from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
-from .training.preparation import find_layers, find_task, loaded_from, make_dual, measure_sigma, shared_batch
+from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch
 from .training.records import LayerTotals, RunRecord, StepSums
 from .training.search import check_default_objective, loss_objective, values_as_given
 
@@ -48,9 +48,8 @@ class DescentMixin:
     """Descent constraints for any class derived from [`~transformers.Trainer`]; put it first among the bases.
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
-    under gradient accumulation or several processes: those are averaged over the items of the whole batch here. What
-    stays is Trainer's: its `eval_loss` is a mean over batches, and it adds a router's loss once per micro-batch. The
-    other objectives average both over items.
+    under gradient accumulation or several processes: those are averaged over the items of the whole batch here. As in
+    Trainer, `eval_loss` is then a mean over batches; the other objectives average over items.
 
     Attributes:
         command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
@@ -195,10 +194,7 @@ class DescentMixin:
         if not self._reads_layers:
             return objective
         if self._step.micro_batches == micro_batches:
-            raise ValueError(
-                f"`{type(self).__name__}.compute_loss` did not come to `DescentMixin.compute_loss`, so no layer was "
-                "read. Give your loss as `layer_loss_fn(outputs, labels, num_items_in_batch=None)` instead."
-            )
+            raise checks.without_layers(self)
         # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
         return self._step.final * self.args.world_size
 
@@ -249,16 +245,12 @@ class DescentMixin:
         if self._dual is None:
             self._dual = make_dual(self, self._layers, inputs, self._record.resumed_from, self._reduce)
         elif self._dual.num_layers != self._layers.num_layers:
-            raise ValueError(
-                f"The model has {self._layers.num_layers} layers now, and the constraints are those of "
-                f"{self._dual.num_layers}: make a new trainer for it."
-            )
+            raise checks.another_depth(self._layers.num_layers, self._dual.num_layers)
 
     def _training_noise(self, model):
-        """The noise of a micro-batch as a context; also made where the tests alone are noisy, since sigma is that of
-        the signal before training."""
+        """The noise of a micro-batch as a context."""
         is_noisy = self.args.gamma_train > 0
-        if self._noise is None and (is_noisy or self.args.eval_gammas):
+        if self._noise is None and (is_noisy or self.args.eval_gammas):  # sigma is that before training
             model = self.accelerator.unwrap_model(model)
             sigma = self.noise_sigma(model)
             self._noise = EmbeddingNoise(model, self.args.noise_gamma, seed=self.args.seed, sigma=sigma)
@@ -270,22 +262,10 @@ class DescentMixin:
         return self._noise
 
     def noise_sigma(self, model=None) -> float:
-        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once.
-
-        ValueError where it is none of these, or cannot be estimated.
-        """
+        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once;
+        ValueError where it is none of these."""
         model = self.accelerator.unwrap_model(self.model) if model is None else model
-        config = getattr(model, "config", None)
-        # Adapters and sharded weights are saved without the model's config.
-        saved = RunFolder(self._record.resumed_from or "").summary.get("noise_sigma")
-        sigma = self.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
-        if sigma is None:
-            rows = self.args.eval_batch_size * self.args.world_size
-            batches_of = partial(evaluation.batches, self)
-            sigma = measure_sigma(model, self.train_dataset, batches_of, rows, self.args.seed, self._reduce)
-        if config is not None:
-            config.noise_sigma = sigma
-        return sigma
+        return find_sigma(self, model, self._record.resumed_from, self._reduce)
 
     # ---- items ----
 
@@ -360,10 +340,7 @@ class DescentMixin:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
         dataset = self._held_out(eval_dataset)
-        gammas = self.args.eval_gammas if gammas is None else gammas
-        gammas = [] if gammas is None else levels_of("gammas", gammas)
-        if not gammas:
-            raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
+        gammas = evaluation.chosen_levels(self.args, gammas)
         model, settings = evaluation.settings(self, self._readout_fn)
         is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card
@@ -429,9 +406,8 @@ class DescentMixin:
         if self._reads_layers and self._dual is None:
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
         self._training_noise(self.model)
-        if self.args.load_best_model_at_end:  # here, since Trainer loads where it sees the folder, with others' disks
-            best = self.state.best_model_checkpoint or ""
-            checkpoints.on_first_process(self.args, checkpoints.check_complete, best)
+        if self.args.load_best_model_at_end:
+            checkpoints.check_best(self)
         return super()._finalize_training(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):
@@ -455,23 +431,18 @@ class DescentMixin:
         super()._save_rng_state(output_dir)
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            checkpoints.save_checksums(output_dir, self.state.global_step)
+        checkpoints.save_checksums(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with self._own_names(resume_from_checkpoint):
+        with checkpoints.own_names(self, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
         best = self.state.best_model_checkpoint
-        with self._own_names(best):
+        with checkpoints.own_names(self, best):
             super()._load_best_model()
         if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
             self._dual.load(best, is_main=self.args.process_index == 0)
-
-    def _own_names(self, folder):
-        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        return contextlib.nullcontext() if is_sharded else checkpoints.own_names(self.model, folder)
 
     def _load_callback_state(self):
         # The readable copy is no callback; Trainer would report it as missing.
@@ -484,15 +455,12 @@ class DescentMixin:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
         if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
             self._save_dual_state(output_dir)
-            if self.args.should_save:
-                checkpoints.save_checksums(output_dir, self.state.global_step)
+            checkpoints.save_checksums(self, output_dir)
 
     def _run_summary(self) -> dict[str, Any]:
         """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""
-        if self._record.started is None:
-            folders = (loaded_from(self.model), os.path.abspath(self.args.output_dir))  # no name on the Hub
-            if saved := next((summary for folder in folders if (summary := RunFolder(folder).summary)), {}):
-                return saved
+        if self._record.started is None and (saved := checkpoints.saved_summary(self)):
+            return saved
         dual = {} if self._dual is None else self._dual.summary()
         return checkpoints.run_summary(self, self._record, self.command, self._readout_fn, dual)
 
@@ -519,9 +487,7 @@ class DescentMixin:
     def create_model_card(self, *args, **kwargs) -> None:
         """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
 
-        Takes the arguments of the trainer that it is mixed into: `transformers.Trainer`'s (`language`, `license`,
-        `tags`, `model_name`, `finetuned_from`, `tasks`, `dataset`, ...) or TRL's (`model_name`, `dataset_name`,
-        `tags`).
+        Takes the arguments of the trainer that it is mixed into, `transformers.Trainer`'s or TRL's.
         """
         if not self.is_world_process_zero():
             return

@@ -18,7 +18,6 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -33,6 +32,7 @@ from ..constraints.state import STATE_NAME
 from ..files import whole_file
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
+from .preparation import loaded_from
 from .records import RunRecord
 
 
@@ -100,10 +100,24 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
         logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
 
-def save_checksums(folder: str, step: int) -> None:
+def check_best(trainer: Trainer) -> None:
+    """ValueError where the best checkpoint, which is to be loaded, is incomplete; said on all processes, since Trainer
+    loads it where it sees the folder."""
+    on_first_process(trainer.args, check_complete, trainer.state.best_model_checkpoint or "")
+
+
+def saved_summary(trainer: Trainer) -> dict[str, Any]:
+    """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
+    folders = (loaded_from(trainer.model), os.path.abspath(trainer.args.output_dir))  # no name on the Hub
+    return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
+
+
+def save_checksums(trainer: Trainer, folder: str) -> None:
     """Write down sizes and checksums of a checkpoint's files, once all are there."""
+    if not trainer.args.should_save:
+        return
     with whole_file(os.path.join(folder, CHECKSUMS_NAME)) as file:
-        json.dump({"step": step, "files": checksums(Path(folder))}, file, indent=2)
+        json.dump({"step": trainer.state.global_step, "files": checksums(Path(folder))}, file, indent=2)
 
 
 def check_agreement(multipliers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor], process: int) -> None:
@@ -120,14 +134,15 @@ def check_agreement(multipliers: torch.Tensor, reduce: Callable[[torch.Tensor], 
 
 
 @contextmanager
-def own_names(model: nn.Module, folder: str) -> Iterator[None]:
+def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
     """Within it, weights are loaded under the model's own names where the files in `folder` have the Hub's.
 
     `save_pretrained` writes those (of the layers of a ViT, of a mixture's experts) and `from_pretrained` knows them;
     Trainer would leave such weights as they are (huggingface/transformers#48805).
     """
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
-    if not isinstance(model, PreTrainedModel) or _saved_names(folder) <= model.state_dict().keys():
+    model = getattr(trainer.model, "_orig_mod", trainer.model)  # of a compiled one
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if is_sharded or not isinstance(model, PreTrainedModel) or _saved_names(folder) <= model.state_dict().keys():
         yield
         return
     weights = _weights_by_own_names(model, folder)

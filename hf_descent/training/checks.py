@@ -95,6 +95,21 @@ def without_labels(trainer: Trainer, inputs: Mapping[str, Any]) -> ValueError:
     )
 
 
+def without_layers(trainer: Trainer) -> ValueError:
+    """The error for a training step whose loss did not pass through the mixin."""
+    return ValueError(
+        f"`{type(trainer).__name__}.compute_loss` did not come to `DescentMixin.compute_loss`, so no layer was read. "
+        "Give your loss as `layer_loss_fn(outputs, labels, num_items_in_batch=None)` instead."
+    )
+
+
+def another_depth(found: int, constrained: int) -> ValueError:
+    """The error for a model whose number of layers is no longer that of the constraints."""
+    return ValueError(
+        f"The model has {found} layers now, and the constraints are those of {constrained}: make a new trainer for it."
+    )
+
+
 def check_data(trainer: Trainer, readout: Callable | None) -> None:
     """ValueError where training could learn nothing from model or labels."""
     if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in trainer.model.modules()):

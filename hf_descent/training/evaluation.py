@@ -8,6 +8,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
+from ..configs import DescentArguments, levels_of
 from ..constraints.problem import MIN_ROWS, as_python
 from ..constraints.state import DescentState
 from ..readout.stack import inner_model
@@ -54,6 +55,15 @@ def layer_metrics(dual: DescentState, totals: torch.Tensor, prefix: str, step: i
     return {f"{prefix}_loss": losses[-1].item(), **dual.evaluation(losses, prefix, step, rows)}
 
 
+def chosen_levels(args: DescentArguments, gammas) -> list[float]:
+    """The noise levels of an evaluation: `gammas`, or those of the config; ValueError where there are none."""
+    gammas = args.eval_gammas if gammas is None else gammas
+    gammas = [] if gammas is None else levels_of("gammas", gammas)
+    if not gammas:
+        raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
+    return gammas
+
+
 def chosen_dataset(known, dataset):
     """The data set that `evaluate(dataset)` would take, of the trainer's own `known`; ValueError where it is none."""
     numbers = as_python(dataset)
@@ -96,8 +106,3 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
         "accelerator": None if gathers else accelerator,
         "progress": trainer.is_world_process_zero() and not trainer.args.disable_tqdm,
     }
-
-
-def batches(trainer: Trainer, dataset):
-    """The batches of a data set in order, as the model gets them."""
-    return map(trainer._prepare_inputs, trainer.get_test_dataloader(dataset))

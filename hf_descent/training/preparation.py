@@ -241,26 +241,27 @@ def loaded_from(model: nn.Module) -> str:
     return getattr(config, "_name_or_path", "")
 
 
-def measure_sigma(
-    model: nn.Module,
-    data,
-    batches_of: Callable[[Any], Any],
-    rows_together: int,
-    seed: int,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
+def find_sigma(
+    trainer: Trainer, model: nn.Module, checkpoint: str | None, reduce: Callable[[torch.Tensor], torch.Tensor]
 ) -> float:
-    """The standard deviation of the clean signal, from 2,048 rows spread over the training data.
-
-    Args:
-        model: the unwrapped model.
-        data: the training data.
-        batches_of (`Callable`): data set -> its batches in order, on this process's device.
-        rows_together (`int`): rows of a batch on all processes.
-        reduce (`Callable`): sums a tensor over processes.
+    """The standard deviation of the clean signal: given, saved with the `checkpoint` or the model, or estimated from
+    2,048 rows spread over the training data; kept in the model's config.
 
     Raises:
-        ValueError: there is no data that can be read a second time, or its signal is constant.
+        ValueError: none of these applies: no data can be read a second time, or its signal is constant.
     """
+    config = getattr(model, "config", None)
+    # Adapters and sharded weights are saved without the model's config.
+    saved = RunFolder(checkpoint or "").summary.get("noise_sigma")
+    sigma = trainer.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
+    sigma = _measure_sigma(trainer, model, reduce) if sigma is None else sigma
+    if config is not None:
+        config.noise_sigma = sigma
+    return sigma
+
+
+def _measure_sigma(trainer, model, reduce) -> float:
+    data, rows_together = trainer.train_dataset, trainer.args.eval_batch_size * trainer.args.world_size
     if data is None or is_readable_once(data):
         raise ValueError(
             "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be read a "
@@ -276,8 +277,9 @@ def measure_sigma(
         data = data.select(chosen) if isinstance(data, Dataset) else Subset(data, chosen)
     # In dataset order and with a seed of its own, so that a resumed run finds the same value.
     with probing(model):
-        transformers.set_seed(seed)
-        moments = reduce(signal_moments(model, batches_of(data), max_batches))
+        transformers.set_seed(trainer.args.seed)
+        batches = map(trainer._prepare_inputs, trainer.get_test_dataloader(data))
+        moments = reduce(signal_moments(model, batches, max_batches))
     sigma = deviation_from_moments(moments)
     logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     return sigma

@@ -83,9 +83,7 @@ class DescentMixin:
         self._layers: LayerLosses | None = None
         self._dual: DescentState | None = None
         self._noise: EmbeddingNoise | None = None
-        self._step = StepSums()
-        self._evaluated = LayerTotals()
-        self._record = RunRecord()
+        self._step, self._evaluated, self._record = StepSums(), LayerTotals(), RunRecord()
         show_messages(args)
         super().__init__(model, args, *positional, **keywords)
         self._add_callbacks()
@@ -392,9 +390,8 @@ class DescentMixin:
         if self._reads_layers:
             checks.check_data(self, self._readout_fn)
         self._task = self._layers = self._dual = self._noise = None
-        self._step = StepSums()
         # What was measured before is of another model.
-        self._record = RunRecord(kwargs.get("resume_from_checkpoint"), time.time())
+        self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time())
         if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
             # process would train a model of its own.

@@ -23,7 +23,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from ..cli import check_least, parse_recipe, record_of, writable_folder
 from ..configs import DescentConfig, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
@@ -37,6 +36,7 @@ from ..loading import architecture_of, best_device, load_model, load_tokenizer, 
 from ..privacy import privacy_curve
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
+from .arguments import check_least, parse_recipe, record_of, writable_folder
 
 
 logger = logging.get_logger(__name__)

@@ -10,7 +10,6 @@ import torch
 from matplotlib.figure import Figure
 from transformers import DataCollatorForSeq2Seq
 
-from ..cli import check_least, writable_folder
 from ..data.splits import check_texts, load_file
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..early_exit import (
@@ -25,6 +24,7 @@ from ..early_exit import (
 from ..evaluation.scoring import Result
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..runs import RunFolder, tables
+from .arguments import check_least, writable_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,13 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..cli import check_least
 from ..data.alpaca import PROMPT_FORMATS, check_prompts, format_prompt, is_chat
 from ..data.splits import load_file
 from ..evaluation.sums import weights_fingerprint
 from ..files import whole_file
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
+from .arguments import check_least
 
 
 ALPACA_EVAL = "hf://datasets/tatsu-lab/alpaca_eval/alpaca_eval.json"

@@ -8,12 +8,12 @@ from typing import Any
 
 from datasets import DatasetDict
 
-from ..cli import absolute
 from ..configs import DescentConfig
 from ..evaluation.scoring import Result
 from ..files import whole_file
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
+from .arguments import absolute
 
 
 # Arguments of the commands that do not change the training.

@@ -21,12 +21,12 @@ from itertools import product
 from operator import index
 from typing import Any
 
-from ..cli import parse_recipe
 from ..constraints.problem import LARGEST
 from ..evaluation.comparison import Run
 from ..files import whole_file
 from ..runs import training_arguments
 from ..training.search_space import RANGES, check_range, hp_space, whole_settings
+from .arguments import parse_recipe
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")

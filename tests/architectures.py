@@ -100,6 +100,33 @@ MODELS = {
     "HubertForSequenceClassification": (AUDIO, "num_hidden_layers"),
 }
 
+# One of each kind: of positions (table, rotary, ALiBi, relative, none), of stack (shared layers, experts, state space,
+# encoder-decoder), of head and of input.
+FAMILIES = [
+    "LlamaForCausalLM",
+    "OPTForCausalLM",
+    "BloomForCausalLM",
+    "GPT2LMHeadModel",
+    "MambaForCausalLM",
+    "MixtralForCausalLM",
+    "XLMWithLMHeadModel",
+    "AlbertForMaskedLM",
+    "FNetForMaskedLM",
+    "RobertaForSequenceClassification",
+    "DebertaV2ForSequenceClassification",
+    "XLNetForSequenceClassification",
+    "LlamaForSequenceClassification",
+    "BartForSequenceClassification",
+    "T5ForTokenClassification",
+    "BertForQuestionAnswering",
+    "RobertaForMultipleChoice",
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+    "ViTForImageClassification",
+    "BeitForImageClassification",
+    "Wav2Vec2ForSequenceClassification",
+]
+
 # Encoder-decoders with an encoder of three layers; the decoder is the stack. class -> (fields, depth of the decoder).
 NO_DEPTH = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
 ENC_DEC = BART | {"encoder_layers": 3, "num_experts": 2, "num_global_tokens": 2}

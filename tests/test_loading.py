@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from architectures import DECODER, GPT, MODELS, build
+from architectures import DECODER, FAMILIES, GPT, MODELS, build
 from tiny import bert, classification_data, config, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -80,7 +80,7 @@ def test_the_limit_of_positions_is_the_configs(config, limit):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (f, _) in MODELS.items() if not {"image_size", "conv_dim"} & f.keys()]
+    "name", [name for name in FAMILIES if not {"image_size", "conv_dim"} & MODELS[name][0].keys()]
 )
 def test_models_without_a_table_of_positions_take_more_than_they_state(name):
     model = build(name, MODELS[name][0])

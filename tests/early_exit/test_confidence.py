@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from architectures import MODELS, batch_for, build
+from architectures import FAMILIES, MODELS, batch_for, build
 from tiny import bert, classification_data, llama, spread, toy_rows
 from transformers import default_data_collator
 
@@ -23,7 +23,7 @@ def expected_exits(uncertainty, threshold):
     return torch.tensor(layers)
 
 
-CLASSIFIERS = [name for name in MODELS if name.endswith(("ForSequenceClassification", "ForImageClassification"))]
+CLASSIFIERS = [name for name in FAMILIES if name.endswith(("ForSequenceClassification", "ForImageClassification"))]
 
 
 @pytest.mark.parametrize("measure", ["entropy", "margin"])

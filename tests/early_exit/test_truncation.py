@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import DECODER, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
+from architectures import DECODER, FAMILIES, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
 from tiny import bert, llama
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -21,29 +21,20 @@ from hf_descent.models import (
 from hf_descent.readout.replay import output_logits
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_saved(name, tmp_path):
     model = build(name, MODELS[name][0])
     inputs = batch_for(model)
     with torch.no_grad():
         truth = layer_logits(model, inputs)
         for layer in range(1, LAYERS + 1):
-            short = truncate(model, layer, inputs)
+            short = truncate(model, layer, inputs if layer != 2 else None)  # without inputs, a batch is made up
             assert torch.equal(output_logits(short(**inputs)), truth[layer - 1])
             short.save_pretrained(tmp_path / str(layer))
             loaded = type(model).from_pretrained(tmp_path / str(layer))
             # Products of weights that lie elsewhere in memory may round differently.
             torch.testing.assert_close(output_logits(loaded(**inputs)), truth[layer - 1], rtol=1e-5, atol=1e-5)
         assert getattr(model.config, MODELS[name][1]) == LAYERS
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_batch_is_made_up_for_every_kind_of_model(name):
-    model = build(name, MODELS[name][0])
-    short = truncate(model, 2)
-    inputs = batch_for(model)
-    with torch.no_grad():
-        assert torch.equal(output_logits(short(**inputs)), layer_logits(model, inputs)[1])
 
 
 @pytest.mark.parametrize("kind", ["ut", "dust", "vit"])

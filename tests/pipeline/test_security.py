@@ -62,9 +62,10 @@ def test_the_search_finds_what_it_looks_for():
     assert sorted(dangers(ast.parse(code))) == sorted([*found, "allow_pickle", "shell", "trust_remote_code"])
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_source_can_run_what_it_reads(path):
-    assert not list(dangers(ast.parse(path.read_text(encoding="utf-8"))))
+def test_no_source_can_run_what_it_reads():
+    assert len(SOURCES) > 50
+    found = {path: list(dangers(ast.parse(path.read_text(encoding="utf-8")))) for path in SOURCES}
+    assert not {path: names for path, names in found.items() if names}
 
 
 def test_no_recipe_trusts_remote_code(tmp_path):

@@ -46,7 +46,9 @@ def make_run(
     names = [(f"{name}_{layer}", layer) for layer in (1, 2, 3) for name in ("multiplier", "violation")]
     history = [{"step": 10 * (step + 1), **{name: step * layer for name, layer in names}} for step in range(steps)]
     profiles = {gamma: make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)}
-    return Run(folder, make_curve(accuracies, gammas, items, noise_seed), profiles, summary, history)
+    curve = make_curve(accuracies, gammas, items, noise_seed)
+    curve.blocks[..., 2] *= 1 + seed  # other weights have other losses
+    return Run(folder, curve, profiles, summary, history)
 
 
 def save_run(folder, run):

@@ -13,7 +13,6 @@ from transformers import DynamicCache, MBartConfig, MBartForSequenceClassificati
 
 from hf_descent import noise_curve
 from hf_descent.evaluation.comparison import Run, check_comparable
-from hf_descent.evaluation.perturbations import salt_and_pepper
 from hf_descent.privacy import (
     PrivacyCurve,
     PrivateEmbeddings,
@@ -250,16 +249,6 @@ def test_accuracy_against_epsilon(tmp_path):
     curve.to_json(path)
     assert str(PrivacyCurve.from_json(path)) == str(curve)
     assert "10 tokens together" in str(curve)
-
-
-def test_a_kept_curve_is_not_read_for_another_noise(tmp_path):
-    model, data, path = bert(), classification_data(16), str(tmp_path / "curve.json")
-    kinds = (PrivateEmbeddings(model, 1.0, 0.05, seed=0), PrivateEmbeddings(model, 1.0, 0.01, seed=0), None)
-    for noise in (*kinds, *kinds):
-        kept, anew = (noise_curve(model, data, [1.0], noise=noise, path=path) for path in (path, None))
-        np.testing.assert_array_equal(kept.losses, anew.losses)
-    with pytest.raises(ValueError, match="`perturbation` and `noise` are given"):
-        noise_curve(model, data, [1.0], noise=kinds[0], perturbation=salt_and_pepper)
 
 
 def test_noise_is_told_apart_by_what_it_clips_to():

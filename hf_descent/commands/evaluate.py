@@ -29,7 +29,7 @@ from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import ImageTask, PatchTask, draw_rows
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..data.video import VideoArguments, load_clips
-from ..evaluation import NoiseCurve, certify, layer_profiles, noise_curve, shift_growth
+from ..evaluation import certify, layer_profiles, noise_curve, shift_growth
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.uncertainty import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
@@ -233,10 +233,6 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     }
     model = task.model.to(best_device())
 
-    def curve(file: str, rows, gammas, **settings) -> NoiseCurve:
-        path = os.path.join(folder, f"{file}.json")
-        return noise_curve(model, rows, gammas, draws=args.draws, path=path, **shared | settings)
-
     results = {}
     if args.epsilons is not None:  # first, since it refuses the most
         results["privacy_curve"] = privacy_curve(
@@ -252,10 +248,18 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
             run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
         else:
             (run.path / run.SUMMARY).unlink(missing_ok=True)  # of another model of this name
-    results["noise_curve"] = curve("noise_curve", task.rows, args.eval_gammas, gamma_train=gamma_train)
+    results["noise_curve"] = noise_curve(
+        model, task.rows, args.eval_gammas, gamma_train=gamma_train, draws=args.draws, **shared
+    )
     if args.perturbation_rates is not None:
-        file = f"{task.perturbation.name}_curve"
-        results[file] = curve(file, task.perturbed_rows, args.perturbation_rates, perturbation=task.perturbation)
+        results[f"{task.perturbation.name}_curve"] = noise_curve(
+            model,
+            task.perturbed_rows,
+            args.perturbation_rates,
+            perturbation=task.perturbation,
+            draws=args.draws,
+            **shared,
+        )
 
     problem, tolerance = DescentProblem.saved_in(summary), 0.0
     if problem is not None:

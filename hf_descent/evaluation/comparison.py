@@ -30,12 +30,13 @@ from ..constraints.objectives import UNCONSTRAINED
 from ..runs import RunFolder
 from .profile import LayerProfile
 from .robustness import NoiseCurve
+from .scoring import format_table
 from .uncertainty import check_confidence
 
 
 PRIMARY = "auc_over_range"
-# Columns of the table: property of the curve -> heading.
-SUMMARIES = {PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
+# Columns of the table: summary of the curve -> heading.
+SUMMARIES = {"clean": "clean", PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
 COMMON = ("seed", "perturbation", "batch_size", "samples", "data")  # settings of a curve that fix rows and noise
 # Of a run's summary, beside its arguments.
 TRAINED = ("model", "parameters", "train_rows", "pooling", "encoder", "readout")
@@ -131,11 +132,10 @@ def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
 
 @dataclass
 class Difference:
-    """How much better one group of runs is than another on one summary (an average over levels).
+    """How much better one group of runs is than another: the metric, averaged over the noise levels.
 
     Attributes:
         baseline, group (`str`): the groups.
-        name (`str`): property of the curve.
         metric (`str`): name of the metric.
         estimate (`float`): group minus baseline.
         radius (`float`): half-width of the interval at `confidence`; infinite for a single run on either side.
@@ -149,7 +149,6 @@ class Difference:
 
     baseline: str
     group: str
-    name: str
     metric: str
     estimate: float
     radius: float
@@ -162,32 +161,28 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """ "better", "worse", "no difference", or "open" for single runs and metrics that are not finite."""
+        """ "better", "worse", "not significant", or "open" for single runs and metrics that are not finite."""
         if not np.isfinite(self.radius):
             return "open"
         if abs(self.estimate) <= self.radius:
-            return "no difference"
+            return "not significant"
         return "better" if (self.estimate > 0) == self.greater_is_better else "worse"
 
     def __str__(self) -> str:
-        level = f"{100 * self.confidence:.4g} %"
-        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g}"
+        names, level = f"{self.group} against {self.baseline}", f"{100 * self.confidence:.4g} %"
         if not np.isfinite(self.estimate):
-            return f"{self.group} against {self.baseline}: open. A run has a {self.metric} that is not finite."
+            return f"{names}: open. A run has a {self.metric} that is not finite."
+        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g}"
         if self.verdict == "open":
             return (
-                f"{self.group} against {self.baseline}: open. With one run on a side the two models can be compared "
-                f"({figure} +- {self.data_radius:.2g} over the choice of the data, {level}), but not the ways of "
-                "training them: another seed may do the same. Train at least two seeds of each."
+                f"{names}: open. These two models differ by {figure} +- {self.data_radius:.2g} ({level}, over the "
+                "choice of the data), but another seed may give another result. Train at least two seeds of each."
             )
+        verdict = "no statistically significant difference"
+        if self.verdict != "not significant":
+            verdict = f"{self.group} is {self.verdict}, statistically significant"
         how = "paired by seed" if self.paired else "seeds not paired"
-        words = {
-            "no difference": f"no difference at {level}",
-            "better": f"{self.group} is better, at {level}",
-            "worse": f"{self.group} is worse, at {level}",
-        }[self.verdict]
-        figure += f" +- {self.radius:.2g}, p = {self.p_value:.2g}, {how}"
-        return f"{self.group} against {self.baseline}: {words} ({figure})."
+        return f"{names}: {verdict} at {level} ({figure} +- {self.radius:.2g}, p = {self.p_value:.2g}, {how})."
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -195,17 +190,18 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
     Names are made longer by the settings that differ where two ways of training would have the same.
     """
-    settings = {json.dumps([run.arm, run.settings], sort_keys=True): run for run in runs}
-    names = {}
-    for key, run in settings.items():
-        alike = [other for other in settings.values() if other.arm == run.arm]
-        differing = sorted(
-            name for name in run.settings if len({str(other.settings.get(name)) for other in alike}) > 1
-        )
-        names[key] = ", ".join([run.arm, *(f"{name} {run.settings[name]}" for name in differing)])
-    groups: dict[str, list[Run]] = {}
+    alike: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(names[json.dumps([run.arm, run.settings], sort_keys=True)], []).append(run)
+        alike.setdefault(json.dumps([run.arm, run.settings], sort_keys=True), []).append(run)
+    groups = {}
+    for first, *others in alike.values():
+        settings = [other.settings for other, *_ in alike.values() if other.arm == first.arm]
+        differing = [
+            f"{name} {value}"
+            for name, value in sorted(first.settings.items())
+            if len({str(other.get(name)) for other in settings}) > 1
+        ]
+        groups[", ".join([first.arm, *differing])] = [first, *others]
     return groups
 
 
@@ -235,53 +231,46 @@ def check_comparable(runs: Sequence[Run]):
 def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95) -> Difference:
     """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
     sides = [list(groups[baseline]), list(groups[group])]
-    seeds = [[run.seed for run in side] for side in sides]
-    paired = (
-        None not in seeds[0] + seeds[1]
-        and sorted(seeds[0]) == sorted(seeds[1])
-        and len(set(seeds[0])) == len(seeds[0])
-    )
+    seeds = [{run.seed for run in side} for side in sides]
+    paired = seeds[0] == seeds[1] and None not in seeds[0] and all(len(side) == len(seeds[0]) for side in sides)
     if paired:
         sides = [sorted(side, key=lambda run: run.seed) for side in sides]
     before, after = (np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides)  # [seeds, blocks]
     # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
-    means = [np.array([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
-    estimate = float(means[1].mean() - means[0].mean())
-    blocks = before.shape[1]
+    means = [np.mean([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
+    estimate = float(means[1] - means[0])
     tables = [after - before] if paired else [before, after]
-    counts = [len(table) for table in tables]
 
+    blocks = before.shape[1]
     of_data = (after.mean(axis=0) - before.mean(axis=0)).var(ddof=1) / blocks
     quantile = 1 - (1 - confidence) / 2
     data_radius = float(stats.t.ppf(quantile, blocks - 1) * np.sqrt(of_data))
-    if min(counts) < 2:
-        radius, p_value, freedom = np.inf, np.nan, 0.0
-    else:
+    radius, p_value, freedom = np.inf, np.nan, 0.0
+    if min(map(len, tables)) > 1:
         # Of every table: the variance of its mean over seeds, and the interaction's part in its mean over blocks.
         of_seeds = np.array([table.mean(axis=1).var(ddof=1) / len(table) for table in tables])
         interaction = sum(_interaction(table) / table.size for table in tables)
         total = of_seeds.sum()
-        freedom = total**2 / sum(part**2 / (count - 1) for part, count in zip(of_seeds, counts)) if total else 1.0
+        freedoms = np.array([len(table) - 1 for table in tables])
+        freedom = total**2 / (of_seeds**2 / freedoms).sum() if total else 1.0
         both = total + max(0.0, of_data - interaction)
         # Few seeds may agree by chance, and hide the data's part: by the seeds, by both, and by the data alone.
         tests = [(total, freedom), (both, freedom * (both / total) ** 2 if total else freedom), (of_data, blocks - 1)]
-        errors = [(np.sqrt(variance), freedom) for variance, freedom in tests]
-        radius, freedom = max((float(stats.t.ppf(quantile, freedom) * error), freedom) for error, freedom in errors)
-        p_value = max(_p_value(estimate, error, freedom) for error, freedom in errors)
+        radius, freedom = max((stats.t.ppf(quantile, freedom) * np.sqrt(part), freedom) for part, freedom in tests)
+        p_value = max(_p_value(estimate, np.sqrt(part), freedom) for part, freedom in tests)
     first = sides[0][0].curve
     return Difference(
-        baseline=baseline,
-        group=group,
-        name=PRIMARY,
-        metric=first.metric,
-        estimate=estimate,
-        radius=radius,
-        data_radius=data_radius,
-        p_value=p_value,
-        freedom=float(freedom),
-        paired=paired,
-        confidence=confidence,
-        greater_is_better=first.greater_is_better,
+        baseline,
+        group,
+        first.metric,
+        estimate,
+        float(radius),
+        data_radius,
+        p_value,
+        float(freedom),
+        paired,
+        confidence,
+        first.greater_is_better,
     )
 
 
@@ -315,42 +304,40 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: each group's folders, summaries (mean, deviation over seeds) and cost; verdicts; a note."""
-        groups = {}
-        for name, runs in self.groups.items():
-            values = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
-            values |= {summary: _spread(runs, summary, self.gamma_train) for summary in SUMMARIES}
-            values |= {"clean": _clean(runs), "feasible": _feasible(runs), "step_seconds": _cost(runs)}
-            groups[name] = values
+        groups = {name: self._summary(runs) for name, runs in self.groups.items()}
         verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
         return {"groups": groups, "differences": verdicts, "note": self._sigma_note()}
 
     def __str__(self) -> str:
-        width = max(len(name) for name in self.groups) + 2
-        first = next(iter(self.groups.values()))[0].curve
-        header = [f"{'':{width}}{'runs':>5}{'clean':>18}", *(f"{title:>18}" for title in SUMMARIES.values())]
-        of_levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
-        rows = [
-            f"{first.metric}, mean +- standard deviation over seeds{of_levels}",
-            "".join([*header, f"{'feasible':>10}{'s/step':>10}"]),
-        ]
-        base_cost = _cost(next(iter(self.groups.values())))
-        for name, runs in self.groups.items():
-            summaries = (_spread(runs, summary, self.gamma_train) for summary in SUMMARIES)
-            cells = [_format(_clean(runs)), *map(_format, summaries)]
-            feasible, cost = _feasible(runs), _cost(runs)
-            feasible = "" if feasible is None else f"{feasible[0]} of {feasible[1]}"
-            ratio = "" if cost is None or not base_cost else f"x{cost / base_cost:.2f}"
-            rows.append(
-                f"{name:{width}}{len(runs):5d}"
-                + "".join(f"{cell:>18}" for cell in cells)
-                + f"{feasible:>10}{ratio:>10}"
-            )
-        if note := self._sigma_note():
-            rows.append(note)
-        return "\n".join([*rows, "", *(str(found) for found in self.differences)])
+        rows = [["", "runs", *SUMMARIES.values(), "feasible", "s/step"]]
+        groups = {name: self._summary(runs) for name, runs in self.groups.items()}
+        base_cost = next(iter(groups.values()))["step_seconds"]
+        for name, found in groups.items():
+            cost = found["step_seconds"]
+            feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
+            ratio = f"x{cost / base_cost:.2f}" if cost and base_cost else ""
+            cells = [_format(*found[summary]) for summary in SUMMARIES]
+            rows.append([name, str(len(found["runs"])), *cells, feasible, ratio])
+        levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
+        metric = self.differences[0].metric
+        title = f"{metric}, mean +- standard deviation over seeds{levels}"
+        note = [found] if (found := self._sigma_note()) else []
+        return "\n".join([title, format_table(rows), *note, "", *map(str, self.differences)])
+
+    def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem)."""
+        curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
+        found = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
+        for name in SUMMARIES:
+            values = np.array([_clean(c) if name == "clean" else getattr(c, name) for c in curves], dtype=float)
+            found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
+        feasible = [run.feasible for run in runs if run.feasible is not None]
+        seconds = [run.summary["step_seconds"] for run in runs if "step_seconds" in run.summary]
+        found["feasible"] = (sum(feasible), len(feasible)) if feasible else None
+        return found | {"step_seconds": float(np.mean(seconds)) if seconds else None}
 
     def _sigma_note(self) -> str:
-        """That one noise level is not the same noise in all runs, where it is not; else nothing."""
+        """That a noise level is not the same noise in all runs, where it is not; else nothing."""
         sigmas = {
             name: [sigma for run in runs if (sigma := run.curve.settings.get("sigma"))]
             for name, runs in self.groups.items()
@@ -383,22 +370,18 @@ def compare(
             were not evaluated alike, a confidence that is none.
     """
     check_confidence(confidence)
-    folders = runs if not isinstance(runs, Mapping) else [folder for group in runs.values() for folder in group]
-    given = [os.path.realpath(folder) for folder in folders]
-    if twice := sorted({folder for folder in given if given.count(folder) > 1}):
-        raise ValueError(f"`runs` has {twice} more than once, which would count as several seeds; give each once.")
     if isinstance(runs, Mapping):
         groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
     else:
         groups = group_runs([Run.load(folder, curve) for folder in runs])
+    check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():
         for first, second in combinations(group, 2):
-            if first.curve.settings.get("weights") == second.curve.settings.get("weights") is not None:
+            if np.array_equal(first.curve.blocks, second.curve.blocks):
                 raise ValueError(
-                    f"`runs` has {first.folder} and {second.folder} in {name!r}, whose weights are the same: a copy "
-                    "would count as another seed; give one of them."
+                    f"{first.folder} and {second.folder} in {name!r} have the same results to the last digit: the "
+                    "same run, or a copy, would count as another seed. Give one of them."
                 )
-    check_comparable([run for group in groups.values() for run in group])
     baseline = next(iter(groups)) if baseline is None else baseline
     if baseline not in groups or len(groups) < 2:
         raise ValueError(
@@ -407,38 +390,14 @@ def compare(
         )
     groups = {baseline: groups[baseline]} | groups
     level = 1 - (1 - confidence) / (len(groups) - 1)
-    return Comparison(
-        groups, [difference(groups, baseline, name, confidence=level) for name in groups if name != baseline]
-    )
+    return Comparison(groups, [difference(groups, baseline, name, level) for name in groups if name != baseline])
 
 
-def _spread(runs, name, gamma_train) -> tuple[float, float]:
-    curves = [replace(run.curve, gamma_train=gamma_train) for run in runs]
-    return _mean_and_deviation(np.array([getattr(curve, name) for curve in curves], dtype=float))  # None: no number
+def _clean(curve: NoiseCurve) -> float:
+    return curve.mean[0] if curve.gammas[0] == 0 else np.nan
 
 
-def _clean(runs) -> tuple[float, float]:
-    return _mean_and_deviation(np.array([run.curve.mean[0] if run.curve.gammas[0] == 0 else np.nan for run in runs]))
-
-
-def _mean_and_deviation(values: np.ndarray) -> tuple[float, float]:
-    return float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else float("nan")
-
-
-def _feasible(runs) -> tuple[int, int] | None:
-    """How many of the runs with a problem are feasible, and how many have one."""
-    found = [run.feasible for run in runs if run.feasible is not None]
-    return (sum(found), len(found)) if found else None
-
-
-def _cost(runs) -> float | None:
-    """Seconds of a training step, the mean over runs."""
-    seconds = [run.summary["step_seconds"] for run in runs if "step_seconds" in run.summary]
-    return float(np.mean(seconds)) if seconds else None
-
-
-def _format(figure: tuple[float, float]) -> str:
-    mean, deviation = figure
+def _format(mean: float, deviation: float) -> str:
     if not np.isfinite(mean):
         return "-"
     return f"{mean:.4g}" + (f" +- {deviation:.2g}" if np.isfinite(deviation) else "")

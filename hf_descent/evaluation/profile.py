@@ -12,14 +12,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 
 from ..configs import levels_of
 from ..constraints.problem import MIN_ROWS, DescentProblem
-from ..losses.layerwise import TokenStatistics, find_layer_losses
+from ..losses.layerwise import find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
-from ..readout.labels import with_named_outputs
-from ..readout.stack import inner_model
 from .scoring import (
     Metric,
     Result,
@@ -27,6 +24,7 @@ from .scoring import (
     evaluating,
     mean_loss,
     metric_value,
+    name_of,
     noise_key,
     numbered_batches,
     prepare_collator,
@@ -198,58 +196,58 @@ def layer_profiles(
     gammas = levels_of("gammas", gammas)
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
-    scorer = Scorer(model, metric, scale, label_names, layer_loss_fn, readout)
+    scorer = Scorer(model, metric, label_names, layer_loss_fn, readout)
     collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
-    sums, samples = None, []  # samples: (batch, losses [levels, samples, layers])
-    step, first = (1, 0) if accelerator is None else (accelerator.num_processes, accelerator.process_index)
-
+    batches = numbered_batches(
+        dataset, collate, batch_size, accelerator, progress="Layer profile" if progress else None
+    )
+    sums, layers, samples = BlockSums(accelerator), None, []  # samples: (batch, losses [levels, samples, layers])
     with evaluating(model) as device:
-        batches = numbered_batches(dataset, collate, batch_size, first, step)
-        for index, batch in tqdm(batches, desc="Layer profile", disable=not progress):
-            inputs = send_to_device(batch, device)
-            scorer.check(inputs)
-            given = with_named_outputs(inner_model(model), inputs)
-            if sums is None:
+        for index, batch in batches:
+            inputs = scorer.prepare(send_to_device(batch, device))
+            if layers is None:
                 layers = find_layer_losses(
-                    model, given, scorer.task(inputs), readout=readout, needs_logits=scorer.needs_logits
+                    model, inputs, scorer.task, readout=readout, needs_logits=scorer.needs_logits
                 )
                 if problem is not None and problem.num_layers != layers.num_layers:
                     raise ValueError(
                         f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has "
                         f"{layers.num_layers}; give the problem of this model."
                     )
-                sums = BlockSums((len(gammas), layers.num_layers), accelerator)
+
+            def score(outputs, inputs):
+                return scorer(outputs, inputs), scorer.sample_losses(outputs, inputs)
+
             scores, losses = [], []
             for gamma in gammas:
                 with noise.split((gamma, noise_key(0, gamma, index))) if gamma else nullcontext():
-                    found = layers.measure(model, given, partial(_score, scorer), keep_logits=False).scores
+                    found = layers.measure(model, inputs, score, keep_logits=False).scores
                 scores.append(torch.stack([layer_sums for layer_sums, _ in found]))  # [layers, 4]
                 losses.append(torch.stack([losses for _, losses in found], dim=1))  # [samples, layers]
-            sums.add(index, torch.stack(scores).numpy(), scorer.fingerprints(inputs)[0])
+            sums.add(index, torch.stack(scores).numpy(), scorer.fingerprint(inputs))
             samples.append((index, torch.stack(losses).double().numpy()))
-    # A process without a batch of its own adds zeros that broadcast.
-    sums = sums or BlockSums((1, 1), accelerator)
-    blocks = sums.total()  # [blocks, levels, layers, 4]
-    (data,) = sums.fingerprints()
-    if step > 1:
+    blocks, fingerprint = sums.total(), sums.fingerprint()  # [blocks, levels, layers, 4]
+    if accelerator is not None and accelerator.num_processes > 1:
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
     return [
-        _profile(scorer, blocks[:, level], samples[level], gamma, problem, tolerance, data)
+        _profile(
+            name_of(metric), float(scale), blocks[:, level], samples[level], gamma, problem, tolerance, fingerprint
+        )
         for level, gamma in enumerate(gammas)
     ]
 
 
-def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance, data) -> LayerProfile:
+def _profile(metric, scale, blocks, sample_losses, gamma, problem, tolerance, data) -> LayerProfile:
     total = blocks.sum(axis=0)  # [layers, 4]
     profile = LayerProfile(
-        scorer.metric_name,
+        metric,
         mean_loss(total),
-        metric_value(scorer.metric_name, scorer.scale, total),
+        metric_value(metric, scale, total),
         sample_losses,
         gamma,
         blocks=blocks,
-        scale=scorer.scale,
+        scale=scale,
         data=data,
     )
     if problem is None:
@@ -264,9 +262,3 @@ def _profile(scorer, blocks, sample_losses, gamma, problem, tolerance, data) -> 
         problem=arguments,
         tolerance=tolerance,
     )
-
-
-def _score(scorer: Scorer, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(outputs, TokenStatistics):
-        return scorer.of_tokens(outputs)
-    return scorer(outputs, inputs), scorer.sample_losses(outputs, inputs).cpu()

@@ -2,40 +2,42 @@
 
 import csv
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from tqdm.auto import tqdm
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
 from ..constraints.problem import as_python
 from ..noise.embedding_noise import EmbeddingNoise
+from ..readout.replay import Readout
+from ..readout.tape import config_flags, switched_off
 from .scoring import (
     Metric,
     Result,
     Scorer,
     evaluating,
+    greater_is_better,
     mean_loss,
     metric_value,
     name_of,
+    noise_key,
     numbered_batches,
     prepare_collator,
 )
-from .sums import BlockSums, fingerprint_of_functions, fingerprints_of, weights_fingerprint
-from .sweep import Rows, Sweep
+from .sums import BlockSums
 from .uncertainty import pseudo_values, radius
 
 
+Perturbation = Callable[[Mapping, float, np.random.Generator], Mapping]
 SUMMARIES = ("auc", "auc_over_range", "retention", "auc_id", "auc_ood", "mean_over_levels")
 
 
@@ -57,9 +59,9 @@ class NoiseCurve(Result):
             32 blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, batch size, sigma, perturbation, samples (of data whose length says them) and
-            fingerprints of the data (main input and labels), of all inputs and, for a file, the weights and the
-            functions. Curves with equal seed, batch size and data have common random numbers.
+        settings (`dict`): seed, draws, batch size, samples (of data whose length says them), sigma, perturbation and
+            a fingerprint of the data (main input and labels). Curves with equal seed, batch size and data have common
+            random numbers.
     """
 
     metric: str
@@ -198,59 +200,108 @@ def noise_curve(
     label_names: Sequence[str] | None = None,
     layer_loss_fn: Callable[..., torch.Tensor] | None = None,
     readout: Callable | None = None,
-    perturbation: Callable[[Mapping, float, np.random.Generator], Mapping] | None = None,
+    perturbation: Perturbation | None = None,
     noise: EmbeddingNoise | None = None,
-    cells_per_forward: int | None = None,
     accelerator: Accelerator | None = None,
-    path: str | None = None,
     progress: bool = False,
 ) -> NoiseCurve:
     """Metric and loss of `model` at every noise level, each with `draws` draws of the noise.
 
     The noise depends on (seed, draw, level, batch) and the kind of device alone, so models that embed the same batches
     to the same shape are compared under common random numbers. Each batch is collated once, used for all levels and
-    dropped: memory does not grow with the data set.
+    dropped.
 
     Args:
         model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
         dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
         gammas (`float` or sequence of `float`): noise levels >= 0, in units of `sigma`; an array or a tensor, too.
-        metric, scale, label_names, layer_loss_fn: see [`~evaluation.scoring.Scorer`].
+        metric, label_names, layer_loss_fn: see [`~evaluation.scoring.Scorer`].
+        scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         data_collator, processing_class, remove_unused_columns: as in `Trainer`.
-        batch_size (`int`): samples per batch; it is part of what fixes the noise.
+        batch_size (`int`): samples per batch; the noise depends on it.
         draws (`int`): noise draws per level (level 0 is evaluated once).
         seed, sigma: see [`EmbeddingNoise`].
         gamma_train (`float` or `(float, float)`, *optional*): the training level, of a range the upper end, to tell ID
             from OOD.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
-            (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw. Its
-            name in results is its attribute `name`, or else that of the function.
-        noise ([`EmbeddingNoise`], *optional*): the kind of noise, with a seed and a sigma of its own; it stays as it
-            is, and its own level does not count.
-        cells_per_forward (`int`, *optional*): levels and draws evaluated in one forward, on copies of the batch. As
-            many as fit into memory where not given and the model is on an accelerator, else 1. Models whose loss is no
-            function of their logits take one.
+            (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
+            Results call it by its attribute `name`, or else by the function's name.
+        noise ([`EmbeddingNoise`], *optional*): the kind of noise, with its own seed and sigma; its level is not used.
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
-        path (`str`, *optional*): keep the curve there as JSON, with its CSV beside it. A call that was killed goes on
-            where it was, and a finished curve of the same model, rows (all inputs) and settings is read, not
-            measured again.
-            Functions are the same where their own code and all that they hold are. Data without a length, a `noise` of
-            a class derived from [`EmbeddingNoise`] and functions that cannot be compared (methods, and what cannot be
-            pickled) are measured anew.
         progress (`bool`): show a progress bar over batches.
 
     Raises:
         ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric, a
-            `path` that is a folder, a `perturbation` beside `noise`.
+            `perturbation` beside `noise`.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
-    scale = float(scale)
-    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1 or (cells_per_forward or 1) < 1:
+    _check(dataset, gammas, draws, perturbation, noise)
+    if noise is None and perturbation is None and any(gammas):
+        noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
+    scorer = Scorer(model, metric, label_names, layer_loss_fn, readout)
+    collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
+    batches = numbered_batches(
+        dataset,
+        collate if perturbation is None else list,
+        batch_size,
+        accelerator,
+        "Noise curve" if progress else None,
+    )
+    cells = [(level, draw) for level, gamma in enumerate(gammas) for draw in range(draws if gamma else 1)]
+    sums, forward = BlockSums(accelerator), None
+    # Its router's loss, which a mixture of experts adds, is no part of the task loss.
+    router_flags = config_flags(model.modules(), ["output_router_logits"])
+    with evaluating(model) as device, switched_off(router_flags):
+        for index, batch in batches:
+            scores = np.zeros((len(gammas), draws, 4))
+            for level, draw in cells:
+                gamma, is_first = gammas[level], (level, draw) == cells[0]
+                if perturbation is not None:
+                    rows = _perturbed(batch, index * batch_size, gamma, draw, seed, perturbation)
+                    inputs = scorer.prepare(send_to_device(collate(rows), device))
+                elif is_first:
+                    inputs = scorer.prepare(send_to_device(batch, device))
+                if is_first:
+                    fingerprint = scorer.fingerprint(inputs)
+                forward = forward or _last_layer(model, scorer.task.model_inputs(inputs), readout)
+                is_noisy = noise is not None and gamma > 0
+                with noise.split((gamma, noise_key(draw, gamma, index))) if is_noisy else nullcontext():
+                    outputs = forward(scorer.task.model_inputs(inputs))
+                scores[level, draw if gamma else slice(None)] = scorer(outputs, inputs)
+            sums.add(index, scores, fingerprint)
+    blocks = sums.total()
+    total = blocks.sum(axis=0)  # [levels, draws, 4]
+    kind = noise if perturbation is None else perturbation
+    settings = {
+        "seed": seed if noise is None else noise.seed,
+        "draws": draws,
+        "batch_size": getattr(dataset, "batch_size", batch_size),
+        "samples": len(dataset) if has_length(dataset) and not isinstance(dataset, DataLoader) else None,
+        "data": sums.fingerprint(),
+        "sigma": None if noise is None else noise.sigma,
+        "perturbation": "gaussian" if kind is None else getattr(kind, "name", name_of(kind)),
+    }
+    return NoiseCurve(
+        name_of(metric),
+        np.array(gammas),
+        metric_value(name_of(metric), scale, total),
+        mean_loss(total),
+        gamma_train,
+        blocks,
+        float(scale),
+        greater_is_better(metric),
+        {name: as_python(value) for name, value in settings.items()},  # for JSON
+    )
+
+
+def _check(dataset, gammas, draws, perturbation, noise):
+    """ValueError for arguments of a noise curve that do not go together."""
+    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
         raise ValueError(
-            f"`gammas` is {gammas}, `draws` is {draws} and `cells_per_forward` {cells_per_forward}; give at least one "
-            "noise level (finite, not negative), one draw and one cell."
+            f"`gammas` is {gammas} and `draws` is {draws}; give at least one noise level (finite, not negative) and "
+            "one draw."
         )
     if perturbation is not None and isinstance(dataset, DataLoader):
         raise ValueError(
@@ -260,89 +311,17 @@ def noise_curve(
         raise ValueError("`perturbation` and `noise` are given, and would both change the inputs; give one of them.")
     if noise is not None and noise.is_attached:
         raise ValueError("`noise` is attached to the model, and would perturb every level; remove it first.")
-    alone = accelerator is None or accelerator.num_processes == 1
-    is_main = accelerator is None or accelerator.is_main_process
-    if path is not None:
-        path = os.path.abspath(path)
-        is_folder = [os.path.isdir(path)]
-        if accelerator is not None:
-            broadcast_object_list(is_folder)  # or the others would wait for the process that writes
-        if is_folder[0]:
-            raise ValueError(f"`path` is {path}, a folder; name a file in it, such as noise_curve.json.")
-        if is_main:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-    noisy = gammas != [0.0] and perturbation is None
-    if noisy and noise is None:
-        noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
-    scorer = Scorer(model, metric, scale, label_names, layer_loss_fn, readout)
-    collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
-    device = next(model.parameters()).device
 
-    def inputs_of(index: int, batch: Any) -> Callable[[float, int], Mapping[str, Any]]:
-        """(level, draw) -> the model's inputs of one batch."""
-        if perturbation is not None:
-            return Rows(batch, index * batch_size, perturbation, seed, collate, device).inputs
-        inputs = send_to_device(batch, device)
-        return lambda gamma, draw: inputs
 
-    batches_from = partial(numbered_batches, dataset, collate if perturbation is None else list, batch_size)
+def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str, Any]]:
+    """The rows of a batch, numbered from `first`, perturbed at one level; equal numbers get equal errors."""
+    keys = [noise_key(draw, gamma, number) for number in range(first, first + len(rows))]
+    streams = (np.random.SeedSequence(seed, spawn_key=key) for key in keys)
+    return [perturbation(row, gamma, np.random.default_rng(stream)) for row, stream in zip(rows, streams)]
 
-    def marks(index: int, batch: Any) -> tuple[str, str]:
-        return scorer.fingerprints(batch if perturbation is None else inputs_of(index, batch)(gammas[0], 0))
 
-    known_length = has_length(dataset)
-    settings = {
-        "seed": seed if noise is None else noise.seed,
-        "draws": draws,
-        "batch_size": getattr(dataset, "batch_size", batch_size),
-        "samples": len(dataset) if known_length and not isinstance(dataset, DataLoader) else None,  # not its batches
-        "data": None,
-        "inputs": None,
-        "sigma": None if noise is None else noise.sigma,
-        "perturbation": next(
-            (getattr(kind, "name", name_of(kind)) for kind in (noise, perturbation) if kind is not None), "gaussian"
-        ),
-        "weights": None if path is None else weights_fingerprint(model),
-    }
-    settings = {name: as_python(value) for name, value in settings.items()}  # for JSON
-    comparable = path is not None and alone and known_length and (noise is None or type(noise) is EmbeddingNoise)
-    if comparable and any(map(callable, functions := (metric, layer_loss_fn, readout, perturbation))):
-        settings["functions"] = fingerprint_of_functions(*functions)
-        comparable = settings["functions"] is not None
-    key = [gammas, scorer.metric_name, scale, gamma_train, settings]
-    if comparable and os.path.isfile(path):
-        curve = NoiseCurve.from_json(path)
-        measured = curve.settings | {"data": None, "inputs": None}
-        same = key == [curve.gammas.tolist(), curve.metric, curve.scale, curve.gamma_train, measured]
-        numbered = ((index, *marks(index, batch)) for index, batch in batches_from())
-        if same and [curve.settings["data"], curve.settings.get("inputs")] == fingerprints_of(numbered):
-            os.utime(path)  # made before the last training, it is this model's all the same
-            return curve
-
-    if comparable:  # that partial sums are of these rows; their end is not to be read for it
-        key.append(next((marks(index, batch) for index, batch in batches_from()), None))
-    sums = BlockSums((len(gammas), draws), accelerator, path if comparable else None, key)
-    sweep = Sweep(model, scorer, gammas, draws, noise, readout, cells_per_forward if perturbation is None else 1)
-    with evaluating(model):
-        for index, batch in tqdm(batches_from(sums.next_index, sums.step), desc="Noise curve", disable=not progress):
-            sums.add(index, sweep(index, inputs_of(index, batch)), *(marks(index, batch) if known_length else ()))
-    blocks = sums.total()
-    if known_length:
-        settings["data"], settings["inputs"] = sums.fingerprints()
-    total = blocks.sum(axis=0)  # [levels, draws, 4]
-    curve = NoiseCurve(
-        scorer.metric_name,
-        np.array(gammas),
-        metric_value(scorer.metric_name, scale, total),
-        mean_loss(total),
-        gamma_train,
-        blocks,
-        scale,
-        scorer.greater_is_better,
-        settings,
-    )
-    if path is not None and is_main:
-        curve.to_json(path)
-        curve.to_csv(f"{os.path.splitext(path)[0]}.csv")
-        sums.forget()
-    return curve
+def _last_layer(model, inputs, readout) -> Callable[[Mapping[str, Any]], Any]:
+    """The forward whose outputs are scored: the model's own, or the last layer's through a custom readout."""
+    if readout is None:
+        return lambda inputs: model(**inputs)
+    return Readout.probe(model, inputs, readout).read_last

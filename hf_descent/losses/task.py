@@ -10,7 +10,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
-from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, shifts_labels
+from ..readout.labels import IGNORE_INDEX, aligned, are_token_labels, labels_of, shifts_labels
 from ..readout.replay import Readout, output_logits, output_loss, probing
 from ..readout.stack import inner_model
 
@@ -88,7 +88,7 @@ class TaskLoss:
             return loss_from_logits(self.model, output_logits(outputs), labels, items)
         loss = output_loss(outputs)
         if loss is None and self.predicted_labels(inputs) is None:
-            raise ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self.label_names}.")
+            raise self._without_labels(inputs)
         if loss is None:
             raise ValueError(
                 f"{type(self.model).__name__} returns no loss for a batch with labels; give one as "
@@ -123,6 +123,27 @@ class TaskLoss:
         if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
             return torch.stack([inputs["start_positions"], inputs["end_positions"]], dim=-1)
         return self.predicted_labels(inputs)
+
+    def predictions(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits `[..., classes]` of a model's `outputs`, and the labels `[...]` that they predict, -100 for none.
+
+        ValueError where the batch has no labels.
+        """
+        logits = output_logits(outputs)
+        if inputs.get("start_positions") is not None:
+            # As the models do: negative positions count as the first token, those past the end are left out.
+            positions = [inputs["start_positions"].view(-1), inputs["end_positions"].view(-1)]
+            labels = torch.stack(positions, dim=1).clamp(min=0)  # [batch, 2]
+            return logits.transpose(1, 2), labels.where(labels < logits.shape[1], IGNORE_INDEX)
+        if inputs.get("shift_labels") is not None:
+            return logits, inputs["shift_labels"]
+        labels = labels_of(inputs, self.label_names)
+        if labels is None:
+            raise self._without_labels(inputs)
+        if are_token_labels(labels) and logits.dim() == 3:
+            return aligned(self.model, logits, labels, self.shifts_labels)
+        # A single logit is a number to models, though labels are whole: as a class it would always be the first.
+        return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
 
     def model_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the model is given of a batch: no labels where something else scores its outputs."""
@@ -173,6 +194,9 @@ class TaskLoss:
             except Exception:  # there is no loss, or none where labels are missing
                 continue
         return None
+
+    def _without_labels(self, inputs) -> ValueError:
+        return ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self.label_names}.")
 
     def _custom_loss(self, outputs, labels, items) -> torch.Tensor:
         try:

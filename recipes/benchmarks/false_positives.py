@@ -4,7 +4,7 @@
 
 Trains tiny classifiers that are alike but for the seed of their weights and batches, measures a noise curve of each
 under common random numbers, and lets the verdict compare groups of them at 95 %, no model in two groups: by Welch's
-test, and paired as runs with the same seeds are. The rate of verdicts other than "no difference" should be at most
+test, and paired as runs with the same seeds are. The rate of verdicts other than "not significant" should be at most
 5 %; the figure is its exact (Clopper-Pearson) 95 % upper bound.
 """
 
@@ -105,7 +105,7 @@ def main():
                 run.summary["arguments"]["seed"] = number % size if paired else number
             verdict = difference({"a": drawn[:size], "b": drawn[size:]}, "a", "b")
             assert verdict.paired == paired
-            found += verdict.verdict != "no difference"
+            found += verdict.verdict != "not significant"
             total += 1
         bound = beta.ppf(0.95, found + 1, total - found)
         print(

@@ -25,7 +25,7 @@ def folders(tmp_path):
 def test_table_verdict_and_files(folders, tmp_path, capsys):
     cli.main(["compare", *folders.values(), "--output_dir", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "descent against erm: descent is better, at 95 %" in printed
+    assert "descent against erm: descent is better, statistically significant at 95 %" in printed
     assert (tmp_path / "out" / "comparison.txt").read_text() in printed
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert written["differences"][0]["verdict"] == "better"
@@ -59,4 +59,4 @@ def test_another_curve_is_compared_at_another_confidence(folders, tmp_path, caps
     words = [f"{name}={folder}" if named else folder for (name, _), folder in folders.items()]
     words += ["--curve", "typos_curve", "--confidence", "0.9", "--output_dir", str(tmp_path / "out")]
     cli.main(["compare", *words])
-    assert "descent against erm: descent is worse, at 90 %" in capsys.readouterr().out
+    assert "descent against erm: descent is worse, statistically significant at 90 %" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,8 +114,7 @@ def test_a_loss_that_is_not_a_number_is_not_feasible(layer):
     losses[layer] = torch.nan
     blocks = np.ones((4, 3, 4))
     blocks[..., 2] = losses
-    scorer = SimpleNamespace(metric_name="accuracy", scale=1.0)
-    profile = _profile(scorer, blocks, np.zeros((8, 3)), 0.0, DescentProblem(0.1, 1.0, 3), 0.01, None)
+    profile = _profile("accuracy", 1.0, blocks, np.zeros((8, 3)), 0.0, DescentProblem(0.1, 1.0, 3), 0.01, None)
     assert math.isnan(profile.max_violation) and profile.feasible is False
 
 

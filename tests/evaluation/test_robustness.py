@@ -16,7 +16,7 @@ from transformers import (
 
 from hf_descent import DescentProblem, EmbeddingNoise
 from hf_descent.evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
-from hf_descent.evaluation.sums import weights_fingerprint
+from hf_descent.evaluation.perturbations import salt_and_pepper
 
 
 def curve(gammas=(0.0, 0.5, 1.0, 2.0), values=((0.9, 0.9), (0.8, 0.9), (0.6, 0.8), (0.5, 0.5)), **options):
@@ -84,6 +84,12 @@ def test_results_survive_the_disk(tmp_path):
     assert after.to_dict() == before.to_dict()
     assert str(after) == str(before)
     np.testing.assert_array_equal(after.losses, before.losses)
+    before.to_csv(path.replace("json", "csv"))
+    lines = (tmp_path / "curve.csv").read_text().splitlines()
+    assert lines[0] == "gamma,accuracy,radius_95,std_over_draws,loss"
+    assert [float(cell) for cell in lines[2].split(",")] == pytest.approx(
+        [0.5, before.mean[1], np.nan, before.std[1], before.mean_losses[1]], nan_ok=True
+    )
     with pytest.raises(TypeError):
         curve(settings={"seed": {0}}).to_json(path)
     assert NoiseCurve.from_json(path).to_dict() == before.to_dict()
@@ -156,20 +162,14 @@ def test_an_attached_noise_is_refused():
     model, data = bert(), classification_data(4)
     with EmbeddingNoise(model, 1.0) as noise, pytest.raises(ValueError, match="`noise` is attached"):
         noise_curve(model, data, [1.0], noise=noise)
-
-
-def test_weights_are_read_through_only_for_a_file(tmp_path):
-    weights = [
-        noise_curve(bert(), classification_data(8), [0.0], path=path).settings["weights"]
-        for path in (None, str(tmp_path / "curve.json"))
-    ]
-    assert weights == [None, weights_fingerprint(bert())]
+    with pytest.raises(ValueError, match="`perturbation` and `noise` are given"):
+        noise_curve(model, data, [1.0], noise=noise, perturbation=salt_and_pepper)
 
 
 def test_a_routers_loss_is_none_of_the_task():
     fields, _ = MODELS["MixtralForCausalLM"]
     model, data = build("MixtralForCausalLM", fields | {"router_aux_loss_coef": 0.5}), language_data(6, ragged=False)
-    curve = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1, cells_per_forward=2)
+    curve = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1)
     assert curve.losses[0, 0] == pytest.approx(layer_profile(model, data, batch_size=4).losses[-1], rel=1e-6)
     assert model.config.output_router_logits
     model.config.output_router_logits = False
@@ -264,52 +264,6 @@ def test_the_noise_of_every_level_and_draw_is_standard_normal():
     samples = [torch.stack(pair).flatten() / (3.0 * gamma) for gamma, pair in zip([0.5, 0.5, 2.0, 2.0] * 2, zip(seen))]
     assert all(kstest(sample, "norm").pvalue > 1e-3 for sample in samples)
     assert abs(np.corrcoef(torch.stack(samples))[np.triu_indices(8, 1)]).max() < 4 / math.sqrt(len(samples[0]))
-
-
-@pytest.mark.parametrize("cells", [2, 3, 99])
-def test_levels_that_share_a_forward_give_the_same_curve(cells):
-    forwards = []
-    model, data = bert(), classification_data(20)
-    alone = noise_curve(model, data, [0.0, 0.5, 1.0], draws=2, batch_size=8, cells_per_forward=1)
-    model.register_forward_hook(lambda module, args, output: forwards.append(len(output["logits"])))
-    shared = noise_curve(model, data, [0.0, 0.5, 1.0], draws=2, batch_size=8, cells_per_forward=cells)
-    np.testing.assert_allclose(shared.losses, alone.losses, rtol=1e-6)
-    np.testing.assert_array_equal(shared.values, alone.values)
-    assert max(forwards) == 8 * min(cells, 4)
-
-
-@pytest.mark.parametrize("apart", ["a loss of more than the logits", "an input for all rows"])
-def test_levels_that_cannot_share_a_forward_go_alone(apart):
-    model, data = bert(), classification_data(16)
-
-    def tax(module, args, output):
-        return {**output, "loss": output["loss"] + output["logits"].square().mean()}
-
-    def collate(rows):
-        return default_data_collator(rows) | {"position_ids": torch.arange(10)[None]}
-
-    if apart == "an input for all rows":
-        settings = {"batch_size": 8, "data_collator": collate}
-    else:
-        settings = {"batch_size": 8}
-        model.register_forward_hook(tax)
-    alone, shared = (noise_curve(model, data, [0.0, 1.0], cells_per_forward=cells, **settings) for cells in (1, 3))
-    np.testing.assert_array_equal(shared.losses, alone.losses)
-
-
-def test_levels_are_taken_apart_where_memory_is_short():
-    model, data = bert(), classification_data(16)
-    expected = noise_curve(model, data, [0.0, 1.0], draws=4, batch_size=8)
-
-    def refuse(module, args, kwargs):
-        if len(kwargs["labels"]) > 16:
-            raise torch.OutOfMemoryError("too many rows")
-
-    model.register_forward_pre_hook(refuse, with_kwargs=True)
-    curve = noise_curve(model, data, [0.0, 1.0], draws=4, batch_size=8, cells_per_forward=4)
-    np.testing.assert_allclose(curve.losses, expected.losses, rtol=1e-6)
-    with pytest.raises(torch.OutOfMemoryError):
-        noise_curve(model, classification_data(17), [0.0, 1.0], batch_size=17)
 
 
 def test_batches_are_not_counted_as_samples():

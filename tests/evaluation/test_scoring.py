@@ -2,7 +2,6 @@ import math
 import weakref
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from architectures import T5, ByPlace, build
 from peft import MultitaskPromptTuningConfig, get_peft_model
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
@@ -26,7 +25,7 @@ from transformers import (
 )
 
 from hf_descent.evaluation import layer_profile, noise_curve
-from hf_descent.evaluation.scoring import _accuracy, numbered_batches
+from hf_descent.evaluation.scoring import _accuracy
 
 
 CONFIG = {
@@ -207,7 +206,7 @@ def test_question_answering_scores_both_positions():
 )
 def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(build, data):
     named, tuples = build(), build(return_dict=False)
-    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0], cells_per_forward=3)):
+    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0])):
         found, expected = (evaluate(model, data) for model in (tuples, named))
         np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
         np.testing.assert_array_equal(found.values, expected.values)
@@ -217,7 +216,7 @@ def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(bui
 @pytest.mark.parametrize(("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))])
 def test_a_model_of_ones_own_may_return_a_tuple(build, data):
     named, by_place = build(), ByPlace(build())
-    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0], cells_per_forward=3)):
+    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0])):
         found, expected = (evaluate(model, data) for model in (by_place, named))
         np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
         np.testing.assert_array_equal(found.values, expected.values)
@@ -317,19 +316,6 @@ def test_data_is_collated_once_for_all_levels():
     assert collated == [8, 8, 4]
 
 
-def test_batches_are_not_listed_beforehand():
-    class Rows(Dataset):
-        def __len__(self):
-            return 10**12
-
-        def __getitem__(self, index):
-            return index
-
-    batches = numbered_batches(Rows(), list, 4, first=1, step=2)
-    assert len(batches) == 125 * 10**9
-    assert list(islice(batches, 2)) == [(1, [4, 5, 6, 7]), (3, [12, 13, 14, 15])]
-
-
 @pytest.mark.parametrize("evaluate", [lambda *a, **k: noise_curve(*a, [0.0, 1.0], **k), layer_profile])
 def test_batches_are_dropped_once_scored(evaluate):
     batches, alive = [], []
@@ -341,7 +327,7 @@ def test_batches_are_dropped_once_scored(evaluate):
         return batch
 
     evaluate(bert(), classification_data(40), batch_size=4, data_collator=collate)
-    assert len(alive) in (10, 11)  # a curve looks at the first batch beforehand
+    assert len(alive) == 10
     assert max(alive) <= 1
 
 

@@ -178,18 +178,6 @@ def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
         DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA[:8]).evaluate_robustness(gammas=gammas)
 
 
-def test_a_kept_curve_is_not_that_of_another_loss_of_the_trainer(tmp_path):
-    for factor in (1.0, 2.0):
-
-        def loss(outputs, labels, num_items_in_batch=None, factor=factor):
-            return factor * F.cross_entropy(outputs["logits"], labels)
-
-        args = config(tmp_path, noise_sigma=1.0)
-        trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=loss)
-        kept, anew = (trainer.evaluate_robustness(gammas=0, path=path) for path in (tmp_path / "curve.json", None))
-        assert kept.to_dict() == anew.to_dict()
-
-
 @pytest.mark.parametrize("objective", ["erm", "descent"])
 def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_path, objective):
     """GPT2LMHeadModel, whose class does not tell it; plain training never asks the model."""
@@ -209,18 +197,6 @@ def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_p
 def multiplied(outputs, labels, num_items_in_batch=None):
     logits = outputs["logits"]
     return F.cross_entropy(logits @ torch.eye(3, dtype=logits.dtype), labels)  # a product that autocast would round
-
-
-@pytest.mark.parametrize("own", [{"layer_loss_fn": multiplied}, {"label_smoothing_factor": 0.1}])
-def test_a_kept_curve_of_the_same_loss_of_the_trainer_is_read(tmp_path, own):
-    path, smoothing = tmp_path / "curve.json", own.get("label_smoothing_factor", 0.0)
-    for again in (False, True):
-        args = config(tmp_path, noise_sigma=1.0, label_smoothing_factor=smoothing)
-        trainer = DescentTrainer(bert(), args, eval_dataset=DATA[:8], layer_loss_fn=own.get("layer_loss_fn"))
-        if again:  # that it is read shows in what no measurement would give
-            path.write_text(json.dumps(json.loads(path.read_text()) | {"greater_is_better": "read"}))
-        read = trainer.evaluate_robustness(gammas=0, path=path).greater_is_better == "read"
-        assert read is again
 
 
 def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):

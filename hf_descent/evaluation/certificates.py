@@ -9,13 +9,13 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, Theorem 1, C
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..constraints.problem import DescentProblem
 from .profile import LayerProfile
-from .scoring import Result, mean_loss
+from .scoring import Result, format_table
 from .uncertainty import radius
 
 
@@ -45,17 +45,16 @@ class Certificate(Result):
     refuted_share: float
 
     def __str__(self) -> str:
-        rows = [f"{'layer':>6} {'violation':>12} {'+-':>10}  feasible"]
+        rows = [["layer", "violation", "+-", "feasible"]]
         for layer, violation, error, certified in zip(self.layers, self.violations, self.radii, self.certified):
-            rows.append(f"{layer:6d} {violation:12.5g} {error:10.2g}  {'certified' if certified else 'not certified'}")
-        return "\n".join(
-            [
-                *rows,
-                f"Estimate at noise level {self.gamma:g}: {self.certified_share:.0%} of the constrained layers are "
-                f"certified feasible, {self.refuted_share:.0%} infeasible, the rest is open; {self.confidence:.0%} "
-                "for all of it together.",
-                "Assumed: independent samples of the distribution in question, none of them trained on.",
-            ]
+            rows.append(
+                [f"{layer}", f"{violation:.5g}", f"{error:.2g}", "certified" if certified else "not certified"]
+            )
+        return (
+            f"{format_table(rows)}\nEstimate at noise level {self.gamma:g}: {self.certified_share:.0%} of the "
+            f"constrained layers are certified feasible, {self.refuted_share:.0%} infeasible, the rest is open; "
+            f"{self.confidence:.0%} for all of it together.\n"
+            "Assumed: independent samples of the distribution in question, none of them trained on."
         )
 
 
@@ -69,24 +68,14 @@ def certify(profile: LayerProfile, confidence: float = 0.95) -> Certificate:
         raise ValueError("The profile was measured without `problem`, so it has no constraints to certify.")
     layers = profile.constrained_layers
     index = np.array(layers) - 1
-    radii = np.broadcast_to(profile.radius("violations", confidence, len(layers)), profile.losses.shape)[index]
-    found = profile.violations[index]
+    violations, losses = profile.violations[index], profile.losses[index]
     # A layer is infeasible in one of two ways: both intervals of one level are no less sure together.
-    losses, problem = profile.losses[index], DescentProblem(**profile.problem)
-    errors = np.broadcast_to(profile.radius("losses", confidence, len(layers)), profile.losses.shape)[index]
-    margin = problem.chance - profile.tolerance
-    certified = (found + radii <= profile.tolerance) & (losses + errors < margin)  # never with a radius of nan
-    refuted = (found - radii > profile.tolerance) | (losses - errors >= margin)
-    return Certificate(
-        profile.gamma,
-        confidence,
-        layers,
-        found,
-        radii,
-        certified.tolist(),
-        float(certified.mean()),
-        float(refuted.mean()),
-    )
+    radii, errors = (profile.radius(name, confidence, len(layers))[index] for name in ("violations", "losses"))
+    margin = DescentProblem(**profile.problem).chance - profile.tolerance
+    certified = (violations + radii <= profile.tolerance) & (losses + errors < margin)  # never with a radius of nan
+    refuted = (violations - radii > profile.tolerance) | (losses - errors >= margin)
+    shares = float(certified.mean()), float(refuted.mean())
+    return Certificate(profile.gamma, confidence, layers, violations, radii, certified.tolist(), *shares)
 
 
 @dataclass
@@ -118,22 +107,22 @@ class ShiftGrowth(Result):
     violation_slopes: np.ndarray | None = None
 
     def __str__(self) -> str:
-        rows = [f"{'gamma':>8} {'growth of f_L':>14} {'+- (95 %)':>10}"]
+        rows = [["gamma", "growth of f_L", "+- (95 %)"]]
         if self.violation_growth is not None:
-            rows[0] += f" {'largest growth of a violation':>30} {'+- (95 %)':>10}"
+            rows[0] += ["largest growth of a violation", "+- (95 %)"]
         for level, gamma in enumerate(self.gammas):
-            row = f"{gamma:8.4g} {self.loss_growth[level, -1]:14.5g} {self.loss_radii[level, -1]:10.2g}"
+            growth, error = self.loss_growth[level, -1], self.loss_radii[level, -1]
+            rows.append([f"{gamma:.4g}", f"{growth:.5g}", f"{error:.2g}"])
             if self.violation_growth is not None:
-                worst = int(self.violation_growth[level].argmax())
-                growth = f"{self.violation_growth[level, worst]:.5g} (layer {worst + 1})"
-                row += f" {growth:>30} {self.violation_radii[level, worst]:10.2g}"
-            rows.append(row)
-        rows.append(f"Estimate: f_L grows by up to {self.loss_slopes[-1]:.4g} per unit of gamma (Theorem 4)")
+                worst = self.violation_growth[level].argmax()
+                growth, error = self.violation_growth[level, worst], self.violation_radii[level, worst]
+                rows[-1] += [f"{growth:.5g} (layer {worst + 1})", f"{error:.2g}"]
+        found = f"f_L grows by up to {self.loss_slopes[-1]:.4g} per unit of gamma (Theorem 4)"
         if self.violation_slopes is not None:
-            rows[-1] += f", a violation by up to {self.violation_slopes.max():.4g} (Corollary 3)"
-        rows[-1] += "; lower bounds of the constants there, per unit of gamma."
-        return "\n".join(
-            [*rows, "Assumed: independent samples, none of them trained on; losses Lipschitz in the shift."]
+            found += f", a violation by up to {self.violation_slopes.max():.4g} (Corollary 3)"
+        return (
+            f"{format_table(rows)}\nEstimate: {found}; lower bounds of the constants there, per unit of gamma.\n"
+            "Assumed: independent samples, none of them trained on; losses Lipschitz in the shift."
         )
 
 
@@ -143,33 +132,34 @@ def shift_growth(profiles: Sequence[LayerProfile]) -> ShiftGrowth:
     Raises:
         ValueError: not one clean and at least one noisy profile of the same model and data.
     """
-    clean, noisy = ([p for p in profiles if bool(p.gamma) is kind] for kind in (False, True))
-    if len(clean) != 1 or not noisy or len({p.blocks.shape for p in profiles}) != 1:
+    profiles = sorted(profiles, key=lambda profile: profile.gamma)
+    gammas = np.array([profile.gamma for profile in profiles])
+    if (gammas == 0).sum() != 1 or len(gammas) < 2 or len({profile.blocks.shape for profile in profiles}) != 1:
         raise ValueError(
-            f"`profiles` are at the levels {[p.gamma for p in profiles]}; give those of one `layer_profiles` call, "
-            "level 0 among them."
+            f"`profiles` are at the levels {gammas.tolist()}; give those of one `layer_profiles` call, level 0 among "
+            "them."
         )
-    gammas = np.array([profile.gamma for profile in noisy])
-    blocks = np.stack([clean[0].blocks, *(profile.blocks for profile in noisy)], axis=1)  # [blocks, 1 + G, L, 4]
-    growth = {"loss": _growth(mean_loss, blocks)}
-    if clean[0].problem is not None:
-        statistic = clean[0]._statistic("violations")
-        growth["violation"] = _growth(lambda sums: np.stack([statistic(level) for level in sums]), blocks)
-    per_gamma = {name: values / gammas[:, None] for name, (values, _) in growth.items()}  # [G, L]
-    slopes = {"loss": np.abs(per_gamma["loss"]).max(axis=0)}
-    if "violation" in growth:
-        slopes["violation"] = per_gamma["violation"].max(axis=0).clip(min=0)
-    fields = {f"{name}_growth": values for name, (values, _) in growth.items()}
-    fields |= {f"{name}_radii": errors for name, (_, errors) in growth.items()}
-    return ShiftGrowth(gammas, **fields, **{f"{name}_slopes": values for name, values in slopes.items()})
+    blocks = np.stack([profile.blocks for profile in profiles], axis=1)  # [blocks, 1 + G, L, 4]
+    losses, radii, slopes = _growth(profiles[0].statistic("losses"), blocks, gammas)
+    growth = ShiftGrowth(gammas[1:], losses, radii, np.abs(slopes).max(axis=0))
+    if profiles[0].problem is None:
+        return growth
+    violations, radii, slopes = _growth(profiles[0].statistic("violations"), blocks, gammas)
+    return replace(
+        growth,
+        violation_growth=violations,
+        violation_radii=radii,
+        violation_slopes=slopes.max(axis=0).clip(min=0),
+    )
 
 
-def _growth(statistic, blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Change of `statistic` `[1 + G, L]` from the first level to the others, with its radius; `[G, L]` each."""
+def _growth(statistic, blocks, gammas) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Change of `statistic` from the first level to the others, its radius, and the change per unit of gamma; each
+    `[G, L]`."""
 
     def change(sums):
-        values = statistic(sums)
-        return values[1:] - values[:1]
+        values = np.stack([statistic(level) for level in sums])  # [1 + G, L]
+        return values[1:] - values[0]
 
     values = change(blocks.sum(axis=0))
-    return values, np.broadcast_to(radius(change, blocks), values.shape)
+    return values, np.broadcast_to(radius(change, blocks), values.shape), values / gammas[1:, None]

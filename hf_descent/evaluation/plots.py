@@ -12,7 +12,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 
 import numpy as np
@@ -25,20 +25,13 @@ from ..files import plain, whole_file
 from .comparison import Comparison, Run, descent_level, shared_levels
 
 
-STYLES = (
-    {"color": "black", "linestyle": "-", "marker": "o"},
-    {"color": "black", "linestyle": "--", "marker": "s"},
-    {"color": "0.5", "linestyle": "-", "marker": "^"},
-    {"color": "0.5", "linestyle": ":", "marker": "D"},
-    {"color": "black", "linestyle": "-.", "marker": "v"},
-    {"color": "0.7", "linestyle": "--", "marker": "x"},
-    {"color": "black", "linestyle": ":", "marker": "*"},
-    {"color": "0.5", "linestyle": "-.", "marker": "<"},
-    {"color": "0.7", "linestyle": "-", "marker": "P"},
-    {"color": "0.5", "linestyle": "--", "marker": ">"},
-)
-LINES = ("-", "--", "-.", ":", (0, (1, 3)))
-FILES = re.compile(r"(metric_against_noise|layer_losses|ratios|duals_\w+|ablation_\w+)\.(png|svg)")
+COLORS, LINES, MARKERS = ("black", "0.5", "0.7"), ("-", "--", "-.", ":"), "os^Dvx*<P>"
+STYLES = [
+    {"color": COLORS[number % 3], "linestyle": LINES[number % 4], "marker": marker, "markersize": 4}
+    for number, marker in enumerate(MARKERS)
+]
+FIGURES = re.compile(r"(metric_against_noise|layer_losses|ratios|duals_\w+|ablation_\w+)\.(png|svg)")
+LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}  # inside it would hide lines
 GIF_FRAME_MS = 100
 ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
 
@@ -53,74 +46,64 @@ def save_comparison(comparison: Comparison, folder: str) -> list[str]:
     for name, content in contents.items():
         with whole_file(os.path.join(folder, name)) as file:
             file.write(f"{content}\n")
-    return [*contents, *save_figures(comparison, folder)]
+    return [*contents, *save_figures(comparison.groups, folder)]
 
 
-def save_figures(comparison: Comparison, folder: str) -> list[str]:
+def save_figures(groups: Mapping[str, Sequence[Run]], folder: str) -> list[str]:
     """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names.
     Figures of an earlier comparison in the folder are removed."""
-    groups = comparison.groups
     figures = {"metric_against_noise": plot_curves(groups)}
     if shared_levels(groups):
-        figures["layer_losses"] = plot_layers(groups)
-        figures["ratios"] = plot_ratios(groups)
-    for name, runs in groups.items():
-        if any(value for entry in runs[0].history for key, value in entry.items() if key.startswith("multiplier_")):
-            figures[f"duals_{_file_name(name)}"] = plot_duals(runs[0], name)
+        figures |= {"layer_losses": plot_layers(groups), "ratios": plot_ratios(groups)}
+    for name, (run, *_) in groups.items():
+        if any(value for entry in run.history for key, value in entry.items() if key.startswith("multiplier_")):
+            figures["duals_" + re.sub(r"\W", "_", name)] = plot_duals(run, name)
     for setting in ABLATED:
-        runs = _alike_but_for((run for group in groups.values() for run in group), setting)
+        runs = _alike_but_for([run for group in groups.values() for run in group], setting)
         if len({_setting(run, setting) for run in runs}) > 2:
             figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
-    for file in filter(FILES.fullmatch, os.listdir(folder)):
-        os.remove(os.path.join(folder, file))  # of other runs, perhaps, which may have had more of them
-    files = []
-    for name, figure in figures.items():
-        for ending in ("png", "svg"):
-            files.append(f"{name}.{ending}")
-            figure.savefig(os.path.join(folder, files[-1]), dpi=150)
-    return files
+    for file in filter(FIGURES.fullmatch, os.listdir(folder)):
+        os.remove(os.path.join(folder, file))
+    files = [(f"{name}.{ending}", figure) for name, figure in figures.items() for ending in ("png", "svg")]
+    for file, figure in files:
+        figure.savefig(os.path.join(folder, file), dpi=150)
+    return [file for file, _ in files]
 
 
 def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Metric against the noise level, mean over runs; bands from least to greatest (a single run: 95 % interval)."""
+    """Metric against the noise level: mean over runs, bars from least to greatest (a single run: 95 % interval)."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for number, ((name, runs), style) in enumerate(zip(groups.items(), cycle(STYLES))):
-        values = np.stack([run.curve.mean for run in runs])  # [runs, levels]
-        low, high = values.min(axis=0), values.max(axis=0)
-        if len(runs) == 1:
-            error = runs[0].curve.radius("mean")
-            low, high = values[0] - error, values[0] + error
-        _line(axes, runs[0].curve.gammas, values.mean(axis=0), low, high, name, style, number, len(groups))
-    curve = runs[0].curve
-    for gamma in sorted({run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}):
+    for number, (name, runs) in enumerate(groups.items()):
+        error = runs[0].curve.radius("mean") if len(runs) == 1 else 0.0
+        curve = runs[0].curve
+        _line(axes, curve.gammas, [run.curve.mean for run in runs], error, name, number, len(groups))
+    for gamma in {run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}:
         axes.axvline(gamma, color="0.8", zorder=0)
-        axes.annotate(
-            "training level", (gamma, 0.01), xycoords=("data", "axes fraction"), color="0.4", size=8, ha="right"
+        axes.text(
+            gamma, 0.01, "training level ", transform=axes.get_xaxis_transform(), ha="right", color="0.4", size=8
         )
     kind = curve.settings.get("perturbation", "gaussian")
     of_noise = kind == "gaussian" or curve.settings.get("sigma") is not None
     xlabel = "noise level, in units of sigma" if of_noise else f"rate of {kind.replace('_', ' ')}"
     axes.set(xlabel=xlabel, ylabel=curve.metric)
-    _legend(figure, axes)
+    figure.legend(*axes.get_legend_handles_labels(), **LEGEND)
     return figure
 
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Loss of every layer, one panel for each noise level that all runs have a profile of."""
+    """Loss of every layer, one panel for each noise level that all runs have a profile of; bars as above."""
     gammas = shared_levels(groups)
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
-        for number, ((name, runs), style) in enumerate(zip(groups.items(), cycle(STYLES))):
-            losses = np.stack([run.profiles[gamma].losses for run in runs])  # [runs, layers]
-            layers = np.arange(1, losses.shape[1] + 1)
-            low, high = losses.min(axis=0), losses.max(axis=0)
-            _line(axes, layers, losses.mean(axis=0), low, high, name, style, number, len(groups))
+        for number, (name, runs) in enumerate(groups.items()):
+            losses = [run.profiles[gamma].losses for run in runs]
+            _line(axes, np.arange(1, len(losses[0]) + 1), losses, 0.0, name, number, len(groups))
         axes.set(xlabel="layer", title=_level(gamma))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
-    _legend(figure, panels[0])
+    figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
 
 
@@ -173,12 +156,10 @@ def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
     curve = runs[0].curve
     values = sorted({_setting(run, setting) for run in runs})
     for level, style in zip((0, len(curve.gammas) // 2, -1), STYLES):
-        metric = [
-            np.array([run.curve.mean[level] for run in runs if _setting(run, setting) == value]) for value in values
-        ]
-        spread = [found.std(ddof=1) if len(found) > 1 else 0.0 for found in metric]
+        metric = [[run.curve.mean[level] for run in runs if _setting(run, setting) == value] for value in values]
+        spread = [np.std(found, ddof=1) if len(found) > 1 else 0.0 for found in metric]
         label = f"noise level {curve.gammas[level]:g}"
-        axes.errorbar(values, np.array([found.mean() for found in metric]), spread, label=label, capsize=3, **style)
+        axes.errorbar(values, list(map(np.mean, metric)), spread, label=label, capsize=3, **style)
     axes.set(xlabel=ABLATED.get(setting, setting), ylabel=curve.metric)
     if min(values) > 0 and max(values) > 20 * min(values):
         axes.set_xscale("log")
@@ -219,7 +200,7 @@ def _level(gamma: float) -> str:
     return f"noise level {gamma:g}" if gamma else "without noise"
 
 
-def _alike_but_for(runs: Iterable[Run], setting: str) -> list[Run]:
+def _alike_but_for(runs: Sequence[Run], setting: str) -> list[Run]:
     """The constrained runs that differ in `setting` and their seed alone, the largest such set."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
@@ -237,22 +218,10 @@ def _setting(run: Run, name: str) -> float:
     return float(np.mean(value))
 
 
-def _line(axes: Axes, x, mean, low, high, label: str, style: Mapping[str, str], number: int, groups: int):
-    """A line with a band; with bars side by side among many groups, whose bands would hide one another."""
-    if groups <= 3:
-        axes.plot(x, mean, label=label, markersize=4, **style)
-        axes.fill_between(x, low, high, color=style["color"], alpha=0.1, linewidth=0)
-    else:
-        aside = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
-        errors = np.stack([mean - low, high - mean]).clip(min=0)  # [2, points], but for rounding
-        axes.errorbar(x + aside, mean, errors, label=label, markersize=4, elinewidth=0.7, capsize=2, **style)
-
-
-def _legend(figure: Figure, axes: Axes):
-    """Beside the panels: inside them it would hide lines."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, handlelength=3.5, loc="outside right upper")
-
-
-def _file_name(name: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in name)
+def _line(axes: Axes, x: np.ndarray, runs: Sequence[np.ndarray], error, name: str, number: int, groups: int):
+    """The mean of the runs, `[points]` each, with bars from least to greatest; aside, for bars of others to show."""
+    mean = np.mean(runs, axis=0)
+    bars = np.stack([mean - np.min(runs, axis=0), np.max(runs, axis=0) - mean]).clip(min=0) + error  # [2, points]
+    aside = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
+    style = STYLES[number % len(STYLES)]
+    axes.errorbar(x + aside, mean, bars, label=name, elinewidth=0.7, capsize=2, **style)

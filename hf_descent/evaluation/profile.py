@@ -8,26 +8,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..configs import levels_of
 from ..constraints.problem import MIN_ROWS, DescentProblem
-from ..losses.layerwise import find_layer_losses
+from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from .scoring import (
-    Metric,
+    Evaluation,
     Result,
-    Scorer,
     evaluating,
+    format_table,
     mean_loss,
     metric_value,
     name_of,
     noise_key,
-    numbered_batches,
-    prepare_collator,
 )
 from .sums import BlockSums
 from .uncertainty import radius
@@ -93,12 +90,12 @@ class LayerProfile(Result):
         """The constrained layers of the problem, 1-based; none without a problem."""
         return [] if self.problem is None else self.problem["constrained_layers"]
 
-    def radius(self, name: str, confidence: float = 0.95, comparisons: int = 1) -> np.ndarray | float:
+    def radius(self, name: str, confidence: float = 0.95, comparisons: int = 1) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"`, `"values"` or `"violations"`, over the choice of
         the data and the noise; of `comparisons` intervals that hold together. Not a number without two blocks."""
-        return radius(self._statistic(name), self.blocks, confidence, comparisons)
+        return np.broadcast_to(radius(self.statistic(name), self.blocks, confidence, comparisons), self.losses.shape)
 
-    def _statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
+    def statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
         """Maps sums `[L, 4]` to the attribute that a profile with these sums has."""
         if name == "violations":
             problem = DescentProblem(**self.problem)
@@ -121,26 +118,20 @@ class LayerProfile(Result):
         columns = {"loss": "losses", self.metric: "values"}
         if self.violations is not None:
             columns["violation"] = "violations"
-        rows = [f"{'layer':>6}" + "".join(f" {name:>12} {'+- (95 %)':>10}" for name in columns)]
-        errors = {name: np.broadcast_to(self.radius(name), self.losses.shape) for name in columns.values()}
-        for layer in range(len(self.losses)):
-            cells = (f" {getattr(self, name)[layer]:12.5g} {errors[name][layer]:10.2g}" for name in columns.values())
-            rows.append(f"{layer + 1:6d}" + "".join(cells))
-        if self.ratios.size:
-            rows.append(
-                f"per-sample ratios: mean {np.mean(self.ratios):.3g}, median {np.median(self.ratios):.3g}, "
-                f"{self.descending_share:.1%} of steps descend"
-            )
-        return "\n".join(rows)
+        rows = [["layer"], *([f"{layer}"] for layer in range(1, len(self.losses) + 1))]
+        for title, name in columns.items():
+            rows[0] += [title, "+- (95 %)"]
+            for row, value, error in zip(rows[1:], getattr(self, name), self.radius(name)):
+                row += [f"{value:.5g}", f"{error:.2g}"]
+        if not self.ratios.size:
+            return format_table(rows)
+        return (
+            f"{format_table(rows)}\nper-sample ratios: mean {np.mean(self.ratios):.3g}, median "
+            f"{np.median(self.ratios):.3g}, {self.descending_share:.1%} of steps descend"
+        )
 
 
-def layer_profile(
-    model: nn.Module,
-    dataset: Dataset | DataLoader,
-    *,
-    gamma: float = 0.0,
-    **settings,
-) -> LayerProfile:
+def layer_profile(model: nn.Module, dataset: Dataset | DataLoader, *, gamma: float = 0.0, **settings) -> LayerProfile:
     """Loss and metric of `model` at every layer, through the readout that its layers share.
 
     f_l is the model's own loss, averaged over the items of the data set. The per-sample losses behind the ratios are
@@ -148,8 +139,7 @@ def layer_profile(
     the data set: L numbers a sample.
 
     Args:
-        model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
-        dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
+        model, dataset: see [`~evaluation.scoring.Evaluation`].
         gamma (`float`): noise level of the input; the noise is that of `noise_curve`'s first draw.
         settings: see [`~evaluation.profile.layer_profiles`].
 
@@ -167,19 +157,9 @@ def layer_profiles(
     *,
     problem: DescentProblem | Mapping[str, Any] | None = None,
     tolerance: float = 0.0,
-    metric: Metric = "accuracy",
-    scale: float = 1.0,
-    data_collator: Callable | None = None,
-    processing_class: Any | None = None,
-    remove_unused_columns: bool = True,
-    batch_size: int = 32,
     seed: int = 0,
     sigma: float | None = None,
-    label_names: Sequence[str] | None = None,
-    layer_loss_fn: Callable[..., torch.Tensor] | None = None,
-    readout: Callable | None = None,
-    accelerator: Accelerator | None = None,
-    progress: bool = False,
+    **settings,
 ) -> list[LayerProfile]:
     """The [`layer_profile`] at each of several noise levels, from one pass over the data.
 
@@ -187,8 +167,9 @@ def layer_profiles(
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
         tolerance (`float`): largest violation that counts as feasible, in units of the loss.
-        readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
-        Others: see [`noise_curve`].
+        seed, sigma: see [`EmbeddingNoise`].
+        settings: `metric`, `batch_size`, `data_collator` and the other arguments of
+            [`~evaluation.scoring.Evaluation`].
 
     Raises:
         ValueError: as [`layer_profile`]; a `problem` of another number of layers.
@@ -196,46 +177,43 @@ def layer_profiles(
     gammas = levels_of("gammas", gammas)
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
-    scorer = Scorer(model, metric, label_names, layer_loss_fn, readout)
-    collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
-    batches = numbered_batches(
-        dataset, collate, batch_size, accelerator, progress="Layer profile" if progress else None
-    )
-    sums, layers, samples = BlockSums(accelerator), None, []  # samples: (batch, losses [levels, samples, layers])
-    with evaluating(model) as device:
-        for index, batch in batches:
-            inputs = scorer.prepare(send_to_device(batch, device))
-            if layers is None:
-                layers = find_layer_losses(
-                    model, inputs, scorer.task, readout=readout, needs_logits=scorer.needs_logits
-                )
-                if problem is not None and problem.num_layers != layers.num_layers:
-                    raise ValueError(
-                        f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has "
-                        f"{layers.num_layers}; give the problem of this model."
-                    )
+    evaluation = Evaluation(model, dataset, **settings)
+    sums, layers, samples = BlockSums(evaluation.accelerator), None, []
 
-            def score(outputs, inputs):
-                return scorer(outputs, inputs), scorer.sample_losses(outputs, inputs)
+    def score(outputs, inputs):
+        return evaluation.score(outputs, inputs), evaluation.sample_losses(outputs, inputs)
 
-            scores, losses = [], []
+    with evaluating(model):
+        for index, inputs in evaluation.batches("Layer profile"):
+            layers = layers or _find_layers(evaluation, inputs, problem)
+            measured = []
             for gamma in gammas:
                 with noise.split((gamma, noise_key(0, gamma, index))) if gamma else nullcontext():
-                    found = layers.measure(model, inputs, score, keep_logits=False).scores
-                scores.append(torch.stack([layer_sums for layer_sums, _ in found]))  # [layers, 4]
-                losses.append(torch.stack([losses for _, losses in found], dim=1))  # [samples, layers]
-            sums.add(index, torch.stack(scores).numpy(), scorer.fingerprint(inputs))
-            samples.append((index, torch.stack(losses).double().numpy()))
+                    measured.append(layers.measure(model, inputs, score, keep_logits=False).scores)
+            scores = torch.stack([torch.stack([found for found, _ in level]) for level in measured])
+            losses = torch.stack([torch.stack([found for _, found in level], dim=1) for level in measured])
+            sums.add(index, scores.numpy(), evaluation.fingerprint(inputs))  # [levels, layers, 4]
+            samples.append((index, losses.double().numpy()))  # [levels, samples, layers]
     blocks, fingerprint = sums.total(), sums.fingerprint()  # [blocks, levels, layers, 4]
-    if accelerator is not None and accelerator.num_processes > 1:
+    if evaluation.accelerator is not None and evaluation.accelerator.num_processes > 1:
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
+    metric, scale = name_of(evaluation.metric), float(evaluation.scale)
     return [
-        _profile(
-            name_of(metric), float(scale), blocks[:, level], samples[level], gamma, problem, tolerance, fingerprint
-        )
+        _profile(metric, scale, blocks[:, level], samples[level], gamma, problem, tolerance, fingerprint)
         for level, gamma in enumerate(gammas)
     ]
+
+
+def _find_layers(evaluation, inputs, problem) -> LayerLosses:
+    model, needs_logits = evaluation.model, evaluation.needs_logits
+    layers = find_layer_losses(model, inputs, evaluation.task, readout=evaluation.readout, needs_logits=needs_logits)
+    if problem is not None and problem.num_layers != layers.num_layers:
+        raise ValueError(
+            f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has {layers.num_layers}; give "
+            "the problem of this model."
+        )
+    return layers
 
 
 def _profile(metric, scale, blocks, sample_losses, gamma, problem, tolerance, data) -> LayerProfile:

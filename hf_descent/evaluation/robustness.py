@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_utils import has_length
@@ -21,17 +18,15 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout
 from ..readout.tape import config_flags, switched_off
 from .scoring import (
-    Metric,
+    Evaluation,
     Result,
-    Scorer,
     evaluating,
+    format_table,
     greater_is_better,
     mean_loss,
     metric_value,
     name_of,
     noise_key,
-    numbered_batches,
-    prepare_collator,
 )
 from .sums import BlockSums
 from .uncertainty import pseudo_values, radius
@@ -169,13 +164,11 @@ class NoiseCurve(Result):
             writer.writerows(zip(*(column.tolist() for column in self._columns())))
 
     def __str__(self) -> str:
-        rows = [f"{'gamma':>8} {self.metric:>12} {'+- (95 %)':>10} {'draws':>10} {'loss':>12}"]
+        rows = [["gamma", self.metric, "+- (95 %)", "draws", "loss"]]
         for gamma, value, error, spread, loss in zip(*self._columns()):
-            rows.append(f"{gamma:8.4g} {value:12.5g} {error:10.2g} {spread:10.2g} {loss:12.5g}")
-        error = self.radius("auc_over_range")
-        return "\n".join(
-            [*rows, f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g} +- {error:.2g} (95 %)"]
-        )
+            rows.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"])
+        area, error = f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}", self.radius("auc_over_range")
+        return f"{format_table(rows)}\n{area} +- {error:.2g} (95 %)"
 
     def _columns(self) -> tuple[np.ndarray, ...]:
         error = np.broadcast_to(self.radius("mean"), self.mean.shape)
@@ -187,49 +180,33 @@ def noise_curve(
     dataset: Dataset | DataLoader,
     gammas: float | Sequence[float],
     *,
-    metric: Metric = "accuracy",
-    scale: float = 1.0,
-    data_collator: Callable | None = None,
-    processing_class: Any | None = None,
-    remove_unused_columns: bool = True,
-    batch_size: int = 32,
     draws: int = 3,
     seed: int = 0,
     sigma: float | None = None,
     gamma_train: float | Sequence[float] | None = None,
-    label_names: Sequence[str] | None = None,
-    layer_loss_fn: Callable[..., torch.Tensor] | None = None,
-    readout: Callable | None = None,
     perturbation: Perturbation | None = None,
     noise: EmbeddingNoise | None = None,
-    accelerator: Accelerator | None = None,
-    progress: bool = False,
+    **settings,
 ) -> NoiseCurve:
     """Metric and loss of `model` at every noise level, each with `draws` draws of the noise.
 
     The noise depends on (seed, draw, level, batch) and the kind of device alone, so models that embed the same batches
     to the same shape are compared under common random numbers. Each batch is collated once, used for all levels and
-    dropped.
+    dropped. The model is evaluated in eval mode, which is undone afterwards.
 
     Args:
-        model (`nn.Module`): unwrapped, on its device; evaluated in eval mode, which is undone afterwards.
-        dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
+        model, dataset: see [`~evaluation.scoring.Evaluation`].
         gammas (`float` or sequence of `float`): noise levels >= 0, in units of `sigma`; an array or a tensor, too.
-        metric, label_names, layer_loss_fn: see [`~evaluation.scoring.Scorer`].
-        scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
-        data_collator, processing_class, remove_unused_columns: as in `Trainer`.
-        batch_size (`int`): samples per batch; the noise depends on it.
         draws (`int`): noise draws per level (level 0 is evaluated once).
         seed, sigma: see [`EmbeddingNoise`].
         gamma_train (`float` or `(float, float)`, *optional*): the training level, of a range the upper end, to tell ID
             from OOD.
-        readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
             (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
             Results call it by its attribute `name`, or else by the function's name.
         noise ([`EmbeddingNoise`], *optional*): the kind of noise, with its own seed and sigma; its level is not used.
-        accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
-        progress (`bool`): show a progress bar over batches.
+        settings: `metric`, `batch_size`, `data_collator` and the other arguments of
+            [`~evaluation.scoring.Evaluation`].
 
     Raises:
         ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric, a
@@ -240,59 +217,50 @@ def noise_curve(
     _check(dataset, gammas, draws, perturbation, noise)
     if noise is None and perturbation is None and any(gammas):
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
-    scorer = Scorer(model, metric, label_names, layer_loss_fn, readout)
-    collate = prepare_collator(model, data_collator, processing_class, label_names, remove_unused_columns)
-    batches = numbered_batches(
-        dataset,
-        collate if perturbation is None else list,
-        batch_size,
-        accelerator,
-        "Noise curve" if progress else None,
-    )
+    evaluation = Evaluation(model, dataset, **settings)
+    sums, forward = BlockSums(evaluation.accelerator), None
     cells = [(level, draw) for level, gamma in enumerate(gammas) for draw in range(draws if gamma else 1)]
-    sums, forward = BlockSums(accelerator), None
     # Its router's loss, which a mixture of experts adds, is no part of the task loss.
     router_flags = config_flags(model.modules(), ["output_router_logits"])
-    with evaluating(model) as device, switched_off(router_flags):
-        for index, batch in batches:
-            scores = np.zeros((len(gammas), draws, 4))
+    with evaluating(model), switched_off(router_flags):
+        for index, batch in (evaluation.rows if perturbation is not None else evaluation.batches)("Noise curve"):
+            scores, fingerprint = np.zeros((len(gammas), draws, 4)), None
             for level, draw in cells:
-                gamma, is_first = gammas[level], (level, draw) == cells[0]
+                gamma, inputs, noisy = gammas[level], batch, nullcontext()
                 if perturbation is not None:
-                    rows = _perturbed(batch, index * batch_size, gamma, draw, seed, perturbation)
-                    inputs = scorer.prepare(send_to_device(collate(rows), device))
-                elif is_first:
-                    inputs = scorer.prepare(send_to_device(batch, device))
-                if is_first:
-                    fingerprint = scorer.fingerprint(inputs)
-                forward = forward or _last_layer(model, scorer.task.model_inputs(inputs), readout)
-                is_noisy = noise is not None and gamma > 0
-                with noise.split((gamma, noise_key(draw, gamma, index))) if is_noisy else nullcontext():
-                    outputs = forward(scorer.task.model_inputs(inputs))
-                scores[level, draw if gamma else slice(None)] = scorer(outputs, inputs)
+                    first = index * evaluation.batch_size
+                    inputs = evaluation.collate(_perturbed(batch, first, gamma, draw, seed, perturbation))
+                elif gamma:
+                    noisy = noise.split((gamma, noise_key(draw, gamma, index)))
+                fingerprint = fingerprint or evaluation.fingerprint(inputs)
+                given = evaluation.task.model_inputs(inputs)
+                forward = forward or _forward(model, given, evaluation.readout)
+                with noisy:
+                    outputs = forward(given)
+                scores[level, draw if gamma else slice(None)] = evaluation.score(outputs, inputs)
             sums.add(index, scores, fingerprint)
     blocks = sums.total()
     total = blocks.sum(axis=0)  # [levels, draws, 4]
-    kind = noise if perturbation is None else perturbation
-    settings = {
+    metric, scale, kind = name_of(evaluation.metric), float(evaluation.scale), noise or perturbation
+    conditions = {
         "seed": seed if noise is None else noise.seed,
         "draws": draws,
-        "batch_size": getattr(dataset, "batch_size", batch_size),
+        "batch_size": getattr(dataset, "batch_size", evaluation.batch_size),
         "samples": len(dataset) if has_length(dataset) and not isinstance(dataset, DataLoader) else None,
         "data": sums.fingerprint(),
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if kind is None else getattr(kind, "name", name_of(kind)),
     }
     return NoiseCurve(
-        name_of(metric),
+        metric,
         np.array(gammas),
-        metric_value(name_of(metric), scale, total),
+        metric_value(metric, scale, total),
         mean_loss(total),
         gamma_train,
         blocks,
-        float(scale),
-        greater_is_better(metric),
-        {name: as_python(value) for name, value in settings.items()},  # for JSON
+        scale,
+        greater_is_better(evaluation.metric),
+        {name: as_python(value) for name, value in conditions.items()},  # for JSON
     )
 
 
@@ -320,7 +288,7 @@ def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str
     return [perturbation(row, gamma, np.random.default_rng(stream)) for row, stream in zip(rows, streams)]
 
 
-def _last_layer(model, inputs, readout) -> Callable[[Mapping[str, Any]], Any]:
+def _forward(model, inputs, readout) -> Callable[[Mapping[str, Any]], Any]:
     """The forward whose outputs are scored: the model's own, or the last layer's through a custom readout."""
     if readout is None:
         return lambda inputs: model(**inputs)

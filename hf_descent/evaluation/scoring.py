@@ -5,8 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from tqdm.auto import tqdm
@@ -47,69 +47,102 @@ def name_of(function: str | Callable) -> str:
     return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
 
-class Scorer:
-    """Loss and metric of one model's outputs, as float64 sums that add up over batches and processes.
+@dataclass
+class Evaluation:
+    """A model on held-out data: its batches, and the loss and metric of its outputs as sums over items.
 
-    Every batch goes through [`Scorer.prepare`] first; the first one shows what the task loss is.
+    The arguments are those that [`noise_curve`] and [`layer_profile`] share.
 
     Args:
-        model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
+        model (`nn.Module`): unwrapped, on its device (a `PeftModel`, too).
+        dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
         metric (`str` or function): "accuracy" (integer labels, of samples or tokens; of multi-label classification,
             each of its labels), "rmse" (floating labels), or a function (logits `[..., classes]`, labels `[...]` with
             -100 where there is none) -> (sum, count); its attribute `greater_is_better` says whether more is better
             (yes where it has none).
+        scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
+        data_collator, processing_class, remove_unused_columns: as in `Trainer`.
+        batch_size (`int`): samples per batch; the noise depends on it.
         label_names (sequence of `str`, *optional*): the label arguments; `None`: the ones that `Trainer` finds.
         layer_loss_fn (function, *optional*): (outputs, labels, num_items_in_batch) -> mean loss, in place of the
             model's own; or Trainer's label smoother.
         readout (function, *optional*): readout(model, hidden, inputs) -> logits, where training used one.
+        accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
+        progress (`bool`): show a progress bar over batches.
 
     Attributes:
-        task ([`TaskLoss`]): the task loss; `None` before the first batch.
+        task ([`TaskLoss`]): the task loss; `None` before the first batch shows it.
 
     Raises:
         ValueError: an unknown metric; in use, a batch without labels or labels that do not suit the metric.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        metric: Metric = "accuracy",
-        label_names: Sequence[str] | None = None,
-        layer_loss_fn: Callable[..., torch.Tensor] | None = None,
-        readout: Callable | None = None,
-    ):
+    model: nn.Module
+    dataset: Dataset | DataLoader
+    metric: Metric = "accuracy"
+    scale: float = 1.0
+    data_collator: Callable | None = None
+    processing_class: Any | None = None
+    remove_unused_columns: bool = True
+    batch_size: int = 32
+    label_names: Sequence[str] | None = None
+    layer_loss_fn: Callable[..., torch.Tensor] | None = None
+    readout: Callable | None = None
+    accelerator: Accelerator | None = None
+    progress: bool = False
+    task: TaskLoss | None = field(default=None, init=False)
+
+    def __post_init__(self):
         known = {"accuracy": _accuracy, "rmse": _squared_error}
-        if isinstance(metric, str) and metric not in known:
+        if isinstance(self.metric, str) and self.metric not in known:
             raise ValueError(
-                f"`metric` is {metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
+                f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
             )
-        self._metric = known[metric] if isinstance(metric, str) else metric
-        self._model = inner_model(model)
-        self._label_names = find_labels(type(self._model)) if label_names is None else label_names
-        config = getattr(self._model, "config", None)
+        self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
+        self._inner = inner_model(self.model)
+        config = getattr(self._inner, "config", None)
         self._is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
-        self._checks_labels = layer_loss_fn is None and readout is None
-        self._probe = partial(
-            TaskLoss.probe, model, label_names=self._label_names, loss_fn=layer_loss_fn, readout=readout
+        self._collate = prepare_collator(
+            self.model, self.data_collator, self.processing_class, self.label_names, self.remove_unused_columns
         )
-        self.task: TaskLoss | None = None
+        if self.label_names is None:
+            self.label_names = find_labels(type(self._inner))
 
     @property
     def needs_logits(self) -> bool:
-        """Whether [`TokenStatistics`] do not give the metric."""
-        return self._metric is not _accuracy or self._is_multi_label
+        """Whether the metric is more than [`TokenStatistics`] tell."""
+        return self._score is not _accuracy or self._is_multi_label
 
-    def prepare(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The batch, its labels included, as the other methods and the model take it; ValueError where the labels are
-        none that the model's own loss takes."""
-        inputs = with_named_outputs(self._model, batch)
-        name = next((name for name in self._label_names if inputs.get(name) is not None), None)
-        if self._checks_labels and name is not None:
-            check_labels(self._model, name, inputs[name])
-        self.task = self.task or self._probe(inputs)
+    def batches(self, title: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """(index, inputs) of this process's batches, the inputs as the model and the other methods take them."""
+        for index, batch in self._numbered(self._collate, title):
+            yield index, self._prepare(batch)
+
+    def rows(self, title: str) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
+        """(index, rows) of this process's batches, for [`Evaluation.collate`]."""
+        return self._numbered(list, title)
+
+    def collate(self, rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The inputs that `batches` makes of these rows."""
+        return self._prepare(self._collate(rows))
+
+    def _numbered(self, collate, title):
+        title = title if self.progress else None
+        return numbered_batches(self.dataset, collate, self.batch_size, self.accelerator, title)
+
+    def _prepare(self, batch):
+        batch = send_to_device(batch, next(self.model.parameters()).device)
+        inputs = with_named_outputs(self._inner, batch)
+        name = next((name for name in self.label_names if inputs.get(name) is not None), None)
+        if self.layer_loss_fn is None and self.readout is None and name is not None:
+            check_labels(self._inner, name, inputs[name])
+        if self.task is None:
+            self.task = TaskLoss.probe(
+                self.model, inputs, label_names=self.label_names, loss_fn=self.layer_loss_fn, readout=self.readout
+            )
         return inputs
 
-    def __call__(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    def score(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """(metric sum, metric count, loss sum, items) of one batch; float64 `[4]` on the CPU.
 
         `outputs` are the model's, or [`TokenStatistics`] where no logits are made.
@@ -122,9 +155,9 @@ class Scorer:
         items = self.task.count(inputs)
         # As Trainer gives a custom loss the items of the batch. The mean over none is not a number.
         loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items) if items else 0.0
-        if self._metric is _accuracy and self._is_multi_label:  # two classes for each label
+        if self._score is _accuracy and self._is_multi_label:  # two classes for each label
             logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()
-        total, count = self._metric(logits, labels)
+        total, count = self._score(logits, labels)
         sums = [float(total), float(count), float(loss) * int(items), int(items)]
         return torch.tensor(sums, dtype=torch.float64)
 
@@ -145,7 +178,7 @@ class Scorer:
             return losses.reshape(len(labels), -1).mean(1).cpu()
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
-                f"{type(self._model).__name__} has logits of shape {list(logits.shape)} for labels of shape "
+                f"{type(self._inner).__name__} has logits of shape {list(logits.shape)} for labels of shape "
                 f"{list(labels.shape)}: there is no loss of each sample. `evaluate` has the layers' losses."
             )
         smoothing = 0.0 if self.task.smoother is None else self.task.smoother.epsilon
@@ -156,7 +189,7 @@ class Scorer:
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that differs for other data: of its signal and labels, which models of any kind share."""
-        names = [getattr(self._model, "main_input_name", "input_ids"), *self._label_names]
+        names = [getattr(self._inner, "main_input_name", "input_ids"), *self.label_names]
         return fingerprint_of_tensors((name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name)))
 
 
@@ -164,9 +197,9 @@ class Result:
     """A dataclass of float64 arrays and plain values that can be written to disk and read back."""
 
     def __post_init__(self):
-        for field in fields(self):
-            if field.type in (np.ndarray, np.ndarray | None) and (value := getattr(self, field.name)) is not None:
-                setattr(self, field.name, np.asarray(value, dtype=np.float64))
+        for each in fields(self):
+            if each.type in (np.ndarray, np.ndarray | None) and (value := getattr(self, each.name)) is not None:
+                setattr(self, each.name, np.asarray(value, dtype=np.float64))
 
     def to_json(self, path: str):
         """Write the attributes, whole or not at all."""

@@ -1,13 +1,12 @@
-"""How sure a figure measured on held-out data is: sums over blocks of the data, and the jackknife over them.
+"""The error of figures measured on held-out data: sums over blocks of the data, and the jackknife over them.
 
-Every batch goes to one of `BLOCKS` blocks in turn, and sums are kept per block: their memory does not grow with the
-data, and any statistic of sums (a ratio over tokens, a root, an area under a curve, the difference of two models on
-the same batches) gets its standard error by leaving out one block at a time. Noise is drawn anew for each batch, so
-that the error covers both the choice of the samples and the draws of the noise.
+Batch i goes to block i modulo `BLOCKS`, and sums are kept per block: their memory does not grow with the data, and any
+statistic of sums (a ratio over tokens, a root, an area under a curve, the difference of two models on the same
+batches) gets its standard error by leaving out one block at a time. Noise is drawn anew for each batch, so the error
+covers both the choice of the samples and the draws of the noise.
 
-Assumed: blocks are independent and alike, as they are when the data is in random order. Of data sorted by label few
-batches give blocks of one label, and intervals too wide; many give blocks more alike than by chance, and intervals
-too narrow. The commands shuffle held-out rows.
+Assumed: blocks are independent and alike, as they are when the data is in random order. Data sorted by label gives
+intervals too wide with few batches, too narrow with many. The commands shuffle held-out rows.
 
 Source: Quenouille (1956), Tukey (1958): the delete-a-group jackknife.
 """
@@ -21,11 +20,6 @@ from scipy import stats
 BLOCKS = 32
 
 
-def leave_one_out(blocks: np.ndarray) -> np.ndarray:
-    """Sums over all blocks but one, `[blocks, ...]` -> `[blocks, ...]`."""
-    return blocks.sum(axis=0) - blocks
-
-
 def pseudo_values(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
     """The share of each block in `statistic(sums)`, `[blocks, ...]`; for a mean over equal blocks, the blocks' means.
 
@@ -33,9 +27,9 @@ def pseudo_values(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndar
         statistic (function): maps sums `[...]` to an array.
         blocks (float `[blocks, ...]`): the sums of each block, none of them empty.
     """
-    count = len(blocks)
-    left_out = np.stack([statistic(sums) for sums in leave_one_out(blocks)])  # [blocks, ...]
-    return count * statistic(blocks.sum(axis=0)) - (count - 1) * left_out
+    count, total = len(blocks), blocks.sum(axis=0)
+    left_out = np.stack([statistic(total - block) for block in blocks])  # [blocks, ...]
+    return count * statistic(total) - (count - 1) * left_out
 
 
 def standard_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray | None) -> np.ndarray | float:

@@ -6,7 +6,6 @@ from matplotlib.colors import to_rgb
 from runs import GAMMAS, make_profile, make_run
 
 from hf_descent.evaluation import plots
-from hf_descent.evaluation.comparison import Comparison
 
 
 @pytest.fixture
@@ -19,38 +18,33 @@ def groups():
     }
 
 
+def bars(axes, number):
+    """The mean of a line and the ends of its bars, `[points]` and `[points, (low, high)]`."""
+    mean, _, (found,) = axes.containers[number].lines
+    return mean.get_ydata(), np.array(found.get_segments())[..., 1]
+
+
 def test_curves_are_means_with_the_range_over_seeds(groups):
     axes = plots.plot_curves(groups).axes[0]
-    lines = {line.get_label(): line for line in axes.lines}
-    for name, runs in groups.items():
+    for number, (name, runs) in enumerate(groups.items()):
         values = np.stack([run.curve.mean for run in runs])
-        np.testing.assert_allclose(lines[name].get_ydata(), values.mean(0))
-        np.testing.assert_array_equal(lines[name].get_xdata(), GAMMAS)
-    band = axes.collections[0].get_paths()[0].vertices
-    values = np.stack([run.curve.mean for run in groups["erm"]])
-    assert (band[:, 1].min(), band[:, 1].max()) == pytest.approx((values.min(), values.max()))
+        mean, ends = bars(axes, number)
+        np.testing.assert_allclose(mean, values.mean(0))
+        np.testing.assert_allclose(ends, np.stack([values.min(0), values.max(0)], axis=1))
+        assert axes.containers[number].get_label() == name
+    np.testing.assert_allclose(axes.containers[1].lines[0].get_xdata(), GAMMAS)
 
 
-def test_a_single_run_has_its_interval_as_a_band():
+def test_a_single_run_has_its_interval_as_bars():
     run = make_run([0.4, 0.6, 0.5, 0.7])
-    axes = plots.plot_curves({"erm": [run]}).axes[0]
-    band = axes.collections[0].get_paths()[0].vertices
-    assert band[:, 1].max() == pytest.approx(run.curve.mean[0] + run.curve.radius("mean")[0])
-
-
-def test_many_groups_have_bars_where_bands_would_hide_one_another(groups):
-    groups["hinge"] = groups["erm"][:2]
-    axes = plots.plot_curves(groups).axes[0]
-    values = np.stack([run.curve.mean for run in groups["descent"]])
-    _, _, (bars,) = axes.containers[1].lines
-    ends = np.array(bars.get_segments())[..., 1]  # [levels, (low, high)]
-    np.testing.assert_allclose(ends, np.stack([values.min(0), values.max(0)], axis=1))
+    _, ends = bars(plots.plot_curves({"erm": [run]}).axes[0], 0)
+    assert ends[0, 1] == pytest.approx(run.curve.mean[0] + run.curve.radius("mean")[0])
 
 
 def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
     figure = plots.plot_layers(groups)
     assert [axes.get_title() for axes in figure.axes] == ["without noise", "noise level 2"]
-    np.testing.assert_allclose(figure.axes[1].lines[2].get_ydata(), [0.8, 0.5, 0.45])
+    np.testing.assert_allclose(bars(figure.axes[1], 2)[0], [0.8, 0.5, 0.45])
     del groups["erm"][0].profiles[2.0]
     assert len(plots.plot_layers(groups).axes) == 1
 
@@ -80,7 +74,7 @@ def test_runs_profiled_at_different_levels_have_no_figures_of_layers(groups, tmp
     for runs, gamma in zip(groups.values(), (0.0, 2.0)):
         for run in runs:
             run.profiles = {gamma: run.profiles[gamma]}
-    files = plots.save_figures(Comparison(groups, []), str(tmp_path))
+    files = plots.save_figures(groups, str(tmp_path))
     assert "metric_against_noise.png" in files and not {"layer_losses.png", "ratios.png"} & set(files)
 
 
@@ -116,7 +110,7 @@ def test_every_figure_that_has_data_is_written_twice_and_none_is_left_of_another
         f"descent {alpha}": [make_run([0.5, 0.6], objective="descent", descent_alpha=alpha)]
         for alpha in (0.1, 0.2, 0.3)
     }
-    files = plots.save_figures(Comparison(groups, []), str(tmp_path))
+    files = plots.save_figures(groups, str(tmp_path))
     names = {"metric_against_noise", "layer_losses", "ratios", "duals_descent", "ablation_descent_alpha"}
     assert set(files) == {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
     assert all((tmp_path / file).stat().st_size > 5000 for file in files)
@@ -124,5 +118,5 @@ def test_every_figure_that_has_data_is_written_twice_and_none_is_left_of_another
     (tmp_path / "mine.png").touch()
     for run in groups["erm"]:
         run.profiles = {}
-    rest = plots.save_figures(Comparison({"erm": groups["erm"]}, []), str(tmp_path))
+    rest = plots.save_figures({"erm": groups["erm"]}, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"mine.png", *rest} and len(rest) == 2

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..constraints.objectives import StepObjective
 from ..readout.head import HeadReadout
-from ..readout.labels import IGNORE_INDEX, aligned, with_named_outputs
+from ..readout.labels import IGNORE_INDEX, with_named_outputs
 from ..readout.replay import Readout, has_router_loss, output_loss
 from .task import TaskLoss
 
@@ -179,10 +179,7 @@ class ReplayedLosses:
     def _tokens(self, outputs, inputs) -> TokenStatistics | None:
         if not self._token_statistics:
             return None
-        shifted = inputs.get("shift_labels")
-        labels = inputs["labels"] if shifted is None else shifted
-        shifts = self.task.shifts_labels and shifted is None
-        logits, labels = aligned(self.task.model, outputs["logits"], labels, shifts)
+        logits, labels = self.task.predictions(outputs, inputs)
         labelled = labels != IGNORE_INDEX  # [batch, n]
         logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
         log_probs = logits.log_softmax(-1)

@@ -136,7 +136,7 @@ class TaskLoss:
             labels = torch.stack(positions, dim=1).clamp(min=0)  # [batch, 2]
             return logits.transpose(1, 2), labels.where(labels < logits.shape[1], IGNORE_INDEX)
         if inputs.get("shift_labels") is not None:
-            return logits, inputs["shift_labels"]
+            return aligned(self.model, logits, inputs["shift_labels"], shifts_labels=False)
         labels = labels_of(inputs, self.label_names)
         if labels is None:
             raise self._without_labels(inputs)

@@ -24,6 +24,9 @@ def classical_rmse(clips: np.ndarray, gammas: Sequence[float], sigma: float) -> 
     """
     restoration = import_restoration()
 
+    def noisy(clip, deviation):
+        return clip
+
     def wavelet(clip, deviation):
         return restoration.denoise_wavelet(clip, sigma=deviation, wavelet="db2")
 
@@ -31,24 +34,21 @@ def classical_rmse(clips: np.ndarray, gammas: Sequence[float], sigma: float) -> 
         options = {"patch_size": 5, "patch_distance": 6, "fast_mode": True, "h": 0.8 * deviation, "sigma": deviation}
         return np.stack([restoration.denoise_nl_means(frame, **options) for frame in clip])
 
-    denoisers = {"noisy": lambda clip, deviation: clip, "wavelet": wavelet, "nl_means": nl_means}
-    curves = {name: [] for name in denoisers}
+    curves = {"noisy": [], "wavelet": [], "nl_means": []}
     for gamma in gammas:
         noise = np.random.default_rng([0, round(gamma * 1e6)]).standard_normal(clips.shape)
-        noisy = clips + gamma * sigma * noise
-        for name, denoise in denoisers.items():
-            results = np.stack([denoise(clip, gamma * sigma) if gamma else clip for clip in noisy])
-            curves[name].append(255 * float(np.sqrt(np.square(results - clips).mean())))
+        for denoise in (noisy, wavelet, nl_means):
+            found = [denoise(clip, gamma * sigma) if gamma else clip for clip in clips + gamma * sigma * noise]
+            curves[denoise.__name__].append(255 * float(np.sqrt(np.square(np.stack(found) - clips).mean())))
     return curves
 
 
 def import_restoration():
     """scikit-image's module of classical denoisers; ImportError saying how to install it."""
     try:
-        import pywt  # noqa: F401  (which scikit-image imports when the wavelets are called)
+        import pywt  # noqa: F401  (scikit-image imports it when wavelets are called)
         from skimage import restoration
     except ImportError as error:
-        raise ImportError(
-            "The classical denoisers need scikit-image and PyWavelets: `pip install hf_descent[video]`."
-        ) from error
+        remedy = "`pip install hf_descent[video]`"
+        raise ImportError(f"The classical denoisers need scikit-image and PyWavelets: {remedy}.") from error
     return restoration

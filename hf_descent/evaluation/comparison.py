@@ -1,13 +1,12 @@
 """Whether one way of training is better than another: runs grouped by their training, paired tests, a verdict.
 
-A verdict is about the way of training, so the training seed is the unit that is repeated, and the held-out data is a
-second one: seeds and blocks of data are crossed, as readers and cases are in a reader study, and the test is that of
-reader studies. For each seed and block the (jackknife) share of the metric's difference is taken. Its mean over seeds
-and blocks is the difference; the variance of that mean is the seeds' part, and where the blocks differ by more than
-the interaction of seeds and blocks explains, that excess; the degrees of freedom are the seeds' own, raised by the
-data's part. A verdict must stand by that variance, by the seeds' part alone and by the variance over the choice of the
-data alone, since few seeds may agree by chance. Runs with the same seeds on both sides are paired by seed; otherwise
-the seed variances of the two sides are added (Welch).
+The verdict is about the way of training, so the training seed is what is repeated. Seeds and blocks of held-out data
+are crossed, as readers and cases are in a reader study, and the test is that of reader studies. Each seed and block
+has its (jackknife) share of the metric's difference; the mean of the shares is the difference. Its variance is the
+seeds' part, plus the blocks' part beyond the interaction of seeds and blocks; the degrees of freedom are the seeds'
+own, raised by the data's part. A difference must be significant by that variance, by the seeds' part alone and by the
+data's part alone, since few seeds may agree by chance. Runs with the same seeds on both sides are paired by seed;
+otherwise the seed variances of the two sides are added (Welch).
 
 All runs must have been evaluated on the same batches with the same noise (common random numbers).
 
@@ -207,25 +206,21 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def check_comparable(runs: Sequence[Run]):
     """ValueError unless all curves were measured on the same batches, levels and noise draws."""
-    first = runs[0].curve
+    first = runs[0]
     for run in runs:
-        curve = run.curve
-        same = (
-            curve.metric == first.metric
-            and np.array_equal(curve.gammas, first.gammas)
-            and curve.blocks is not None
-            and curve.blocks.shape == first.blocks.shape
-            and np.array_equal(curve.blocks[..., 1], first.blocks[..., 1])
-            and curve.scale == first.scale
-            and all(curve.settings.get(name) == first.settings.get(name) for name in COMMON)
-        )
-        if not same:
+        if _conditions(run.curve) != _conditions(first.curve):
             raise ValueError(
-                f"{run.folder} and {runs[0].folder} were not evaluated on the same data, levels and noise: run "
+                f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise: run "
                 "`hf-descent evaluate` on both with the same arguments."
             )
-    if len(first.blocks) < 2:
+    if first.curve.blocks is None or len(first.curve.blocks) < 2:
         raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")
+
+
+def _conditions(curve: NoiseCurve) -> list[Any]:
+    counts = None if curve.blocks is None else curve.blocks[..., 1].tolist()
+    settings = [curve.settings.get(name) for name in COMMON]
+    return [curve.metric, curve.scale, curve.gammas.tolist(), counts, *settings]
 
 
 def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95) -> Difference:
@@ -329,7 +324,7 @@ class Comparison:
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
         found = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
         for name in SUMMARIES:
-            values = np.array([_clean(c) if name == "clean" else getattr(c, name) for c in curves], dtype=float)
+            values = np.array([getattr(curve, name) for curve in curves], dtype=float)  # of None: not a number
             found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
         feasible = [run.feasible for run in runs if run.feasible is not None]
         seconds = [run.summary["step_seconds"] for run in runs if "step_seconds" in run.summary]
@@ -338,14 +333,11 @@ class Comparison:
 
     def _sigma_note(self) -> str:
         """That a noise level is not the same noise in all runs, where it is not; else nothing."""
-        sigmas = {
-            name: [sigma for run in runs if (sigma := run.curve.settings.get("sigma"))]
-            for name, runs in self.groups.items()
-        }
-        known = [sigma for found in sigmas.values() for sigma in found]
+        sigmas = {name: [run.curve.settings.get("sigma") for run in runs] for name, runs in self.groups.items()}
+        known = [sigma for found in sigmas.values() for sigma in found if sigma]
         if not known or max(known) <= 1.01 * min(known):
             return ""
-        words = {name: " ".join(dict.fromkeys(f"{sigma:.4g}" for sigma in found)) for name, found in sigmas.items()}
+        words = {name: " ".join(dict.fromkeys(f"{s:.4g}" for s in found if s)) for name, found in sigmas.items()}
         named = ", ".join(f"{found} in {name}" for name, found in words.items())
         return f"A noise level is in units of sigma, which differs: {named}. For one sigma: `evaluate --noise_sigma`."
 
@@ -391,10 +383,6 @@ def compare(
     groups = {baseline: groups[baseline]} | groups
     level = 1 - (1 - confidence) / (len(groups) - 1)
     return Comparison(groups, [difference(groups, baseline, name, level) for name in groups if name != baseline])
-
-
-def _clean(curve: NoiseCurve) -> float:
-    return curve.mean[0] if curve.gammas[0] == 0 else np.nan
 
 
 def _format(mean: float, deviation: float) -> str:

@@ -159,7 +159,7 @@ def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
         metric = [[run.curve.mean[level] for run in runs if _setting(run, setting) == value] for value in values]
         spread = [np.std(found, ddof=1) if len(found) > 1 else 0.0 for found in metric]
         label = f"noise level {curve.gammas[level]:g}"
-        axes.errorbar(values, list(map(np.mean, metric)), spread, label=label, capsize=3, **style)
+        axes.errorbar(values, np.array(list(map(np.mean, metric))), spread, label=label, capsize=3, **style)
     axes.set(xlabel=ABLATED.get(setting, setting), ylabel=curve.metric)
     if min(values) > 0 and max(values) > 20 * min(values):
         axes.set_xscale("log")

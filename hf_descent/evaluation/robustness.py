@@ -75,6 +75,11 @@ class NoiseCurve(Result):
         return self.values.mean(axis=1)
 
     @property
+    def clean(self) -> float | None:
+        """The metric at level 0; `None` without that level."""
+        return float(self.mean[0]) if self.gammas[0] == 0.0 else None
+
+    @property
     def mean_losses(self) -> np.ndarray:
         """Mean of the loss over draws, `[G]`."""
         return self.losses.mean(axis=1)
@@ -104,21 +109,19 @@ class NoiseCurve(Result):
     @property
     def retention(self) -> float | None:
         """`auc_over_range` divided by the clean metric; `None` without level 0, or where the metric is 0 there."""
-        return self.auc_over_range / float(self.mean[0]) if self.gammas[0] == 0.0 and self.mean[0] else None
+        return self.auc_over_range / self.clean if self.clean else None
 
     @property
     def auc_id(self) -> float | None:
         """Average of the metric over the levels up to `gamma_train` (interpolated there); `None` if there are none."""
-        if self.gamma_train is None or self.gamma_train < self.gammas[0]:
-            return None
-        return self._average(self.gammas[0], min(self.gamma_train, self.gammas[-1]))
+        exists = self.gamma_train is not None and self.gamma_train >= self.gammas[0]
+        return self._average(self.gammas[0], min(self.gamma_train, self.gammas[-1])) if exists else None
 
     @property
     def auc_ood(self) -> float | None:
         """Average of the metric over the levels above `gamma_train` (interpolated there); `None` if there are none."""
-        if self.gamma_train is None or self.gamma_train >= self.gammas[-1]:
-            return None
-        return self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1])
+        exists = self.gamma_train is not None and self.gamma_train < self.gammas[-1]
+        return self._average(max(self.gamma_train, self.gammas[0]), self.gammas[-1]) if exists else None
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice

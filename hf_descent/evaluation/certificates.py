@@ -1,9 +1,8 @@
-"""What the theory's quantities are worth on finite data: certified layers, and growth under a shift of the input.
+"""The theory's quantities on finite data: certified layers, and growth under a shift of the input.
 
-Everything here is an ESTIMATE from held-out samples, under these assumptions: samples are independent, of the
-distribution that the statement is about, and many enough for the t interval of a mean; none of them was trained on.
-The radii play the part of the near-feasibility term of the paper's Theorem 1; its constants (Lipschitz and
-parametrisation constants, sample complexities) cannot be measured and are not claimed.
+Everything here is an ESTIMATE from held-out samples. Assumed: the samples are independent, of the distribution that
+the statement is about, enough for the t interval of a mean, and none of them was trained on. The radii stand for the
+near-feasibility term of the paper's Theorem 1; its constants cannot be measured and are not claimed.
 
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, Theorem 1, Corollary 3 and Theorem 4.
 """
@@ -47,9 +46,8 @@ class Certificate(Result):
     def __str__(self) -> str:
         rows = [["layer", "violation", "+-", "feasible"]]
         for layer, violation, error, certified in zip(self.layers, self.violations, self.radii, self.certified):
-            rows.append(
-                [f"{layer}", f"{violation:.5g}", f"{error:.2g}", "certified" if certified else "not certified"]
-            )
+            verdict = "certified" if certified else "not certified"
+            rows.append([f"{layer}", f"{violation:.5g}", f"{error:.2g}", verdict])
         return (
             f"{format_table(rows)}\nEstimate at noise level {self.gamma:g}: {self.certified_share:.0%} of the "
             f"constrained layers are certified feasible, {self.refuted_share:.0%} infeasible, the rest is open; "

@@ -30,7 +30,6 @@ STYLES = [
     {"color": COLORS[number % 3], "linestyle": LINES[number % 4], "marker": marker, "markersize": 4}
     for number, marker in enumerate(MARKERS)
 ]
-FIGURES = re.compile(r"(metric_against_noise|layer_losses|ratios|duals_\w+|ablation_\w+)\.(png|svg)")
 LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}  # inside it would hide lines
 GIF_FRAME_MS = 100
 ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
@@ -39,10 +38,8 @@ ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
 def save_comparison(comparison: Comparison, folder: str) -> list[str]:
     """Writes `comparison.json`, `comparison.txt` and all figures into a folder; returns the files' names."""
     os.makedirs(folder, exist_ok=True)
-    contents = {
-        "comparison.json": json.dumps(plain(comparison.to_dict()), indent=1),
-        "comparison.txt": str(comparison),
-    }
+    values = json.dumps(plain(comparison.to_dict()), indent=1)
+    contents = {"comparison.json": values, "comparison.txt": str(comparison)}
     for name, content in contents.items():
         with whole_file(os.path.join(folder, name)) as file:
             file.write(f"{content}\n")
@@ -50,8 +47,7 @@ def save_comparison(comparison: Comparison, folder: str) -> list[str]:
 
 
 def save_figures(groups: Mapping[str, Sequence[Run]], folder: str) -> list[str]:
-    """Draws every figure that the runs have the data for; writes each as PNG and SVG and returns the files' names.
-    Figures of an earlier comparison in the folder are removed."""
+    """Writes every figure that the runs have the data for, as PNG and SVG; returns the files' names."""
     figures = {"metric_against_noise": plot_curves(groups)}
     if shared_levels(groups):
         figures |= {"layer_losses": plot_layers(groups), "ratios": plot_ratios(groups)}
@@ -62,8 +58,6 @@ def save_figures(groups: Mapping[str, Sequence[Run]], folder: str) -> list[str]:
         runs = _alike_but_for([run for group in groups.values() for run in group], setting)
         if len({_setting(run, setting) for run in runs}) > 2:
             figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
-    for file in filter(FIGURES.fullmatch, os.listdir(folder)):
-        os.remove(os.path.join(folder, file))
     files = [(f"{name}.{ending}", figure) for name, figure in figures.items() for ending in ("png", "svg")]
     for file, figure in files:
         figure.savefig(os.path.join(folder, file), dpi=150)

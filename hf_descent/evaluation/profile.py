@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -218,25 +218,15 @@ def _find_layers(evaluation, inputs, problem) -> LayerLosses:
 
 def _profile(metric, scale, blocks, sample_losses, gamma, problem, tolerance, data) -> LayerProfile:
     total = blocks.sum(axis=0)  # [layers, 4]
-    profile = LayerProfile(
-        metric,
-        mean_loss(total),
-        metric_value(metric, scale, total),
-        sample_losses,
-        gamma,
-        blocks=blocks,
-        scale=scale,
-        data=data,
-    )
-    if problem is None:
-        return profile
-    arguments, losses = problem.state_dict(), torch.from_numpy(profile.losses)
-    problem = DescentProblem(**arguments)  # the given one may be on a device
-    return replace(
-        profile,
-        violations=problem.violations(losses).numpy(),
-        max_violation=problem.max_violation(losses).item(),
-        feasible=len(sample_losses) >= MIN_ROWS and problem.feasible(losses, tolerance),
-        problem=arguments,
-        tolerance=tolerance,
-    )
+    losses, values, verdict = mean_loss(total), metric_value(metric, scale, total), {}
+    if problem is not None:
+        arguments, found = problem.state_dict(), torch.from_numpy(losses)
+        problem = DescentProblem(**arguments)  # the given one may be on a device
+        verdict = {
+            "violations": problem.violations(found).numpy(),
+            "max_violation": problem.max_violation(found).item(),
+            "feasible": len(sample_losses) >= MIN_ROWS and problem.feasible(found, tolerance),
+            "problem": arguments,
+            "tolerance": tolerance,
+        }
+    return LayerProfile(metric, losses, values, sample_losses, gamma, blocks=blocks, scale=scale, data=data, **verdict)

@@ -269,15 +269,12 @@ def noise_curve(
 
 def _check(dataset, gammas, draws, perturbation, noise):
     """ValueError for arguments of a noise curve that do not go together."""
-    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
-        raise ValueError(
-            f"`gammas` is {gammas} and `draws` is {draws}; give at least one noise level (finite, not negative) and "
-            "one draw."
-        )
+    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf:
+        raise ValueError(f"`gammas` is {gammas}; give at least one noise level, finite and not negative.")
+    if draws < 1:
+        raise ValueError(f"`draws` is {draws}; give at least one.")
     if perturbation is not None and isinstance(dataset, DataLoader):
-        raise ValueError(
-            "`perturbation` changes rows before they are collated; give the data set, not a `DataLoader`."
-        )
+        raise ValueError("`perturbation` changes rows before they are collated; give a data set, not a `DataLoader`.")
     if perturbation is not None and noise is not None:
         raise ValueError("`perturbation` and `noise` are given, and would both change the inputs; give one of them.")
     if noise is not None and noise.is_attached:

@@ -32,6 +32,7 @@ from .sums import fingerprint_of_tensors
 
 
 Metric = str | Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+CUSTOM = "a function (logits, labels) -> (sum, count)"
 
 
 def greater_is_better(metric: Metric) -> bool:
@@ -95,9 +96,7 @@ class Evaluation:
     def __post_init__(self):
         known = {"accuracy": _accuracy, "rmse": _squared_error}
         if isinstance(self.metric, str) and self.metric not in known:
-            raise ValueError(
-                f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or a function (logits, labels) -> (sum, count)."
-            )
+            raise ValueError(f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM}.")
         self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
         self._inner = inner_model(self.model)
         config = getattr(self._inner, "config", None)
@@ -105,8 +104,7 @@ class Evaluation:
         self._collate = prepare_collator(
             self.model, self.data_collator, self.processing_class, self.label_names, self.remove_unused_columns
         )
-        if self.label_names is None:
-            self.label_names = find_labels(type(self._inner))
+        self.label_names = find_labels(type(self._inner)) if self.label_names is None else self.label_names
 
     @property
     def needs_logits(self) -> bool:
@@ -301,14 +299,11 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if labels.is_floating_point():
-        raise ValueError(
-            "`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or a function "
-            "(logits, labels) -> (sum, count)."
-        )
+        raise ValueError(f"`metric` is 'accuracy' but the labels are numbers, not classes; use 'rmse' or {CUSTOM}.")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"`metric` is 'accuracy', but there is no prediction for each label: logits are of shape "
-            f"{list(logits.shape)}, labels of {list(labels.shape)}. Give a function (logits, labels) -> (sum, count)."
+            f"{list(logits.shape)}, labels of {list(labels.shape)}. Use {CUSTOM}."
         )
     largest, found = logits.max(-1)  # not a number where a logit is not, of which `found` would be some class
     hits = torch.where(largest.isnan() & (labels != IGNORE_INDEX), torch.nan, (found == labels).float())
@@ -317,8 +312,5 @@ def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
 
 def _squared_error(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
     if not labels.is_floating_point():
-        raise ValueError(
-            "`metric` is 'rmse' but the labels are integers; use 'accuracy' or a function "
-            "(logits, labels) -> (sum, count)."
-        )
+        raise ValueError(f"`metric` is 'rmse' but the labels are integers; use 'accuracy' or {CUSTOM}.")
     return F.mse_loss(logits.float().reshape(labels.shape), labels.float(), reduction="sum"), labels.numel()

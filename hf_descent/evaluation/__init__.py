@@ -1,7 +1,7 @@
 """How good a model is under noise (`robustness`) and at every layer (`profile`), on held-out data.
 
-Reading order: `uncertainty`, `scoring`, `sums`, `sweep`, `robustness`, `perturbations`, `profile`,
-`certificates`, `runs`, `comparison`, `plots`.
+Reading order: `uncertainty`, `sums`, `scoring`, `robustness`, `perturbations`, `profile`, `certificates`,
+`comparison`, `plots`.
 """
 
 from .certificates import Certificate, ShiftGrowth, certify, shift_growth

@@ -1,6 +1,5 @@
 """The noise curve: a model's metric and loss against the noise level of its input."""
 
-import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -161,10 +160,8 @@ class NoiseCurve(Result):
 
     def to_csv(self, path: str):
         """One line for each level: metric with the half-width of its 95 % interval, spread over draws, loss."""
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["gamma", self.metric, "radius_95", "std_over_draws", "loss"])
-            writer.writerows(zip(*(column.tolist() for column in self._columns())))
+        header = f"gamma,{self.metric},radius_95,std_over_draws,loss"
+        np.savetxt(path, np.column_stack(self._columns()), "%.10g", ",", header=header, comments="")
 
     def __str__(self) -> str:
         rows = [["gamma", self.metric, "+- (95 %)", "draws", "loss"]]

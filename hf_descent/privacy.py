@@ -74,7 +74,7 @@ class PrivateEmbeddings(EmbeddingNoise):
             raise ValueError(f"{type(model).__name__} has no token embeddings; only those can be private.")
         self.clip_norm = clip_norm
         self._is_secret = seed is None
-        self._last: torch.Tensor | None = None  # the clean embeddings of the last lookup
+        self._last: torch.Tensor | None = None  # the clean embeddings of the last lookup, if a text's beginning
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class PrivateEmbeddings(EmbeddingNoise):
     def _perturb(self, clean, mask, call):
         if not call.perturbed:  # whether the beginning of the text is in a cache
             self._continues = call.cache is not None and bool(call.cache.get_seq_length())
-        last, self._last = self._last, clean.detach()
+        last, self._last = self._last, None if self._continues else clean.detach()
         if last is not None and not self._continues and _is_repeated(last.to(clean), clean, call.perturbed):
             raise ValueError(
                 "The last text would be released twice, one token longer or by the decoder. Generate with "
@@ -115,7 +115,8 @@ def _is_repeated(last: torch.Tensor, clean: torch.Tensor, in_same_call: bool) ->
     length, grown = last.shape[1], clean.shape[1] - last.shape[1]
     if in_same_call:  # shifted, a decoder's
         return grown == 0 and length > 1 and torch.equal(clean[:, 1:], last[:, :-1])
-    return grown == 1 and length > 2 and torch.equal(clean[:, : length - 1], last[:, :-1])  # XLM ends in a mask token
+    kept = max(length - 1, min(length, 2))  # XLM ends in a mask token
+    return grown == 1 and torch.equal(clean[:, :kept], last[:, :kept])
 
 
 def epsilon_of_gamma(gamma: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1) -> float:

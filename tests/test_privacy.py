@@ -192,13 +192,14 @@ def test_a_release_has_secret_noise_and_a_measurement_its_seeds():
 
 
 def test_no_text_is_released_twice():
-    model, prompt = llama(num_layers=1).eval(), torch.tensor([[1, 7, 9]])
-    inputs = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
+    model, inputs = llama(num_layers=1).eval(), {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
     with PrivateEmbeddings(model, 1.0, clip_norm=1.0) as noise:
-        assert model.generate(prompt, **inputs).shape == (1, 7)
-        with pytest.raises(ValueError, match="released twice"):
-            model.generate(prompt, use_cache=False, **inputs)
-        assert model.generate(prompt, **inputs).shape == (1, 7)
+        for prompt in (torch.tensor([[1, 7, 9][:length]]) for length in (1, 2, 3)):
+            inputs["attention_mask"] = torch.ones_like(prompt)
+            for _ in range(2):
+                assert model.generate(prompt, **inputs).shape == (1, prompt.shape[1] + 4)
+                with pytest.raises(ValueError, match="released twice"):
+                    model.generate(prompt, use_cache=False, **inputs | {"max_new_tokens": 2, "min_new_tokens": 2})
     text, cache = torch.tensor([[5, 6, 7, 8]]), DynamicCache()
     with noise, torch.no_grad():
         model(text)

@@ -253,6 +253,8 @@ def faults(checkpoint: str) -> Iterator[str]:
             yield f"{folder / 'rng_state.pth'} is missing"
     elif SCHEDULER_NAME in names and not any(name.startswith(OPTIMIZERS[1]) for name in names):
         yield f"{folder / OPTIMIZER_NAME} is missing"
+    if CHECKSUMS_NAME in names and RunFolder.SUMMARY not in names:  # which holds the scale of the noise
+        yield f"{folder / RunFolder.SUMMARY} is missing"
     if "multipliers" in contents.get(RunFolder.SUMMARY, ()) and SCHEDULER_NAME in names and STATE_NAME not in names:
         yield f"{folder / STATE_NAME} is missing"
     indexes = [content["weight_map"] for name, content in contents.items() if name.endswith(".index.json")]

@@ -326,6 +326,12 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
+def test_a_checkpoint_without_the_record_of_its_run_is_passed_over(tmp_path, three_steps):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoint-3" / RunFolder.SUMMARY).unlink()  # without it the scale of the noise is measured anew
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
 @pytest.mark.parametrize("victim", [STATE_NAME, "optimizer.pt", "trainer_state.json"])
 def test_a_file_of_another_step_is_noticed(tmp_path, three_steps, victim):
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
@@ -437,7 +443,8 @@ def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_ru
     for written, state in enumerate(states.values()):  # as a copy may have it
         os.utime(state, (written, written))
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    (states[3].parent / RunFolder.SUMMARY).unlink()  # like plain Trainer's, whose order is that of time
+    for name in (RunFolder.SUMMARY, CHECKSUMS_NAME):
+        (states[3].parent / name).unlink()  # like plain Trainer's, whose order is that of time
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     os.utime(states[3])
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")

@@ -2,6 +2,7 @@
 library, or on a GPU by an assertion that ends the process."""
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,22 @@ def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> N
 def check_datasets(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:
     """ValueError where one of the labels in `datasets`, by their argument, is none that the loss of `model` takes; of
     labels that are at hand, one a row, in a column or a list."""
+    if not type(inner_model(model)).__name__.endswith(OF_ROWS):
+        return
     for argument, data in datasets.items():
         is_dataset = isinstance(data, Dataset) and data.format["type"] != "custom"
         if not (is_dataset or isinstance(data, list)) or not data or not isinstance(first := data[0], Mapping):
             continue
         # A collator takes "label" where there is no other, and makes whole numbers of true and false.
         name = next((name for name in (*label_names, "label") if name in first), None)
-        if name is not None and np.ndim(first[name]) == 0:
-            values = np.asarray(data.with_format("numpy")[name][:] if is_dataset else [row.get(name) for row in data])
-            check_labels(model, name, values.astype(int) if values.dtype == bool else values, f" in `{argument}`")
+        if name is None or np.ndim(first[name]):
+            continue
+        if is_dataset:
+            # The whole table first: the rows of a shuffle or a selection are slow to read.
+            values = data.data.column(name).unique().to_numpy(zero_copy_only=False)
+            with suppress(ValueError):
+                if values.dtype.kind in "iuf":
+                    check_labels(model, name, values)
+                    continue
+        values = np.asarray(data.with_format("numpy")[name][:] if is_dataset else [row.get(name) for row in data])
+        check_labels(model, name, values.astype(int) if values.dtype == bool else values, f" in `{argument}`")

@@ -6,7 +6,12 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
-from transformers import BertForTokenClassification, DataCollatorWithPadding, default_data_collator
+from transformers import (
+    BertForTokenClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithPadding,
+    default_data_collator,
+)
 
 from hf_descent import DescentTrainer
 from hf_descent.evaluation import noise_curve
@@ -73,6 +78,9 @@ def test_a_label_that_comes_late_or_in_evaluation_is_refused_at_the_start(tmp_pa
     late = kind(relabelled(lambda index, label: 3 if index == 23 else label))
     with pytest.raises(ValueError, match=f"`labels` in `train_dataset` has 3, {TEXT}"):
         fit(tmp_path, bert(), late)
+    if isinstance(late, Dataset):
+        with pytest.raises(ValueError, match=f"`labels` in `train_dataset` has 3, {TEXT}"):
+            fit(tmp_path, bert(), late.shuffle(seed=0).select(range(20)))
     with pytest.raises(ValueError, match=f"`labels` in `eval_dataset` has 3, {TEXT}"):
         fit(tmp_path, bert(), DATA, late)
     with pytest.raises(ValueError, match=f"`labels` in `b` has 3, {TEXT}"):
@@ -113,6 +121,11 @@ def test_labels_that_are_made_right_on_their_way_are_taken(tmp_path):
     fit(tmp_path, bert(num_labels=2), [{"input_ids": row["input_ids"], "label": row["labels"] > 0} for row in DATA])
     fit(tmp_path, bert(), [{**row, "label": 9} for row in DATA])
     fit(tmp_path, bert(num_labels=1), relabelled(lambda index, label: label + 7))
+    some_wrong = Dataset.from_list(relabelled(lambda index, label: 3 if index < 6 else label)).shuffle(seed=0)
+    fit(tmp_path, bert(), some_wrong.filter(lambda row: row["labels"] < 3))
+    fit(tmp_path, bert(), some_wrong.sort("labels").select(range(18)))
+    scored = Dataset.from_list([{"input_ids": row["input_ids"], "label": 99} for row in DATA])  # of a text, no token
+    fit(tmp_path, llama(), scored, data_collator=DataCollatorForLanguageModeling(word_tokenizer(), mlm=False))
 
 
 def test_rows_without_any_label_are_called_so(tmp_path, caplog):

@@ -1,8 +1,8 @@
-"""Model cards and what lies beside the weights on the Hub.
+"""Gathers what a run's folder says, and writes the model card and its figures.
 
-`collect` gathers what a run's folder says into plain values, kept as `model_card.json`; `model_card.render` turns them
-into the card. The trainer does both when it pushes or saves a checkpoint's card, `hf-descent card RUN` does both again
-once more was measured.
+[`collect`] returns plain values, which are kept as `model_card.json`; [`~hub.card.render`] makes the card of them. The
+trainer does both when it pushes a model or saves a checkpoint. `hf-descent card RUN` does both again, with what was
+measured since.
 """
 
 import json
@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from matplotlib.figure import Figure
@@ -27,33 +26,37 @@ from .card import PAPER, TAGS, render
 
 logger = logging.get_logger(__name__)
 
-# Beginnings of the classes in `hf_descent.models`.
+# How the class names in `hf_descent.models` begin.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
-RESULTS: dict[str, type[Result]] = {
-    "noise_curve": NoiseCurve,
-    "layer_profile": LayerProfile,
-    "exit_profile": ExitProfile,
-    "confidence_exit": ConfidenceReport,
-    "speculation_profile": SpeculationProfile,
+LAYER_FIELDS = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "tolerance", "data")
+# Name of a result file -> (class, attributes that the card shows). Samples and blocks stay in the file.
+RESULTS: dict[str, tuple[type[Result], tuple[str, ...]]] = {
+    "noise_curve": (NoiseCurve, ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "gamma_train")),
+    "layer_profile": (LayerProfile, (*LAYER_FIELDS, "descending_share")),
+    "exit_profile": (ExitProfile, ("metric", "values", "speedups", "batch_size", "device")),
+    "confidence_exit": (ConfidenceReport, ()),
+    "speculation_profile": (SpeculationProfile, ("acceptance",)),
 }
-# What people say of a model; the rest of a card is of one training.
-SAID = (
+# What a result of this run and the baseline's must have in common to stand side by side.
+IN_COMMON = {"evaluation": ("split",), "noise_curve": ("metric", *COMMON), "layer_profile": ("gamma", "data")}
+# What people say of a model. The rest of a card belongs to one training.
+GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
     "limits",
 )  # fmt: skip
 
 
 def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> dict[str, Any]:
-    """What is known of a run, in plain JSON values: what its `model_card.json` says, `facts`, and its result files.
+    """What is known of a run, in plain JSON values: its `model_card.json`, `facts` and its result files.
 
-    Results are those of the files that are there: what a card has said of one that is gone is not said again.
+    A result whose file is gone is left out, even if the card had it.
 
     Args:
         folder (`str` or `Path`): output folder of a run.
         baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
-        facts: what replaces what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data`
-            (its name, where it is not the first of these), `license`, `language`, `tags`, `split`, `limits` (a list of
-            sentences), ...; `None` replaces nothing.
+        facts: replace what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data` (its name, if
+            it is not the first of these), `license`, `language`, `tags`, `split`, `limits` (a list of sentences), ...;
+            `None` replaces nothing.
 
     Raises:
         ValueError: the folder holds no model, or a file of it cannot be read.
@@ -65,58 +68,40 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
             f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
         )
     descent = run.summary
+    known = {name: value for name, value in run.read(run.CARD).items() if name not in RESULTS}
+    known |= {name: value for name, value in _read(folder / run.CARD).items() if name in GIVEN}
     card = {
         "model_name": folder.resolve().name,
         "architecture": (config.get("architectures") or [descent.get("model", "AutoModel")])[0],
         "tags": TAGS,
         "paper": PAPER,
     }
-    said = {name: value for name, value in _read(folder / run.CARD).items() if name in SAID}
-    known = {name: value for name, value in run.read(run.CARD).items() if name not in RESULTS} | said
     card |= known | {name: value for name, value in facts.items() if value is not None}
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "peft" if adapter else "transformers"
     card["needs_package"] = card["architecture"].startswith(OWN_MODELS)
     card["has_tokenizer"] = (folder / "tokenizer_config.json").is_file()
-    base = adapter.get("base_model_name_or_path") or descent.get("encoder")
-    if base := hub_id(base):
+    if base := hub_id(adapter.get("base_model_name_or_path") or descent.get("encoder")):
         card["base_model"] = facts.get("base_model") or base
     # `base_model` names the encoder; this may be a folder of the machine.
     card["descent"] = {name: value for name, value in descent.items() if name != "encoder"}
     card["versions"] = descent.get("versions") or card.get("versions")
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
-    for split, prefix, named in (
-        ("validation", "eval_", "eval_"),
-        ("validation", "validation_", "eval_"),
-        ("test", "test_", "test_"),
-    ):
-        # Not from `all_results.json`, to which every training in the folder adds.
-        if results := run.read(f"{prefix}results.json"):
+    # Not from `all_results.json`, to which every training in the folder adds.
+    for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
+        if results := run.read(f"{prefix}_results.json"):
             card["split"] = split
-            card["evaluation"] = {
-                named + name.removeprefix(prefix): value for name, value in results.items() if name.startswith(prefix)
-            }
-    for name, kind in RESULTS.items():
+            card["evaluation"] = {name: value for name, value in results.items() if name.startswith(f"{prefix}_")}
+    for name, (kind, shown) in RESULTS.items():
         for result in run.results(kind, name):
-            card[name] = _summary(name, result)
+            card[name] = {field: getattr(result, field) for field in shown} | _derived(result)
     if baseline is not None:
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
         card["baseline"] = {name: known.get(name) for name in names}
-    elif card.get("baseline"):  # an older card does not say its split, which was that of the run
-        card["baseline"] = {"split": known.get("split")} | card["baseline"]
-    beside = card.get("baseline") or {}
-    for name, values in _measured(card).items():
-        for what, other in _measured(beside)[name].items():
-            own = values[what]
-            unknown = what == "data" and None in (own, other)  # in older files
-            if beside.get(name) and card.get(name) and other != own and not unknown:
-                logger.warning(
-                    f"The card leaves out the `{name}` of {beside['model_name']}: its {what} is {other}, this run's "
-                    f"{own}."
-                )
-                beside[name] = None
+    if card.get("baseline"):
+        card["baseline"] = _comparable(card["baseline"], card)
     return plain(card)
 
 
@@ -124,7 +109,11 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
     folder, run = Path(folder), RunFolder(folder)
     card = collect(folder, baseline, **facts)
-    figures = _figures(card)
+    figures = {}
+    if card.get("layer_profile"):
+        figures["layers.png"] = _figure(card, "layer_profile", "losses", "layer", "task loss")
+    if noise := card.get("noise_curve"):
+        figures["noise.png"] = _figure(card, "noise_curve", "mean", "noise level gamma", noise["metric"])
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=120)
     card["figures"] = list(figures)
@@ -136,54 +125,49 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
             file.write(content)
 
 
-def _summary(name: str, result: Any) -> dict[str, Any]:
-    """What a card shows of a result; samples and blocks stay in its own file."""
-    if name == "noise_curve":
-        fields = ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "auc_id", "auc_ood", "gamma_train")
-        measured = {name: result.settings.get(name) for name in COMMON}
-        return {field: getattr(result, field) for field in fields} | {"draws": result.values.shape[1], **measured}
-    if name == "layer_profile":
-        fields = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "tolerance")
-        fields += ("data", "descending_share")
-        median = np.median(result.ratios) if result.ratios.size else None
-        return {field: getattr(result, field) for field in fields} | {"ratio_median": median}
-    if name == "exit_profile":
-        fields = ("metric", "values", "speedups", "batch_size", "device")
-        return {field: getattr(result, field) for field in fields} | {"cheapest": result.cheapest()}
-    if name == "confidence_exit":
-        return {"text": str(result), "accuracy": result.accuracy, "speedup": result.speedup}
-    speedups = result.tokens_per_second / result.greedy_tokens_per_second
-    return {"acceptance": result.acceptance, "speedups": speedups, "best": result.best}
+def _derived(result: Result) -> dict[str, Any]:
+    """What a card shows of a result beside its attributes."""
+    match result:
+        case NoiseCurve():
+            return {"draws": result.values.shape[1]} | {name: result.settings.get(name) for name in COMMON}
+        case LayerProfile():
+            return {"ratio_median": result.to_dict().get("ratio_median")}
+        case ExitProfile():
+            return {"cheapest": result.cheapest()}
+        case ConfidenceReport():
+            return {"text": str(result)}
+        case SpeculationProfile():
+            return {"speedups": result.tokens_per_second / result.greedy_tokens_per_second}
 
 
-def _measured(card) -> dict[str, dict[str, Any]]:
-    """Of each result that a baseline may have beside it, what it was measured on and how."""
-    noise, layers = (card.get(name) or {} for name in ("noise_curve", "layer_profile"))
-    return {
-        "evaluation": {"split": card.get("split")},
-        "noise_curve": {name: noise.get(name) for name in ("metric", *COMMON)},
-        "layer_profile": {name: layers.get(name) for name in ("gamma", "data")},
-    }
+def _comparable(baseline: dict[str, Any], card: dict[str, Any]) -> dict[str, Any]:
+    """The baseline without the results that were measured on other data, or in another way, than this run's."""
+    kept = dict(baseline)
+    for name, aspects in IN_COMMON.items():
+        own, other = (side if name == "evaluation" else side.get(name) or {} for side in (card, baseline))
+        for aspect in aspects if card.get(name) and baseline.get(name) else ():
+            values = [side.get(aspect) for side in (own, other)]
+            unknown = aspect in ("data", "split") and None in values  # in older files
+            if values[0] != values[1] and not unknown:
+                logger.warning(
+                    f"The card leaves out the `{name}` of {baseline['model_name']}: its {aspect} is {values[1]}, this "
+                    f"run's {values[0]}."
+                )
+                kept[name] = None
+    return kept
 
 
-def _figures(card) -> dict[str, Figure]:
-    baseline, figures = card.get("baseline") or {}, {}
-    for file, name, x, y, axis in (
-        ("layers.png", "layer_profile", None, "losses", "layer"),
-        ("noise.png", "noise_curve", "gammas", "mean", "noise level gamma"),
-    ):
-        own, other = card.get(name), baseline.get(name)
-        if not own:
-            continue
-        figure = Figure(figsize=(5, 3.4), layout="constrained")
-        axes = figure.subplots()
-        for result, label, style in ((own, card["model_name"], "o-"), (other, baseline.get("model_name"), "s--")):
-            if result:
-                axes.plot(result[x] if x else range(1, len(result[y]) + 1), result[y], style, label=label)
-        axes.set(xlabel=axis, ylabel="task loss" if y == "losses" else own["metric"])
-        axes.legend()
-        figures[file] = figure
-    return figures
+def _figure(card: dict[str, Any], name: str, values: str, xlabel: str, ylabel: str) -> Figure:
+    """A result of this run beside the baseline's, over noise levels or layers."""
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for side, style in ((card, "o-"), (card.get("baseline") or {}, "s--")):
+        if result := side.get(name):
+            layers = range(1, len(result[values]) + 1)
+            axes.plot(result.get("gammas") or layers, result[values], style, label=side["model_name"])
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.legend()
+    return figure
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -191,7 +175,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` where it may be one on the Hub, not a folder of this machine or of another."""
+    """`name` if it may be an id on the Hub; `None` for a folder of this machine or of another."""
     if not name or os.path.isdir(name):
         return None
     try:
@@ -202,5 +186,6 @@ def hub_id(name: str | None) -> str | None:
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:
-    # A data set in memory has no name, for which the summary holds None.
+    """The names in `value` as a list; `None` without any."""
+    # `TrainingSummary` gives None for the name of a data set in memory.
     return [value] if isinstance(value, str) else [item for item in value or [] if item] or None

@@ -110,7 +110,10 @@ def test_a_card_holds_the_validation_results_of_a_denoiser(tmp_path):
     trainer.save_model()
     trainer.save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
     card = collect(tmp_path)
-    assert (card["split"], card["evaluation"]) == ("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
+    assert (card["split"], card["evaluation"]) == (
+        "validation",
+        {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0},
+    )
 
 
 def test_the_median_ratio_of_a_card_is_that_of_the_profile(tmp_path):

@@ -32,7 +32,7 @@ class ConfidenceReport(Result):
         accuracy (`float`), full_accuracy (`float`): with early exit, and of the last layer for all samples.
         exit_shares (float64 `[L]`): share of the samples that leave after each layer.
         seconds (`float`), full_seconds (`float`): wall-clock time of one pass over the data, without loading it.
-        speedup (`float`): median ratio of the two, run in turns.
+        speedup (`float`): median ratio of the two, timed in turns.
         threshold (`float`), measure (`str`), batch_size (`int`): the settings.
     """
 
@@ -64,16 +64,16 @@ class ConfidenceReport(Result):
 class ConfidenceExit:
     """A classifier each of whose samples stops at the first layer that is sure of it.
 
-    A sample is sure where its uncertainty is below `threshold`: the entropy of the class probabilities divided by
-    the logarithm of their number ("entropy"), or one minus the difference between the two largest ("margin"); both lie
-    between 0 and 1. Samples that are sure leave: the layers above run on the rest of the batch. On an accelerator each
-    layer that is read out waits for the device once, since the size of the rest must be known.
+    A layer is sure where the uncertainty is below `threshold`: the entropy of the class probabilities divided by the
+    logarithm of their number ("entropy"), or one minus the difference between the two largest ("margin"); both lie
+    between 0 and 1. Later layers run on the rest of the batch. On an accelerator each layer that is read out waits for
+    the device once, since the size of the rest must be known.
 
     Args:
         model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
-        threshold (`float`, *optional*): uncertainty below which a sample is sure (0: none is); [`calibrate`] sets it.
+        threshold (`float`, *optional*): uncertainty below which a layer is sure (0: never); [`calibrate`] sets it.
         measure (`str`): "entropy" or "margin".
-        layers (sequence of `int`, *optional*): layers below the last that may be left after. All, where not given.
+        layers (sequence of `int`, *optional*): exit layers, below the last. All by default.
 
     Raises:
         ValueError: a bad `threshold` or `measure`, or a model of several labels a sample.
@@ -100,40 +100,32 @@ class ConfidenceExit:
         if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
             raise ValueError(f"{type(model).__name__} gives several labels a sample: use `truncate`.")
         self.model, self.threshold, self.measure, self.layers = model, threshold, measure, layers
-        # Of the tensors met so far, by their place in a layer's call, under the inputs that the model was given.
+        # Names of the inputs -> place of a tensor in a layer's call -> its batch dimension, as met so far.
         self._batch_dims: dict[frozenset[str], dict[str, int | None]] = {}
 
     def __call__(self, **inputs) -> ModelOutput:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
 
         Raises:
-            ValueError: no threshold is set; `layers` has one that may not be left; the model has no shared readout or
-                is no classifier; or the samples of a batch cannot be told apart in what its layers take and give.
+            ValueError: no threshold is set; a bad exit layer; the model has no shared readout or is no classifier; its
+                layers pass tensors without a batch dimension.
         """
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
-        dims = self._batch_dims.setdefault(frozenset(inputs), {})
+        exits, dims = self._exits(reader.num_layers), self._batch_dims.setdefault(frozenset(inputs), {})
         with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)):
             try:
-                return self._run(reader, inputs, dims)
-            except _Unseen:
+                return _ShrinkingForward(reader, inputs, dims, exits, self._is_sure).run()
+            except KeyError:  # a tensor met for the first time
                 dims |= _find_batch_dims(reader, inputs)
-                return self._run(reader, inputs, dims)
-
-    def _run(self, reader, inputs, dims):
-        tape = _ShrinkingTape(reader, inputs, dims, self._exits(reader.num_layers), self._is_sure)
-        with taped(tape, lambda args, kwargs, outputs: None):
-            logits = _class_logits(self.model(**inputs))
-        if tape.logits is not None:
-            logits = torch.where((tape.exit_layers < reader.num_layers)[:, None], tape.logits, logits)
-        return ModelOutput(logits=logits, exit_layers=tape.exit_layers)
+                return _ShrinkingForward(reader, inputs, dims, exits, self._is_sure).run()
 
     def _exits(self, num_layers: int) -> frozenset[int]:
         exits = frozenset(range(1, num_layers) if self.layers is None else self.layers)
         if wrong := sorted(exits.difference(range(1, num_layers))):
-            raise ValueError(f"`layers` has {wrong}; layers that may be left are 1 to {num_layers - 1}.")
+            raise ValueError(f"`layers` has {wrong}; the exit layers are 1 to {num_layers - 1}.")
         return exits
 
     def calibrate(
@@ -149,7 +141,7 @@ class ConfidenceExit:
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
 
         The bound holds at `confidence` on other data like `dataset`, which must not be the test data; fewer samples
-        make for a stricter threshold. Afterwards one batch is run with and without shrinking and compared.
+        give a stricter threshold. Ends with [`check`] on one batch.
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data.
@@ -164,16 +156,15 @@ class ConfidenceExit:
             raise ValueError(f"`max_loss` is {max_loss}; give the accuracy that may be lost, such as 0.01.")
         if not 0.5 <= confidence < 1:
             raise ValueError(f"`confidence` is {confidence}; give a probability from 0.5 to below 1, such as 0.95.")
-        batches = load_batches(self.model, dataset, data_collator, processing_class, batch_size)
         logits, labels, first = [], [], None
         with evaluating(self.model):
-            for inputs in batches:
-                labels.append(_labels(inputs))
-                inputs = _without_labels(inputs)
-                first = inputs if first is None else first
+            for batch in load_batches(self.model, dataset, data_collator, processing_class, batch_size):
+                labels.append(_labels(batch))
+                inputs = _without_labels(batch)
+                first = first or inputs
                 reader = Readout.probe(self.model, inputs)
-                exits = self._exits(reader.num_layers)  # which refuses wrong ones
-                logits.append(torch.stack(reader.read(inputs, _class_logits)).float())  # [layers, batch, cls]
+                exits = self._exits(reader.num_layers)
+                logits.append(torch.stack(reader.read(inputs, _class_logits)).float())  # [layers, batch, classes]
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
@@ -218,23 +209,8 @@ class ConfidenceExit:
             batch_size=rows_of(self.model, batches[0]),
         )
 
-    def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._uncertainty(logits.float()) < self.threshold
-
-    def _uncertainty(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
-        probabilities = logits.softmax(-1)
-        if self.measure == "entropy":
-            return torch.special.entr(probabilities).sum(-1) / math.log(logits.shape[-1])
-        first, second = probabilities.topk(2, dim=-1).values.unbind(-1)
-        return 1 - (first - second)
-
     def check(self, inputs: Mapping[str, Any]) -> None:
-        """See on one batch that shrinking changes no logits: each row as that layer gives it in the whole batch.
-
-        Raises:
-            ValueError: where it does, the layers mixing the samples of a batch.
-        """
+        """ValueError where, on one batch, a row's logits depend on which other samples are still in the batch."""
         output = self(**inputs)
         with evaluating(self.model):
             layers = torch.stack(Readout.probe(self.model, inputs).read(inputs, _class_logits))
@@ -246,76 +222,75 @@ class ConfidenceExit:
                 "its layers mix samples. Use `truncate`, which ends all samples at one layer."
             )
 
+    def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._uncertainty(logits.float()) < self.threshold
 
-class _Unseen(Exception):
-    """A layer was given a tensor of which it is not known whether it has a batch dimension."""
+    def _uncertainty(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
+        probabilities = logits.softmax(-1)
+        if self.measure == "entropy":
+            return torch.special.entr(probabilities).sum(-1) / math.log(logits.shape[-1])
+        first, second = probabilities.topk(2, dim=-1).values.unbind(-1)
+        return 1 - (first - second)
 
 
-class _ShrinkingTape(Tape):
-    """Runs each layer on the rows that have not left, inside one forward of the whole batch.
+class _ShrinkingForward:
+    """One forward of a batch, each of whose layers runs on the rows that have not left.
 
-    What the model passes between its layers keeps the size of the batch, rows that have left being stale; only a
-    layer's own call is given the others.
+    What the model passes between its layers keeps the size of the batch, with the last states of the rows that left.
     """
 
     def __init__(self, reader, inputs, batch_dims, exits, is_sure):
-        super().__init__(reader.model, reader.stack)
-        self.inputs, self.batch_dims, self.exits, self.is_sure = inputs, batch_dims, exits, is_sure
+        self.reader, self.inputs, self.batch_dims, self.exits, self.is_sure = (
+            reader,
+            inputs,
+            batch_dims,
+            exits,
+            is_sure,
+        )
+        self.tape = Tape(reader.model, reader.stack, run_layer=self.run_layer)
         self.rows = torch.arange(rows_of(reader.model, inputs), device=next(reader.model.parameters()).device)
-        self.exit_layers = torch.full_like(self.rows, self.stack.num_layers)  # [batch]
+        self.exit_layers = torch.full_like(self.rows, reader.num_layers)  # [batch]
         self.logits = None  # [batch, classes], of the rows that have left
 
-    def _call(self, module, call, *args, **kwargs):
-        if id(module) not in self.layer_ids or self.nested or self.phase == "idle":
-            return super()._call(module, call, *args, **kwargs)
-        self.layer_calls += 1
-        self.in_tail = self.layer_calls == self.stack.num_layers
-        if self.phase == "record":
-            self.nested = True
-            try:
-                self.answer = self._run_layer(call, args, kwargs)
-            finally:
-                self.nested = False
-            self.layer_outputs.append(self.answer)
-            if self.layer_calls in self.exits and len(self.rows):
-                self._let_leave(self.layer_calls)
-        return self.give(self.answer)
+    def run(self) -> ModelOutput:
+        with taped(self.tape, lambda args, kwargs, outputs: None):
+            logits = _class_logits(self.reader.model(**self.inputs))
+        if self.logits is not None:
+            logits = torch.where((self.exit_layers < self.reader.num_layers)[:, None], self.logits, logits)
+        return ModelOutput(logits=logits, exit_layers=self.exit_layers)
 
-    def _run_layer(self, call, args, kwargs):
+    def run_layer(self, call, args, kwargs, layer):
+        if layer - 1 in self.exits and len(self.rows):
+            self.let_leave(layer - 1)
         if len(self.rows) == len(self.exit_layers):
-            return call(*args, **kwargs)
-        if len(self.rows) == 0:
-            return self.answer
-        args, kwargs = _map_with_path(self._take, "in", (args, kwargs))
-        return _map_with_path(self._put, "out", call(*args, **kwargs), self.answer)
+            self.output = call(*args, **kwargs)
+        elif len(self.rows):
+            args, kwargs = _map_with_path(self.take, "in", (args, kwargs))
+            self.output = _map_with_path(self.put, "out", call(*args, **kwargs), self.output)
+        return self.output
 
-    def _take(self, path, tensor):
-        dim = self._batch_dim(path)
-        return tensor if dim is None else tensor.index_select(dim, self.rows)
-
-    def _put(self, path, tensor, before):
-        dim = self._batch_dim(path)
-        return tensor if dim is None else before.index_copy(dim, self.rows, tensor)
-
-    def _batch_dim(self, path):
-        if path not in self.batch_dims:
-            raise _Unseen
-        return self.batch_dims[path]
-
-    def _let_leave(self, layer):
-        logits = _class_logits(self.replay((), self.inputs, layer))  # [batch, classes]
-        self.phase, self.layer_calls, self.in_tail = "record", layer, False
+    def let_leave(self, layer):
+        logits = _class_logits(self.tape.replay((), self.inputs, layer))  # [batch, classes]
         sure = self.is_sure(logits[self.rows])
         gone = self.rows[sure]
         self.logits = torch.zeros_like(logits) if self.logits is None else self.logits
         self.logits[gone], self.exit_layers[gone] = logits[gone], layer
         self.rows = self.rows[~sure]
 
+    def take(self, path, tensor):
+        dim = self.batch_dims[path]
+        return tensor if dim is None else tensor.index_select(dim, self.rows)
+
+    def put(self, path, tensor, before):
+        dim = self.batch_dims[path]
+        return tensor if dim is None else before.index_copy(dim, self.rows, tensor)
+
 
 def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
     """Where samples lie in the tensors that layers take and give: the dimension that doubles when the batch does."""
-    batch_size = rows_of(reader.model, inputs)
-    rows = {name: x for name, x in inputs.items() if torch.is_tensor(x) and x.shape[:1] == (batch_size,)}
+    size = rows_of(reader.model, inputs)
+    rows = {name: x for name, x in inputs.items() if torch.is_tensor(x) and x.shape[:1] == (size,)}
     doubled = {**inputs, **{name: torch.cat([value, value]) for name, value in rows.items()}}
     seen: list[dict[str, torch.Size]] = []
 
@@ -331,11 +306,11 @@ def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
             reader.model(**batch)
     dims: dict[str, int | None] = {}
     for path, shape in seen[0].items():
-        changed = [dim for dim, size in enumerate(seen[1][path]) if size != shape[dim]]
-        if len(changed) > 1 or any(shape[dim] != batch_size for dim in changed):
+        changed = [dim for dim, length in enumerate(seen[1][path]) if length != shape[dim]]
+        if len(changed) > 1 or any(shape[dim] != size for dim in changed):
             raise ValueError(
-                f"The layers of {type(reader.model).__name__} pass tensors of shape {list(shape)} for {batch_size} "
-                "samples, in which no dimension is the batch, so samples cannot leave it. Use `truncate`."
+                f"The layers of {type(reader.model).__name__} pass tensors of shape {list(shape)} for {size} samples, "
+                "which have no batch dimension. Use `truncate`."
             )
         dims[path] = changed[0] if changed else None
     return dims
@@ -343,20 +318,18 @@ def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
 
 def _map_with_path(function, kind, tree, *others):
     """`tree` with `function(path, tensor, ...)` applied to its tensors and those at the same place of `others`."""
-    return pytree.tree_map_with_path(
-        lambda path, leaf, *rest: (
-            function(kind + pytree.keystr(path), leaf, *rest) if isinstance(leaf, torch.Tensor) else leaf
-        ),
-        tree,
-        *others,
-    )
+
+    def apply(path, leaf, *rest):
+        return function(kind + pytree.keystr(path), leaf, *rest) if isinstance(leaf, torch.Tensor) else leaf
+
+    return pytree.tree_map_with_path(apply, tree, *others)
 
 
 def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float, confidence: float) -> float:
     """From uncertainties and hits `[layers, samples]`; 0.0 where every threshold may cost too much.
 
-    Tested from the strictest on, and no further than the first that fails, the candidates need no correction for
-    their number: fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052).
+    Fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052): candidates are tested from
+    the strictest to the first that fails, and so need no correction for their number.
     """
     met = np.unique(unsure[np.isfinite(unsure) & (unsure >= 0)])
     candidates = np.append((met[1:] + met[:-1]) / 2, 1.0)  # between them, so that rounding moves no sample
@@ -380,9 +353,7 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
 def _class_logits(outputs) -> torch.Tensor:
     logits = output_logits(outputs)
     if logits.dim() != 2 or logits.shape[1] < 2:
-        raise ValueError(
-            f"`model` has logits of shape {list(logits.shape)}; early exit by confidence needs [batch, classes]."
-        )
+        raise ValueError(f"`model` has logits of shape {list(logits.shape)}; early exit needs [batch, classes].")
     return logits
 
 
@@ -391,7 +362,7 @@ def _labels(inputs) -> torch.Tensor:
     if labels is None:
         raise ValueError(f"A batch has the keys {sorted(inputs)} but no `labels`; give labelled data.")
     if labels.is_floating_point():
-        raise ValueError("`labels` are numbers; early exit by confidence is for classes.")
+        raise ValueError("`labels` are numbers; early exit needs classes.")
     return labels
 
 

@@ -7,29 +7,27 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import is_peft_available
 
 from ..readout import random_state
 from ..readout.replay import Readout, output_logits, probing
-from ..readout.stack import called_children
 
 
-# A config field that counts layers has one of these in its name.
-COUNT_WORDS = ("layer", "depth", "block")
+# A config field that has to do with layers has one of these in its name.
+LAYER_WORDS = ("layer", "depth", "block")
 
 
 def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
 
     The config of the copy says `num_layers` (lists with one entry per layer are cut with it), so it is saved and
-    loaded like any other checkpoint. Its logits are compared with the model's own readout at that layer before it is
-    returned, so a config that scales by its depth, or layers that only a pattern describes, are refused, not spoilt.
+    loaded like any other checkpoint. The copy is returned only if its logits are those of the model's own readout at
+    that layer.
 
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
         num_layers (`int`): layers to keep, 1..L.
         inputs (`dict`, *optional*): a batch as given to `model(**inputs)`. Where not given one is made up, which
-            works for token ids, images, raw audio and models with `dummy_inputs` of their own.
+            works for token ids, images, raw audio and models with their own `dummy_inputs`.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.
@@ -39,56 +37,41 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     check_merged(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`model` is a {type(model).__name__}; only a `PreTrainedModel` can be rebuilt from a config.")
-    reader, inputs = _reader(model, inputs)
+    inputs = example_inputs(model) if inputs is None else inputs
+    reader = Readout.probe(model, inputs)
     if not 1 <= num_layers <= reader.num_layers:
         raise ValueError(f"`num_layers` is {num_layers}; {type(model).__name__} has 1..{reader.num_layers}.")
-    truth: list[torch.Tensor] = []
-    with (
-        probing(model),
-        reader.attach(lambda layer, outputs, hidden: truth.append(output_logits(outputs)), [num_layers]),
-    ):
-        model(**inputs)
-
-    stack, faults = reader.stack, []
-    shared = len(stack.layers) != reader.num_layers  # calls of the same layers: nothing to remove but calls
+    with probing(model):
+        (truth,) = reader.read(inputs, output_logits, [num_layers])
+    faults = []
     for field, config in _shorter_configs(model.config, reader.num_layers, num_layers):
         try:
             type(config).from_dict(config.to_dict())  # must be loadable, too
-            with torch.device("meta"):
-                kept = _members(type(model)(config), stack.name)
-            if not shared and kept != num_layers:
-                continue
             short = _rebuild(model, config)
-            logits = _logits(short, inputs)
+            with probing(short):
+                logits = output_logits(short(**inputs))
         except Exception as error:
             faults.append(f"with {field} = {num_layers} it fails with {error!r}")
             continue
-        if logits.shape == truth[0].shape and torch.allclose(logits, truth[0], rtol=1e-4, atol=1e-5, equal_nan=True):
+        if logits.shape == truth.shape and torch.allclose(logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True):
             return short.train(model.training)
         faults.append(f"with {field} = {num_layers} its logits are not those of layer {num_layers}")
     raise ValueError(
         f"{type(model).__name__} cannot be cut to {num_layers} of its {reader.num_layers} layers by its config: "
-        f"{'; '.join(faults) or 'no field of it counts the layers of `' + stack.name + '`'}. Use `layer_logits`, or "
-        "`ConfidenceExit` for a classifier, which need no shorter model."
+        f"{'; '.join(faults) or 'no field of it counts them'}. Use `layer_logits`, or `ConfidenceExit` for a "
+        "classifier, which need no shorter model."
     )
 
 
 def check_merged(model) -> None:
     """TypeError for a `PeftModel`."""
-    if is_peft_available():
-        from peft import PeftModel
-
-        if isinstance(model, PeftModel):
-            raise TypeError("`model` is a PeftModel; give `model.merge_and_unload()`.")
+    if hasattr(model, "get_base_model"):
+        raise TypeError("`model` is a PeftModel; give `model.merge_and_unload()`.")
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A small random batch for `model`: token ids, images or audio, drawn with a seed of its own, or its
-    `dummy_inputs`.
-
-    Raises:
-        ValueError: for a model whose main input is anything else.
-    """
+    """A small random batch for `model`: token ids, images or audio, drawn with a fixed seed, or its `dummy_inputs`;
+    ValueError for a model whose main input is anything else."""
     generator, config = torch.Generator().manual_seed(0), model.config
     vision = getattr(config, "encoder_config", config)  # which a denoiser has inside
     arguments, name = inspect.signature(model.forward).parameters, model.main_input_name
@@ -116,73 +99,34 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {key: value.to(model.device) for key, value in inputs.items()}
 
 
-def _reader(model, inputs):
-    if inputs is not None:
-        return Readout.probe(model, inputs), inputs
-    inputs = example_inputs(model)
-    try:
-        with probing(model):
-            model(**inputs)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} does not run on made-up {', '.join(inputs)} ({error!r}): give `inputs`."
-        ) from error
-    return Readout.probe(model, inputs), inputs
-
-
 def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrainedConfig]]:
     """(field, copy of the config with that count of layers cut), decoders before encoders."""
     fields = sorted(_count_fields(config, num_layers), key=lambda path: ("encoder" in path[-1], "decoder" in path[-1]))
-    for path in fields:
-        lists_before = None
-        for words in (("layer",), ("",)):  # lists that speak of layers; then every list of that length
-            cut = copy.deepcopy(config)
-            owner = cut
-            for name in path[:-1]:
-                owner = getattr(owner, name)
-            lists = [
-                name
-                for name, value in vars(owner).items()
-                if isinstance(value, list | tuple) and len(value) == num_layers and any(w in name for w in words)
-            ]
-            if lists == lists_before:
-                continue
-            lists_before = lists
-            for name in lists:
-                setattr(owner, name, getattr(owner, name)[:kept])
-            setattr(owner, path[-1], kept)
-            if getattr(owner, "is_heterogeneous", False):
-                overrides = owner._heterogeneity_spec.per_layer_overrides
-                owner.per_layer_config = {layer: values for layer, values in overrides.items() if layer < kept}
-            if stages := vars(owner).get("stage_names"):  # a backbone's: the stem and the layers
-                owner.stage_names = stages[: kept + 1]
-                owner.set_output_features_output_indices(out_features=None, out_indices=None)
-            yield ".".join(path), cut
+    for *parents, field in fields:
+        cut = copy.deepcopy(config)
+        owner = cut
+        for name in parents:
+            owner = getattr(owner, name)
+        for name, value in vars(owner).copy().items():
+            if isinstance(value, list | tuple) and len(value) == num_layers and _is_about_layers(name):
+                setattr(owner, name, value[:kept])
+        setattr(owner, field, kept)
+        if stages := vars(owner).get("stage_names"):  # a backbone's: the stem and the layers
+            owner.stage_names = stages[: kept + 1]
+            owner.set_output_features_output_indices(out_features=None, out_indices=None)
+        yield ".".join([*parents, field]), cut
 
 
 def _count_fields(config, num_layers, path=()) -> Iterator[tuple[str, ...]]:
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _count_fields(value, num_layers, (*path, name))
-        elif type(value) is int and value == num_layers and any(word in name for word in COUNT_WORDS):
+        elif type(value) is int and value == num_layers and _is_about_layers(name):
             yield (*path, name)
 
 
-def _members(model, name) -> int:
-    return len({id(layer) for layer in called_children(model.get_submodule(name))})
-
-
-def _logits(model, inputs):
-    with probing(model):
-        try:
-            return output_logits(model(**inputs))
-        except ValueError:  # no layer is left that the cache could take its length from: it runs without one
-            for module in model.modules():
-                if getattr(getattr(module, "config", None), "use_cache", False):
-                    module.config.use_cache = False
-            if model.can_generate():
-                model.generation_config.use_cache = False
-            return output_logits(model(**inputs))
+def _is_about_layers(name: str) -> bool:
+    return any(word in name for word in LAYER_WORDS)
 
 
 def _rebuild(model, config) -> PreTrainedModel:

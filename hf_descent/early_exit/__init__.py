@@ -1,8 +1,4 @@
-"""What descent gives for free: models that stop early.
-
-`truncation` (a shorter model, exact), `profile` (metric and latency of every exit), `confidence` (each sample of a
-classifier stops where it is sure), `speculation` (a language model that drafts with its own first layers).
-"""
+"""Models that stop early: truncated ones, exits of single samples, and drafts by the first layers."""
 
 from .confidence import ConfidenceExit, ConfidenceReport
 from .profile import ExitProfile, exit_profile

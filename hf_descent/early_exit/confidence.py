@@ -1,8 +1,9 @@
 """Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,10 @@ class ConfidenceReport(Result):
     """A classifier with and without early exit, on the same batches.
 
     Attributes:
-        accuracy (`float`), full_accuracy (`float`): with early exit, and of the last layer for all samples.
+        accuracy, full_accuracy: with early exit, and of the last layer for all samples.
         exit_shares (float64 `[L]`): share of the samples that leave after each layer.
-        seconds (`float`), full_seconds (`float`): wall-clock time of one pass over the data, without loading it.
-        speedup (`float`): median ratio of the two, timed in turns.
-        threshold (`float`), measure (`str`), batch_size (`int`): the settings.
+        seconds, full_seconds, speedup: wall-clock time of one pass over the data, and median ratio, timed in turns.
+        threshold, measure, batch_size: the settings.
     """
 
     accuracy: float
@@ -64,10 +64,9 @@ class ConfidenceReport(Result):
 class ConfidenceExit:
     """A classifier each of whose samples stops at the first layer that is sure of it.
 
-    A layer is sure where the uncertainty is below `threshold`: the entropy of the class probabilities divided by the
-    logarithm of their number ("entropy"), or one minus the difference between the two largest ("margin"); both lie
-    between 0 and 1. Later layers run on the rest of the batch. On an accelerator each layer that is read out waits for
-    the device once, since the size of the rest must be known.
+    A layer is sure where its uncertainty, from 0 to 1, is below `threshold`: the entropy of the class probabilities
+    divided by the logarithm of their number ("entropy"), or one minus the difference between the two largest
+    ("margin"). Later layers run on the rest of the batch; an accelerator synchronizes at each exit to know its size.
 
     Args:
         model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
@@ -106,21 +105,21 @@ class ConfidenceExit:
     def __call__(self, **inputs) -> ModelOutput:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
 
-        Raises:
-            ValueError: no threshold is set; a bad exit layer; the model has no shared readout or is no classifier; its
-                layers pass tensors without a batch dimension.
+        ValueError for no threshold, a bad exit layer, or a model without a shared readout, class logits or a batch
+        dimension in what its layers pass.
         """
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
-        exits, dims = self._exits(reader.num_layers), self._batch_dims.setdefault(frozenset(inputs), {})
+        dims = self._batch_dims.setdefault(frozenset(inputs), {})
+        forward = partial(_ShrinkingForward, reader, inputs, dims, self._exits(reader.num_layers), self._is_sure)
         with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)):
             try:
-                return _ShrinkingForward(reader, inputs, dims, exits, self._is_sure).run()
+                return forward().run()
             except KeyError:  # a tensor met for the first time
                 dims |= _find_batch_dims(reader, inputs)
-                return _ShrinkingForward(reader, inputs, dims, exits, self._is_sure).run()
+                return forward().run()
 
     def _exits(self, num_layers: int) -> frozenset[int]:
         exits = frozenset(range(1, num_layers) if self.layers is None else self.layers)
@@ -133,24 +132,19 @@ class ConfidenceExit:
         dataset: Dataset | DataLoader,
         max_loss: float = 0.01,
         confidence: float = 0.95,
-        *,
-        data_collator: Callable | None = None,
-        processing_class: Any | None = None,
-        batch_size: int = 32,
+        **settings,
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
 
-        The bound holds at `confidence` on other data like `dataset`, which must not be the test data; fewer samples
-        give a stricter threshold. Ends with [`check`] on one batch.
+        Fewer samples give a stricter threshold. Ends with [`check`] on one batch.
 
         Args:
-            dataset (`Dataset` or `DataLoader`): labelled validation data.
+            dataset (`Dataset` or `DataLoader`): labelled validation data, not the test data.
             max_loss (`float`): accuracy that may be lost, as a difference (0.01: 0.90 becomes 0.89).
-            confidence (`float`): probability, over the choice of `dataset`, that no more is lost; in [0.5, 1).
-            data_collator, processing_class, batch_size: as in [`layer_profile`].
+            confidence (`float`): probability that no more is lost on other such data; in [0.5, 1).
+            settings: `data_collator`, `processing_class` and `batch_size` of [`layer_profile`].
 
-        Raises:
-            ValueError: as when called; `dataset` is empty, `max_loss` negative or `confidence` out of its range.
+        ValueError as when called, and for no data or a bad `max_loss` or `confidence`.
         """
         if not max_loss >= 0:
             raise ValueError(f"`max_loss` is {max_loss}; give the accuracy that may be lost, such as 0.01.")
@@ -158,7 +152,7 @@ class ConfidenceExit:
             raise ValueError(f"`confidence` is {confidence}; give a probability from 0.5 to below 1, such as 0.95.")
         logits, labels, first = [], [], None
         with evaluating(self.model):
-            for batch in load_batches(self.model, dataset, data_collator, processing_class, batch_size):
+            for batch in load_batches(self.model, dataset, **settings):
                 labels.append(_labels(batch))
                 inputs = _without_labels(batch)
                 first = first or inputs
@@ -175,18 +169,12 @@ class ConfidenceExit:
         self.check(first)
         return self
 
-    def evaluate(
-        self,
-        dataset: Dataset | DataLoader,
-        *,
-        data_collator: Callable | None = None,
-        processing_class: Any | None = None,
-        batch_size: int = 32,
-        repeats: int = 3,
-    ) -> ConfidenceReport:
-        """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory;
-        ValueError where no threshold is set, `dataset` is empty or `repeats` is below 1."""
-        batches = list(load_batches(self.model, dataset, data_collator, processing_class, batch_size))
+    def evaluate(self, dataset: Dataset | DataLoader, repeats: int = 3, **settings) -> ConfidenceReport:
+        """Accuracy and wall-clock time with and without early exit, in turns over the same batches, all in memory.
+
+        `settings` as for [`calibrate`]; ValueError for no threshold, an empty `dataset` or `repeats` below 1.
+        """
+        batches = list(load_batches(self.model, dataset, **settings))
         with evaluating(self.model) as device:
             labels = torch.cat([_labels(batch) for batch in batches])
             batches = [_without_labels(batch) for batch in batches]
@@ -218,8 +206,8 @@ class ConfidenceExit:
         if not torch.allclose(output.logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
             error = (output.logits - expected).abs().max().item()
             raise ValueError(
-                f"The logits of {type(self.model).__name__} change by {error:.3g} when other samples leave the batch: "
-                "its layers mix samples. Use `truncate`, which ends all samples at one layer."
+                f"Logits of {type(self.model).__name__} change by {error:.3g} when other samples leave the batch: its "
+                "layers mix samples. Use `truncate`, which ends all samples at one layer."
             )
 
     def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
@@ -235,10 +223,8 @@ class ConfidenceExit:
 
 
 class _ShrinkingForward:
-    """One forward of a batch, each of whose layers runs on the rows that have not left.
-
-    What the model passes between its layers keeps the size of the batch, with the last states of the rows that left.
-    """
+    """One forward of a batch, each of whose layers runs on the rows that have not left; what the model passes between
+    its layers keeps the size of the batch, with the last states of the rows that left."""
 
     def __init__(self, reader, inputs, batch_dims, exits, is_sure):
         self.reader, self.inputs, self.batch_dims, self.exits, self.is_sure = (
@@ -279,12 +265,10 @@ class _ShrinkingForward:
         self.rows = self.rows[~sure]
 
     def take(self, path, tensor):
-        dim = self.batch_dims[path]
-        return tensor if dim is None else tensor.index_select(dim, self.rows)
+        return tensor if (dim := self.batch_dims[path]) is None else tensor.index_select(dim, self.rows)
 
     def put(self, path, tensor, before):
-        dim = self.batch_dims[path]
-        return tensor if dim is None else before.index_copy(dim, self.rows, tensor)
+        return tensor if (dim := self.batch_dims[path]) is None else before.index_copy(dim, self.rows, tensor)
 
 
 def _find_batch_dims(reader, inputs) -> dict[str, int | None]:

@@ -1,4 +1,4 @@
-"""What a model is worth at each layer, and what it costs there: metric and measured latency of every exit."""
+"""Metric and measured latency of a model at every exit layer."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,14 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..evaluation import layer_profile
-from ..evaluation.scoring import (
-    Metric,
-    Result,
-    evaluating,
-    greater_is_better,
-    numbered_batches,
-    prepare_collator,
-)
+from ..evaluation.scoring import Metric, Result, evaluating, greater_is_better, numbered_batches, prepare_collator
 from .truncation import truncate
 
 
@@ -29,14 +22,10 @@ class ExitProfile(Result):
     """Metric, loss and latency of a model cut after each of its L layers; layer l at index l-1.
 
     Attributes:
-        metric (`str`): name of the metric.
-        values (float64 `[L]`): the metric on held-out data.
-        losses (float64 `[L]`): the task loss.
-        seconds (float64 `[L]`): wall-clock seconds per sample of the standalone truncated model, in batches of
-            `batch_size` on `device`.
-        batch_size (`int`): samples per batch.
-        device (`str`): where it was measured.
-        greater_is_better (`bool`): whether more of the metric is better.
+        metric (`str`), greater_is_better (`bool`): name of the metric, and whether more of it is better.
+        values, losses (float64 `[L]`): the metric and the task loss on held-out data.
+        seconds (float64 `[L]`): wall-clock seconds per sample of the standalone truncated model.
+        batch_size (`int`), device (`str`): samples per batch, and where it was measured.
     """
 
     metric: str
@@ -53,18 +42,11 @@ class ExitProfile(Result):
         return self.seconds[-1] / self.seconds
 
     def cheapest(self, share: float = 0.99) -> int:
-        """The first layer whose metric is at least `share` of the last layer's (at most 1 / `share` of it, where less
-        is better); the last where there is none."""
+        """The first layer whose metric is at least `share` of the last layer's; at most 1 / `share` of it, where less
+        is better."""
         last = self.values[-1]
         enough = self.values >= share * last if self.greater_is_better else share * self.values <= last
         return int(np.argmax([*enough[:-1], True])) + 1
-
-    def to_dict(self) -> dict[str, float]:
-        """Flat Python floats for logging; layers are numbered from 1."""
-        flat: dict[str, float] = {}
-        for layer, (value, speedup) in enumerate(zip(self.values, self.speedups), start=1):
-            flat |= {f"exit_{self.metric}_{layer}": float(value), f"exit_speedup_{layer}": float(speedup)}
-        return flat | {"exit_layer_99": float(self.cheapest(0.99))}
 
     def __str__(self) -> str:
         rows = [f"{'layer':>6} {self.metric:>12} {'loss':>12} {'ms/sample':>12} {'speed-up':>9}"]
@@ -86,63 +68,53 @@ def exit_profile(
     *,
     metric: Metric = "accuracy",
     scale: float = 1.0,
-    data_collator: Callable | None = None,
-    processing_class: Any | None = None,
-    batch_size: int = 32,
     timing_batches: int = 4,
     repeats: int = 3,
+    **settings,
 ) -> ExitProfile:
     """Metric of every exit on all of `dataset`, and latency of the truncated models on its first batches.
 
-    Each truncated model is timed in turns with the whole one, and its latency is the whole one's times the median
-    ratio, so that a machine that slows down for a while does not distort it.
+    Each truncated model is timed in turns with the whole one; its latency is the whole one's times the median ratio.
 
     Args:
         model (`nn.Module`): a model that [`truncate`] can cut, on its device; one shorter copy at a time is held.
-        dataset, metric, scale, data_collator, processing_class, batch_size: see [`layer_profile`].
-        timing_batches (`int`): batches that are timed.
-        repeats (`int`): timings of each model; the median counts.
+        dataset, metric, scale: see [`layer_profile`].
+        timing_batches (`int`), repeats (`int`): batches that are timed, and timings of each model.
+        settings: `data_collator`, `processing_class` and `batch_size` of [`layer_profile`].
 
-    Raises:
-        ValueError: as [`truncate`] and [`layer_profile`]; `timing_batches` or `repeats` below 1.
+    ValueError as of [`truncate`] and [`layer_profile`], or for a number below 1.
     """
     if timing_batches < 1 or repeats < 1:
         raise ValueError(f"`timing_batches` is {timing_batches} and `repeats` is {repeats}; both must be at least 1.")
-    profile = layer_profile(
-        model,
-        dataset,
-        metric=metric,
-        scale=scale,
-        data_collator=data_collator,
-        processing_class=processing_class,
-        batch_size=batch_size,
-    )
-    batches = load_batches(model, dataset, data_collator, processing_class, batch_size)
+    profile = layer_profile(model, dataset, metric=metric, scale=scale, **settings)
     ratios, whole = [], []
     with evaluating(model) as device:
-        batches = list(islice(batches, timing_batches))
+        batches = list(islice(load_batches(model, dataset, **settings), timing_batches))
         samples = sum(rows_of(model, batch) for batch in batches)
-        for layer in range(1, len(profile.losses)):
-            short = truncate(model, layer, batches[0])
+        for layer in range(1, len(profile.losses) + 1):
+            short = truncate(model, layer, batches[0]) if layer < len(profile.losses) else model
             pairs = turns([lambda short=short: _run(short, batches), lambda: _run(model, batches)], repeats, device)
             ratios.append(np.median(pairs[0] / pairs[1]))
             whole.extend(pairs[1])
-        if not whole:  # a single layer
-            whole.extend(turns([lambda: _run(model, batches)], repeats, device)[0])
     return ExitProfile(
         profile.metric,
         profile.values,
         profile.losses,
-        np.median(whole) / samples * np.array([*ratios, 1.0]),
+        np.median(whole) / samples * np.array([*ratios[:-1], 1.0]),
         rows_of(model, batches[0]),
         str(device),
         greater_is_better(metric),
     )
 
 
-def load_batches(model, dataset, data_collator, processing_class, batch_size) -> Iterator[dict[str, Any]]:
-    """Batches of `dataset` in its own order, collated as `Trainer` collates, on the model's device; ValueError where
-    there are none."""
+def load_batches(
+    model: nn.Module,
+    dataset: Dataset | DataLoader,
+    data_collator: Callable | None = None,
+    processing_class: Any | None = None,
+    batch_size: int = 32,
+) -> Iterator[dict[str, Any]]:
+    """Batches of `dataset` in order, collated as `Trainer` does, on the model's device; ValueError for none."""
     collate = prepare_collator(model, data_collator, processing_class)
     device, batch = next(model.parameters()).device, None
     for _, batch in numbered_batches(dataset, collate, batch_size):
@@ -158,8 +130,8 @@ def rows_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:
-    """Wall-clock seconds of `calls`, one after the other and again, `[calls, repeats]`; one round to warm up.
-    ValueError where `repeats` is below 1."""
+    """Wall-clock seconds of `calls`, timed one after the other in each round, `[calls, repeats]`; ValueError where
+    `repeats` is below 1. One more round comes first, to warm up."""
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))

@@ -1,8 +1,9 @@
-"""A language model that drafts with its own first layers: which exit layer, measured, and whether it is possible."""
+"""Self-speculative decoding: a language model that drafts with its own first layers, and at which exit layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from .truncation import check_merged, truncate
 
 
 DRAFT = 5  # tokens per draft in the estimate by which layers are chosen for timing
-# Of a model's own generation config, what leaves the search greedy: where texts end, and how long drafts are.
+# What is kept of a model's generation config: where texts end, and how long drafts are.
 GREEDY = ("eos_token_id", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
 
 
@@ -27,12 +28,12 @@ class SpeculationProfile(Result):
     Attributes:
         acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that the exit predicts from the same
             prefix: the rate at which its drafted tokens are accepted.
-        tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; not a number where it was not timed.
+        tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
         greedy_tokens_per_second (`float`): of the whole model.
-        truncated_tokens_per_second (float64 `[L - 1]`): of plain greedy decoding with the truncated model (its text
-            differs from the whole model's); not a number where it was not timed.
-        equal (float64 `[L - 1]`): share of the prompts whose self-speculative output is the greedy one to the token;
-            below 1 only by rounding between forwards of several tokens and of one.
+        truncated_tokens_per_second (float64 `[L - 1]`): of greedy decoding with the truncated model, whose text
+            differs; NaN where it was not timed.
+        equal (float64 `[L - 1]`): share of the prompts whose self-speculative output is exactly the greedy one; below
+            1 only by rounding.
     """
 
     acceptance: np.ndarray
@@ -47,14 +48,6 @@ class SpeculationProfile(Result):
         if not np.nanmax(self.tokens_per_second, initial=0.0) > self.greedy_tokens_per_second:
             return None
         return int(np.nanargmax(self.tokens_per_second)) + 1
-
-    def to_dict(self) -> dict[str, float]:
-        """Flat Python floats for logging; layers are numbered from 1, `best_exit` is 0 for plain decoding."""
-        flat = {f"acceptance_{layer}": float(value) for layer, value in enumerate(self.acceptance, start=1)}
-        for layer, speed in enumerate(self.tokens_per_second, start=1):
-            if np.isfinite(speed):
-                flat[f"speculation_speedup_{layer}"] = float(speed / self.greedy_tokens_per_second)
-        return flat | {"best_exit": float(self.best or 0), "greedy_tokens_per_second": self.greedy_tokens_per_second}
 
     def __str__(self) -> str:
         rows = [f"{'exit':>6} {'acceptance':>11} {'tokens/s':>10} {'speed-up':>9} {'equal':>7} {'cut tokens/s':>13}"]
@@ -78,28 +71,22 @@ def speculation_profile(
 ) -> SpeculationProfile:
     """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
 
-    Acceptance is read from one forward over the greedy output with all layers read out. The `max_timed` layers with
-    the highest expected speed (Leviathan et al. 2023, theorem 3.8, a layer's cost being its share of the depth) are
-    then timed for real, in turns with plain greedy decoding: what the model's generation config says of sampling,
-    beams, penalties and the like does not count.
+    The `max_timed` layers with the highest expected speed (Leviathan et al. 2023, theorem 3.8, a layer costs its share
+    of the depth) are timed, in turns with plain greedy decoding. The model's generation config does not count.
 
     Args:
         model (`nn.Module`): a causal language model of transformers, on its device.
         prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each: assisted generation takes one at a time.
         max_new_tokens (`int`): tokens generated for each.
-        max_timed (`int`): exit layers that are timed.
-        repeats (`int`): timings of each; the median counts.
+        max_timed (`int`), repeats (`int`): exit layers that are timed, and timings of each.
 
     Raises:
         TypeError: `model` is a `PeftModel`.
-        ValueError: as [`check_self_speculation`]; no prompts, or `max_new_tokens`, `repeats` or `max_timed` below 1.
+        ValueError: as [`check_self_speculation`]; no prompts, or a number below 1.
     """
     if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
-        raise ValueError(
-            f"{len(prompts)} `prompts`, `max_new_tokens` {max_new_tokens}, `max_timed` {max_timed} and `repeats` "
-            f"{repeats}: all must be at least 1."
-        )
-    check_merged(model)  # before anything is generated: the wrapper puts its generation config into the model for good
+        raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens`, `max_timed`, `repeats` >= 1.")
+    check_merged(model)  # a wrapper puts its generation config into the model for good
     check_self_speculation(model, prompts[0])
     with evaluating(model) as device, _greedily(model):
         prompts = [prompt.to(device) for prompt in prompts]
@@ -113,40 +100,33 @@ def speculation_profile(
         whole = []
         for index in np.argsort(-expected, kind="stable")[:max_timed]:
             layer = int(index) + 1
-            outputs = _generate(model, prompts, max_new_tokens, assistant_early_exit=layer)
-            equal[index] = np.mean([torch.equal(mine, own) for mine, own in zip(outputs, greedy)])
             short = truncate(model, layer, {"input_ids": prompts[0]})
             calls = [
-                lambda layer=layer: _generate(model, prompts, max_new_tokens, assistant_early_exit=layer),
-                lambda short=short: _generate(short, prompts, max_new_tokens),
-                lambda: _generate(model, prompts, max_new_tokens),
+                partial(_generate, model, prompts, max_new_tokens, assistant_early_exit=layer),
+                partial(_generate, short, prompts, max_new_tokens),
+                partial(_generate, model, prompts, max_new_tokens),
             ]
-            seconds = np.median(turns(calls, repeats, device), axis=1)
+            outputs = calls[0]()
+            equal[index] = np.mean([torch.equal(mine, own) for mine, own in zip(outputs, greedy)])
+            seconds = np.median(turns(calls, repeats, device), axis=1)  # [3]
             counts = [_new_tokens(prompts, generated) for generated in (outputs, calls[1](), greedy)]
-            speeds[index], cut_speeds[index], plain = np.array(counts) / seconds
+            drafted, cut, plain = np.array(counts) / seconds
+            # Ratios in the same turns; the level is the median of all turns.
+            speeds[index], cut_speeds[index] = drafted / plain, cut / plain
             whole.append(plain)
-            speeds[index] /= plain  # ratios in the same turns; the level is the median of all turns
-            cut_speeds[index] /= plain
         level = float(np.median(whole))
     return SpeculationProfile(acceptance, speeds * level, level, cut_speeds * level, equal)
 
 
 def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:
-    """See that transformers' `assistant_early_exit` drafts with this model's own layer readouts.
+    """Check that transformers' `assistant_early_exit` drafts with this model's own layer readouts.
 
-    It lowers `config.num_hidden_layers` of the base model while drafting, which the models that slice their layers by
-    it obey (Llama and its kin); others fail on it or ignore it.
-
-    Args:
-        model (`nn.Module`): a language model, on the device of the prompt.
-        prompt (`torch.Tensor`): token ids `[1, seq]`.
-
-    Raises:
-        ValueError: where the model does not stop there, or does so without its final norm; or has a single layer.
+    While drafting it lowers `config.num_hidden_layers` of the base model. Llama and its kin then stop there; others
+    fail or ignore it. `prompt` are token ids `[1, seq]`. ValueError where the model does not stop at a layer, or does
+    so without its final norm; or has a single layer.
     """
     name = type(model).__name__
-    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
-    config = getattr(base, "config", None)
+    config = getattr(getattr(model, getattr(model, "base_model_prefix", ""), None), "config", None)
     if not hasattr(config, "num_hidden_layers") or not getattr(model, "can_generate", lambda: False)():
         raise ValueError(f"{name} cannot draft with its own layers: it is no language model that generates.")
     inputs = {"input_ids": prompt.to(next(model.parameters()).device)}
@@ -163,7 +143,7 @@ def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:
         except Exception as error:
             raise ValueError(
                 f"{name} cannot draft with its first {layer} layers (`assistant_early_exit`): {error!r}. Use "
-                "`truncate` for a draft model of its own (`assistant_model`)."
+                "`truncate` for a separate draft model (`assistant_model`)."
             ) from error
         finally:
             config.num_hidden_layers = whole
@@ -181,8 +161,7 @@ def _acceptance(model, prompts, greedy) -> np.ndarray:
 
 @contextmanager
 def _greedily(model) -> Iterator[None]:
-    """Without the rest of the model's generation config: an exit's token is the argmax of its logits, not of what
-    penalties of repetition leave of them, and the cache that drafts need is on."""
+    """Without sampling, beams and penalties, and with the cache that drafts need."""
     own = model.generation_config
     kept = {name: getattr(own, name) for name in GREEDY}
     model.generation_config = GenerationConfig(pad_token_id=own.pad_token_id or 0, **kept)
@@ -193,10 +172,8 @@ def _greedily(model) -> Iterator[None]:
 
 
 def _generate(model, prompts, max_new_tokens, **kwargs) -> list[torch.Tensor]:
-    return [
-        model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, **kwargs)
-        for prompt in prompts
-    ]
+    kwargs["max_new_tokens"] = max_new_tokens
+    return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
 
 def _new_tokens(prompts, outputs) -> int:

@@ -31,8 +31,7 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.
-        ValueError: `num_layers` is out of range; the model has no shared readout (see [`Readout.probe`]); or
-            no change of its config gives exactly its first layers.
+        ValueError: `num_layers` is out of range; there is no shared readout; no config gives exactly the first layers.
     """
     check_merged(model)
     if not isinstance(model, PreTrainedModel):

@@ -55,8 +55,7 @@ def test_an_exit_whose_drafts_are_all_accepted_is_timed_first():
 def test_the_best_exit_is_the_fastest_or_none():
     nan = float("nan")
     profile = SpeculationProfile([0.1, 0.9, 0.9], [nan, 30.0, 25.0], 20.0, [nan, 40.0, 30.0], [nan, 1.0, 1.0])
-    assert profile.best == 2 and profile.to_dict()["speculation_speedup_3"] == 1.25
-    assert "speculation_speedup_1" not in profile.to_dict()
+    assert profile.best == 2 and "assistant_early_exit=2" in str(profile)
     slow = SpeculationProfile([0.1, 0.2], [nan, 10.0], 20.0, [nan, 30.0], [nan, 1.0])
     assert slow.best is None and "assistant_early_exit=None" in str(slow)
 

@@ -183,7 +183,7 @@ def test_a_release_has_secret_noise_and_a_measurement_its_seeds():
         noise.reseed()
         assert torch.equal(released(noise, ids), sent[-1]) == (seed is not None)
     assert torch.equal(sent[2], sent[3])
-    assert not (sent[0] == sent[1]).any()
+    assert (sent[0] == sent[1]).double().mean() < 1e-3  # on a grid, some meet by chance
     for each in sent:
         sample = each.double().flatten().numpy() / 0.5
         assert kstest(sample, "norm").pvalue > 1e-6

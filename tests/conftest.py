@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 
 import pytest
@@ -66,3 +67,16 @@ def check_eager_attention(monkeypatch):
         assert len(calls) == 6
 
     return check
+
+
+@pytest.fixture
+def readouts(caplog, monkeypatch):
+    """readouts(): how the runs so far read their layers, "replay" or "tiles", by what they logged."""
+    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
+    caplog.set_level(logging.INFO, "hf_descent.losses.layerwise")
+
+    def said():
+        lines = [record.getMessage() for record in caplog.records]
+        return ["tiles" if "in tiles of" in line else "replay" for line in lines if line.startswith("Layers are read")]
+
+    return said

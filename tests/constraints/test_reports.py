@@ -11,6 +11,7 @@ from tiny import InOrder, bert, classification_data, config, language_data, llam
 from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
+from hf_descent.constraints.state import DescentState
 from hf_descent.evaluation import certify
 
 
@@ -39,11 +40,10 @@ def test_evaluation_reports_the_losses_of_truncated_models(tmp_path):
 
 
 def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path):
-    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST)
-    trainer.evaluate()
+    state = DescentState(config(tmp_path), 3, 6, 0, None, lambda tensor: tensor)
 
     def score(*losses):
-        return trainer._dual.evaluation(torch.tensor(losses), "eval")["eval_feasible_score"]
+        return state.evaluation(torch.tensor(losses), "eval")["eval_feasible_score"]
 
     feasible = [score(0.7, 0.49, 0.3), score(0.7, 0.49, 0.34), score(0.6, 0.4, 0.0)]
     infeasible = [score(0.9, 0.5, 0.01), score(5.0, 0.5, 0.0), score(float("nan"), 0.1, 0.1)]
@@ -51,18 +51,16 @@ def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path
 
 
 def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(tmp_path):
-    trainer = DescentTrainer(bert(), config(tmp_path, constrained_layers=[1]), eval_dataset=DATA_TEST)
-    trainer.evaluate()
-    found = trainer._dual.evaluation(torch.tensor([0.5, 0.4, float("nan")]), "eval")
+    state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, None, lambda tensor: tensor)
+    found = state.evaluation(torch.tensor([0.5, 0.4, float("nan")]), "eval")
     assert found["eval_feasible"] == 0 and found["eval_feasible_score"] < -1e8
 
 
 def test_tolerance_and_score_are_in_units_of_f_0(tmp_path):
     args = config(tmp_path, initial_loss_bound=4.0, feasibility_tolerance=0.1)
-    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST)
-    trainer.evaluate()
+    state = DescentState(args, 3, 6, 0, None, lambda tensor: tensor)
     # The first layer's bound is 2.8, and the tolerance 0.4.
-    near, far = (trainer._dual.evaluation(torch.tensor([first, 0.0, 0.0]), "eval") for first in (3.1, 3.3))
+    near, far = (state.evaluation(torch.tensor([first, 0.0, 0.0]), "eval") for first in (3.1, 3.3))
     assert (near["eval_feasible"], far["eval_feasible"]) == (1.0, 0.0)
     assert far["eval_feasible_score"] == pytest.approx(-0.5 / 4)
 

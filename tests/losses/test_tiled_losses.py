@@ -9,7 +9,6 @@ from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
 from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers
 from hf_descent.losses import layerwise
-from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
 from hf_descent.readout.head import HeadReadout
 
 
@@ -62,6 +61,12 @@ def trainer(tmp_path, **kwargs):
     return made
 
 
+def logged_losses(trainer):
+    """[logs, layers]"""
+    names = [f"layer_loss_{layer}" for layer in (1, 2, 3)]
+    return torch.tensor([[log[name] for name in names] for log in trainer.state.log_history if names[0] in log])
+
+
 @pytest.fixture
 def no_tiles(monkeypatch):
     def refuse(*args, **kwargs):
@@ -89,15 +94,14 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_steps_follow_the_replay(tmp_path, no_tiles, setting):
+def test_steps_follow_the_replay(tmp_path, no_tiles, readouts, setting):
     tiled = trainer(tmp_path, max_steps=20, **SETTINGS[setting])
     tiled.train()
     metrics = tiled.evaluate()
-    assert isinstance(tiled._layers, TiledLosses)
     no_tiles()
     replayed = trainer(tmp_path, max_steps=20, **SETTINGS[setting])
     replayed.train()
-    assert isinstance(replayed._layers, ReplayedLosses)
+    assert readouts() == ["tiles", "replay"]
     multipliers = torch.stack(replayed.history)  # [steps, layers]
     assert (multipliers > 0).any() == (replayed.args.objective == "descent")
     torch.testing.assert_close(torch.stack(tiled.history), multipliers, rtol=1e-3, atol=1e-4)
@@ -108,23 +112,28 @@ def test_steps_follow_the_replay(tmp_path, no_tiles, setting):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_tiles, smoothing):
+def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_tiles, readouts, smoothing):
     def trained():
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": LAYERS}
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
         router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-        settings = {"dual_warmup_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        settings = {
+            "logging_steps": 1,
+            "dual_warmup_steps": 1,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+        }
         model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **router))
         made = trainer(tmp_path, model=model, label_smoothing_factor=smoothing, max_steps=6, **settings)
         made.train()
         return made
 
     tiled = trained()
-    assert isinstance(tiled._layers, TiledLosses)
     no_tiles()
     replayed = trained()
-    torch.testing.assert_close(tiled._dual.mean_losses, replayed._dual.mean_losses, rtol=1e-4, atol=0.0)
+    assert readouts() == ["tiles", "replay"]
+    torch.testing.assert_close(logged_losses(tiled), logged_losses(replayed), rtol=1e-4, atol=0.0)
     for mine, expected in zip(tiled.model.parameters(), replayed.model.parameters()):
         torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
 
@@ -249,8 +258,7 @@ def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
         made = trainer(tmp_path, max_steps=steps, logging_steps=1, learning_rate=0.0, **kwargs)
         made.train_dataset = rows(4)
         made.train()
-        names = [f"layer_loss_{layer}" for layer in (1, 2, 3)]
-        return torch.tensor([[log[name] for name in names] for log in made.state.log_history if names[0] in log])
+        return logged_losses(made)
 
     expected, found = losses(1)[0], losses(40, readout_token_fraction=0.25)
     assert found.shape == (40, LAYERS) and (found.std(0) > 0).all()
@@ -289,13 +297,13 @@ def test_metrics_get_the_models_own_logits(tmp_path):
 # ---- where it does not apply ----
 
 
-def test_replay_remains_for_a_loss_of_ones_own(tmp_path):
+def test_replay_remains_for_a_loss_of_ones_own(tmp_path, readouts):
     def loss(outputs, labels, num_items_in_batch=None):
         return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
     made = trainer(tmp_path, max_steps=1, compute_loss_func=loss)
     made.train()
-    assert isinstance(made._layers, ReplayedLosses)
+    assert readouts() == ["replay"]
 
 
 def test_a_fraction_of_tokens_needs_tiles(tmp_path):

@@ -115,7 +115,7 @@ def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{start}"))
         moments = load_file(tmp_path / "checkpoint-11" / STATE_NAME)["label_moments"]
         assert torch.equal(moments, labels.bincount().double())
-        assert resumed.problem is not None and resumed._dual.active_from == 12
+        assert resumed.problem is not None and resumed.multipliers.steps == 2  # those from step 12 on
 
 
 @pytest.mark.parametrize(

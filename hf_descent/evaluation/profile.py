@@ -188,7 +188,7 @@ def layer_profiles(
             layers = layers or _find_layers(evaluation, inputs, problem)
             measured = []
             for gamma in gammas:
-                with noise.split((gamma, noise_key(0, gamma, index))) if gamma else nullcontext():
+                with noise.at(gamma, *noise_key(0, gamma, index)) if gamma else nullcontext():
                     measured.append(layers.measure(model, inputs, score, keep_logits=False).scores)
             scores = torch.stack([torch.stack([found for found, _ in level]) for level in measured])
             losses = torch.stack([torch.stack([found for _, found in level], dim=1) for level in measured])

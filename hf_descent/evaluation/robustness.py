@@ -231,7 +231,7 @@ def noise_curve(
                     first = index * evaluation.batch_size
                     inputs = evaluation.collate(_perturbed(batch, first, gamma, draw, seed, perturbation))
                 elif gamma:
-                    noisy = noise.split((gamma, noise_key(draw, gamma, index)))
+                    noisy = noise.at(gamma, *noise_key(draw, gamma, index))
                 fingerprint = fingerprint or evaluation.fingerprint(inputs)
                 given = evaluation.task.model_inputs(inputs)
                 forward = forward or _forward(model, given, evaluation.readout)

@@ -86,7 +86,6 @@ class EmbeddingNoise:
             raise ValueError(f"`seed` is {seed}; give an integer >= 0.")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else int(seed)
         self.reseed()
-        self._parts: list[EmbeddingNoise] = []
         self._handles: list = []
         self._calls: list[_Call] = []  # innermost last
 
@@ -114,16 +113,12 @@ class EmbeddingNoise:
         self._stream = int(np.random.SeedSequence(self.seed, spawn_key=key).generate_state(1, np.uint64)[0])
         self._generator = None  # made on the device of the first tensor
 
-    def split(self, *parts: tuple[float, tuple[int, ...]]) -> "EmbeddingNoise":
-        """A copy that perturbs each of several equal parts of a batch by its own (level, key), as if it came alone:
-        for several noise levels in one forward, on as many copies of a batch."""
-        whole = copy(self)
-        whole.gamma = max(gamma for gamma, _ in parts)
-        whole._handles, whole._calls, whole._parts = [], [], [copy(self) for _ in parts]
-        for part, (gamma, key) in zip(whole._parts, parts):
-            part.gamma = gamma
-            part.reseed(*key)
-        return whole
+    def at(self, gamma: float, *key: int) -> "EmbeddingNoise":
+        """A copy at the noise level `gamma`, not attached, and reseeded with `key`."""
+        noise = copy(self)
+        noise.gamma, noise._handles, noise._calls = gamma, [], []
+        noise.reseed(*key)
+        return noise
 
     @property
     def is_attached(self) -> bool:
@@ -211,12 +206,6 @@ class EmbeddingNoise:
         """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set, in the outermost running
         `call`; same dtype."""
         call.perturbed = True
-        parts = self._parts or [self]
-        masks = mask.chunk(len(parts)) if torch.is_tensor(mask) else [None] * len(parts)
-        chunks = zip(parts, clean.chunk(len(parts)), masks)
-        return torch.cat([part._perturb_part(clean, mask, call) for part, clean, mask in chunks])
-
-    def _perturb_part(self, clean, mask, call):
         if self._generator is None or self._generator.device != clean.device:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)
         noise = self._standard_noise(clean, self._generator)  # [batch, seq, ...]

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..evaluation import layer_profile
-from ..evaluation.scoring import Metric, Result, evaluating, greater_is_better, numbered_batches, prepare_collator
+from ..evaluation.scoring import Evaluation, Metric, Result, evaluating, greater_is_better
 from .truncation import truncate
 
 
@@ -115,10 +114,10 @@ def load_batches(
     batch_size: int = 32,
 ) -> Iterator[dict[str, Any]]:
     """Batches of `dataset` in order, collated as `Trainer` does, on the model's device; ValueError for none."""
-    collate = prepare_collator(model, data_collator, processing_class)
-    device, batch = next(model.parameters()).device, None
-    for _, batch in numbered_batches(dataset, collate, batch_size):
-        yield send_to_device(dict(batch), device)
+    settings = {"data_collator": data_collator, "processing_class": processing_class, "batch_size": batch_size}
+    batch = None
+    for _, batch in Evaluation(model, dataset, **settings).batches():
+        yield dict(batch)
     if batch is None:
         raise ValueError("`dataset` is empty; give labelled held-out data.")
 

@@ -97,13 +97,22 @@ class Evaluation:
         known = {"accuracy": _accuracy, "rmse": _squared_error}
         if isinstance(self.metric, str) and self.metric not in known:
             raise ValueError(f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM}.")
+        if isinstance(self.dataset, Mapping):  # as `Trainer` takes them
+            raise ValueError(f"`dataset` holds {', '.join(map(repr, self.dataset))}; give one of them.")
+        if self.batch_size < 1:
+            raise ValueError(f"`batch_size` is {self.batch_size}; give at least one sample a batch.")
         self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
         self._inner = inner_model(self.model)
         config = getattr(self._inner, "config", None)
         self._is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
-        self._collate = prepare_collator(
-            self.model, self.data_collator, self.processing_class, self.label_names, self.remove_unused_columns
-        )
+        self._collate = self.data_collator
+        if self._collate is None:
+            can_pad = isinstance(self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
+            self._collate = DataCollatorWithPadding(self.processing_class) if can_pad else default_data_collator
+        if self.remove_unused_columns:
+            arguments = inspect.signature(type(self._inner).forward).parameters
+            columns = [*arguments, *(self.label_names or ()), "label", "label_ids"]
+            self._collate = RemoveColumnsCollator(self._collate, columns)
         self.label_names = find_labels(type(self._inner)) if self.label_names is None else self.label_names
 
     @property
@@ -111,7 +120,7 @@ class Evaluation:
         """Whether the metric is more than [`TokenStatistics`] tell."""
         return self._score is not _accuracy or self._is_multi_label
 
-    def batches(self, title: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def batches(self, title: str = "") -> Iterator[tuple[int, Mapping[str, Any]]]:
         """(index, inputs) of this process's batches, the inputs as the model and the other methods take them."""
         for index, batch in self._numbered(self._collate, title):
             yield index, self._prepare(batch)
@@ -125,8 +134,18 @@ class Evaluation:
         return self._prepare(self._collate(rows))
 
     def _numbered(self, collate, title):
-        title = title if self.progress else None
-        return numbered_batches(self.dataset, collate, self.batch_size, self.accelerator, title)
+        data, size, processes = self.dataset, self.batch_size, self.accelerator
+        first, step = (0, 1) if processes is None else (processes.process_index, processes.num_processes)
+        # A torch `IterableDataset` may have a length, and still no rows by number.
+        if isinstance(data, DataLoader | IterableDataset) or not hasattr(data, "__len__"):
+            loader = data if isinstance(data, DataLoader) else DataLoader(data, size, collate_fn=collate)
+            numbered, total = islice(enumerate(loader), first, None, step), None
+        else:
+            rows, indices = range(len(data)), range(first, math.ceil(len(data) / size), step)
+            batches = [rows[index * size : (index + 1) * size] for index in indices]
+            numbered = zip(indices, DataLoader(data, batch_sampler=batches, collate_fn=collate))
+            total = len(indices)
+        return tqdm(numbered, desc=title, total=total, disable=not self.progress)
 
     def _prepare(self, batch):
         batch = send_to_device(batch, next(self.model.parameters()).device)
@@ -230,53 +249,6 @@ def metric_value(metric: str, scale: float, sums: np.ndarray) -> np.ndarray:
 def mean_loss(sums: np.ndarray) -> np.ndarray:
     """The mean loss from (metric sum, metric count, loss sum, items), `[..., 4]` -> `[...]`."""
     return sums[..., 2] / sums[..., 3]
-
-
-def prepare_collator(
-    model: nn.Module,
-    data_collator: Callable | None,
-    processing_class: Any | None,
-    label_names: Sequence[str] | None = None,
-    remove_unused_columns: bool = True,
-) -> Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]:
-    """Rows to a batch as `Trainer` collates: columns that the model does not take are dropped, unless
-    `remove_unused_columns` is False."""
-    if data_collator is None:
-        can_pad = isinstance(processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
-        data_collator = DataCollatorWithPadding(processing_class) if can_pad else default_data_collator
-    if not remove_unused_columns:
-        return data_collator
-    arguments = inspect.signature(type(inner_model(model)).forward).parameters
-    return RemoveColumnsCollator(data_collator, [*arguments, *(label_names or ()), "label", "label_ids"])
-
-
-def numbered_batches(
-    dataset: Dataset | DataLoader,
-    collate: Callable,
-    batch_size: int,
-    accelerator: Accelerator | None = None,
-    progress: str | None = None,
-) -> Iterator[tuple[int, Any]]:
-    """(index, batch) of the batches of `dataset` in its own order; the processes of `accelerator` take turns.
-
-    The batches of a `DataLoader` are taken as they are. `progress` is the name of a progress bar. ValueError where
-    `batch_size` is below 1, or `dataset` a dict of several.
-    """
-    if isinstance(dataset, Mapping):  # as `Trainer` takes them
-        raise ValueError(f"`dataset` holds {', '.join(map(repr, dataset))}; give one of them.")
-    if batch_size < 1:
-        raise ValueError(f"`batch_size` is {batch_size}; give at least one sample a batch.")
-    first, step = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
-    # A torch `IterableDataset` may have a length, and still no rows by number.
-    if isinstance(dataset, DataLoader | IterableDataset) or not hasattr(dataset, "__len__"):
-        loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, batch_size, collate_fn=collate)
-        numbered, total = islice(enumerate(loader), first, None, step), None
-    else:
-        rows, indices = range(len(dataset)), range(first, math.ceil(len(dataset) / batch_size), step)
-        batches = [rows[index * batch_size : (index + 1) * batch_size] for index in indices]
-        numbered = zip(indices, DataLoader(dataset, batch_sampler=batches, collate_fn=collate))
-        total = len(indices)
-    yield from tqdm(numbered, desc=progress, total=total, disable=progress is None)
 
 
 def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:

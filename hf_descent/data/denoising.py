@@ -1,4 +1,4 @@
-"""Videos as what a denoiser takes and gives back: rows of patches or of images, and whole clips."""
+"""Converts videos to the inputs of a denoiser, and its outputs back to frames."""
 
 from functools import partial
 from itertools import islice
@@ -30,11 +30,11 @@ class PatchTask:
         return patch_rows(clips, self.patch_size)
 
     def preprocess(self, frames: np.ndarray) -> np.ndarray:
-        """The frames of a video, uint8, as the model is to restore them: in [0, 1], `[frames, height, width]`."""
+        """The clean frames in [0, 1] that the model should restore, `[frames, height, width]`, from uint8 frames."""
         return frames / 255
 
     def inputs(self, clip: np.ndarray) -> torch.Tensor:
-        """What the model is given for a clip of such frames, noisy or not."""
+        """The model's input for a clip of such frames, noisy or not."""
         return to_patches(torch.from_numpy(clip).float(), self.patch_size)
 
     def frames(self, outputs: torch.Tensor) -> np.ndarray:
@@ -77,7 +77,7 @@ def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments)
         rows = rows.shuffle(seed=args.split_seed)
         return rows if limit is None else rows.select(range(min(limit, len(rows))))
     rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
-    # A part is held, since a stream is shuffled anew for every epoch: its first rows would be others.
+    # A list, since a stream is shuffled anew for every epoch and would begin with other rows.
     return rows if limit is None else list(rows.take(limit))
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from scipy.ndimage import map_coordinates
 from sklearn.datasets import load_sample_images
 
 
@@ -37,14 +38,8 @@ def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
     start = generator.uniform((low, left + low), (height - margin, right - margin), size=(num_clips, 2))
     speed = generator.uniform(-MAX_SPEED, MAX_SPEED, size=(num_clips, 2))
     corner = start[:, None] + speed[:, None] * times[:, None]  # [clips, frames, (row, column)]
-    whole = np.floor(corner).astype(int)
-    row, column = (whole[..., axis, None, None] for axis in (0, 1))  # [clips, frames, 1, 1]
-    down, across = np.moveaxis(corner - whole, -1, 0)[..., None, None]  # [clips, frames, 1, 1]
-    rows, columns = row + np.arange(PATCH_SIZE)[:, None], column + np.arange(PATCH_SIZE)
-
-    clips = sum(
-        (down if i else 1 - down) * (across if j else 1 - across) * photos[photo, rows + i, columns + j]
-        for i in (0, 1)
-        for j in (0, 1)
-    )  # [clips, frames, patch, patch]
+    row, column = np.moveaxis(corner, -1, 0)[..., None, None]  # [clips, frames, 1, 1]
+    window = np.arange(PATCH_SIZE)
+    places = np.broadcast_arrays(photo, row + window[:, None], column + window)  # [clips, frames, patch, patch] each
+    clips = map_coordinates(photos, places, order=1)  # [clips, frames, patch, patch]
     return torch.from_numpy(clips.reshape(num_clips, NUM_FRAMES, -1)).float()

@@ -83,9 +83,9 @@ def load_splits(args: SplitArguments) -> dict[str, Dataset]:
 
 
 def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
-    """Draws validation rows from the training rows where there are none; then as many of each as `args` allows.
+    """Draws validation rows from the training rows if there are none; keeps as many of each as `args` allows.
 
-    Held-out rows come in random order, as intervals over blocks of them assume: files are often sorted by class.
+    Held-out rows are shuffled: intervals over blocks of rows assume it, and files are often sorted by class.
 
     Raises:
         ValueError: there are too few training rows to hold some out.
@@ -111,10 +111,10 @@ def load_file(argument: str, path: str) -> Dataset:
     file_type = _file_type(argument, path)
     if "://" not in path and not Path(path).is_file():
         raise ValueError(f"`{argument}` is {path!r}, and there is no such file.")
-    # By default a csv text that reads "null" or "NA" would be taken for a missing value.
+    # By default pandas reads the texts "null" and "NA" as missing values.
     options = {"keep_default_na": False} if file_type == "csv" else {}
     try:
-        # Else brackets and the like in a name would make it a pattern, which other files match.
+        # Brackets and the like in a name would make it a pattern, which other files match.
         return load_dataset(file_type, data_files=glob.escape(path), split="train", **options)
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(

@@ -38,8 +38,7 @@ class DataArguments(SplitArguments):
         columns = [self.text_column, self.text_pair_column, self.label_column]
         if len(set(columns)) < len(columns):
             raise ValueError(
-                f"`text_column`, `text_pair_column` and `label_column` are {columns}; give a column of its own for "
-                "each."
+                f"`text_column`, `text_pair_column` and `label_column` are {columns}; give different columns."
             )
 
 
@@ -68,10 +67,10 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
-    """The labels of `dataset` as the numbers that a trained model's config gives to their names, in capitals or not.
+    """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case.
 
-    Where the data has numbers, these are the model's. Where the model's names are made up (`LABEL_0`, ...), the names
-    of the data are taken to be in its order.
+    Labels that are numbers are the model's numbers. If the model has default names (`LABEL_0`, ...), the names of the
+    data keep their order.
 
     Raises:
         ValueError: the data has a class that the model has not.
@@ -94,8 +93,9 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None) -> int:
-    """The tokens of a text that are kept: `max_seq_length`, or as many as the limits of tokenizer and model allow.
-    Models without a table of positions take more than the limit that they state.
+    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model.
+
+    A model without a table of positions may take more than its stated limit.
 
     Raises:
         ValueError: `max_seq_length` is beyond a limit, or nothing gives one.
@@ -129,7 +129,7 @@ def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_lengt
 
 
 def _select_columns(rows: Dataset, columns: dict[str, str], split: str) -> Dataset:
-    """Gives the columns this package's names, and drops all others."""
+    """Renames the columns to `text`, `text_pair` and `labels`, and drops all others."""
     if missing := [column for column in columns.values() if column not in rows.column_names]:
         raise ValueError(
             f"The {split} split has no column {missing}; it has {rows.column_names}. Name the right ones by "

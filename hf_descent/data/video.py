@@ -1,8 +1,8 @@
 """Surveillance video (CUHK Avenue, UCSD Ped1 and Ped2, ShanghaiTech Campus, or your own) as clips of gray frames.
 
 A video is a file that PyAV decodes, or a folder of frames. Frames are gray, square (160x160) and cut into patches
-(16x16), as in the paper (arXiv 2601.17257, appendix B.2); clips are T frames that follow one another, and no frame is
-in two of them. Noise is not added here but by the trainer, on the fly (`EmbeddingNoise`).
+(16x16), as in the paper (arXiv 2601.17257, appendix B.2). A clip is T consecutive frames; clips do not overlap. The
+trainer adds the noise (`EmbeddingNoise`).
 """
 
 import glob
@@ -143,27 +143,23 @@ def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
             "start": Value("int64"),
         }
     )
-    splits = {}
+    splits = IterableDatasetDict() if args.streaming else DatasetDict()
     for name, of_split in parts.items():
-        fields = {
-            "parts": [astuple(part) for part in of_split],
-            "num_frames": args.num_frames,
-            "size": args.frame_size,
-        }
-        given = {"features": features, "gen_kwargs": fields}
+        fields = {"parts": list(map(astuple, of_split)), "num_frames": args.num_frames, "size": args.frame_size}
+        settings = {"features": features, "gen_kwargs": fields}
         if args.streaming:
-            splits[name] = IterableDataset.from_generator(read_clips, **given)
+            splits[name] = IterableDataset.from_generator(read_clips, **settings)
             continue
-        given |= {"cache_dir": args.cache_dir, "writer_batch_size": rows_at_once(features["frames"].shape)}
+        settings |= {"cache_dir": args.cache_dir, "writer_batch_size": rows_at_once(features["frames"].shape)}
         try:
-            splits[name] = Dataset.from_generator(read_clips, **given)
+            splits[name] = Dataset.from_generator(read_clips, **settings)
         except DatasetGenerationError as error:
-            raise error.__cause__ or error from None  # what is wrong is which file, not that there is no data set
-    return (IterableDatasetDict if args.streaming else DatasetDict)(splits)
+            raise error.__cause__ or error from None  # the cause names the file
+    return splits
 
 
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
-    """The parts of the videos that make each split; ValueError where there is nothing, or nothing long enough."""
+    """The parts of the videos in each split; ValueError if there are none, or none is long enough."""
     if args.data_layout is not None:
         folder = Path(glob.escape(args.data_dir))
         patterns = {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
@@ -178,8 +174,8 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     for video in whole.get("test", ()):
         if os.path.realpath(video.path) in trained_on:
             raise ValueError(
-                f"`test_files` has {video.path}, which `train_files` has too: a test on what was trained on says "
-                "nothing. Leave it out of one of the two, or hold out its end (`split_by` time, `later_percentage`)."
+                f"`test_files` has {video.path}, which `train_files` has too. Leave it out of one of the two, or hold "
+                "out its end (`split_by` time, `later_percentage`)."
             )
     validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
     if args.split_by == "time":
@@ -267,12 +263,10 @@ def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[d
 
 
 def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPart]:
-    """Parts of a video, one after another, with `gap` frames between them."""
+    """Consecutive parts of a video, with `gap` frames between them."""
     borders = np.round(np.cumsum([0, *shares]) * (video.last - gap * (len(shares) - 1))).astype(int).tolist()
-    return [
-        VideoPart(video.path, first + gap * i, last + gap * i, video.stamp)
-        for i, (first, last) in enumerate(pairwise(borders))
-    ]
+    parts = enumerate(pairwise(borders))
+    return [VideoPart(video.path, first + gap * i, last + gap * i, video.stamp) for i, (first, last) in parts]
 
 
 def _long_enough(split: str, parts: list[VideoPart], num_frames: int) -> list[VideoPart]:
@@ -305,7 +299,7 @@ def _natural(path: str | Path) -> list:
 
 
 def _stamp(path: str) -> str:
-    """Differs with the place of a video, and with the names, sizes and times of its files."""
+    """A hash of a video's path and of the names, sizes and times of its files."""
     files = [(file.name, file.stat()) for file in (_frame_files(path) if Path(path).is_dir() else [Path(path)])]
     return Hasher.hash([os.path.realpath(path), *((name, s.st_size, s.st_mtime_ns) for name, s in files)])
 

@@ -249,7 +249,7 @@ def test_a_local_file_takes_the_place_of_the_hub_name(train_file, monkeypatch):
         ),
         (
             {"train_file": "TRAIN", "text_pair_column": "text"},
-            r"`text_column`, .* are \['text', 'text', 'label'\]; give a column of its own for each",
+            r"`text_column`, .* are \['text', 'text', 'label'\]; give different columns",
         ),
     ],
 )

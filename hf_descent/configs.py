@@ -33,6 +33,17 @@ JSON_ARGUMENTS = (
     "noise_gamma",
     "eval_gammas",
 )
+# The least and the greatest value of a number, where it is given.
+RANGES = {
+    **dict.fromkeys(
+        ("descent_strength", "dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"),
+        (SMALLEST, LARGEST),
+    ),
+    **dict.fromkeys(
+        ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)
+    ),
+    "readout_token_fraction": (SMALLEST, 1.0),
+}
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
 
@@ -193,21 +204,11 @@ class DescentArguments:
         if self.initial_loss_bound != "auto":
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)
-        for name in ("descent_strength", "dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"):
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if value is not None and not SMALLEST <= value <= LARGEST:
-                raise ValueError(
-                    f"`{name}` is {value}; it must be a positive number, between {SMALLEST:g} and {LARGEST:g}."
-                )
-        fraction = self.readout_token_fraction
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ValueError(f"`readout_token_fraction` is {fraction}; give a share in (0, 1], or leave it unset.")
-        for name in ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"):
-            value = getattr(self, name)
-            if value != 0 and not SMALLEST <= value <= LARGEST:
-                raise ValueError(
-                    f"`{name}` is {value}; it must not be negative, and 0 or between {SMALLEST:g} and {LARGEST:g}."
-                )
+            # Between 0 and the smallest number nothing can be divided or squared.
+            if value is not None and value != least and not max(least, SMALLEST) <= value <= most:
+                raise ValueError(f"`{name}` is {value}; give a number between {least:g} and {most:g}.")
         if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
             raise ValueError(
                 f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a fraction below 1."
@@ -216,13 +217,12 @@ class DescentArguments:
             self.eval_gammas = [self.eval_gammas]
         for name in ("noise_gamma", "eval_gammas"):
             levels = getattr(self, name)
-            levels = (
-                levels if isinstance(levels, list) else [] if levels is None and name == "eval_gammas" else [levels]
-            )
-            if not all(isinstance(gamma, int | float) and math.isfinite(gamma) and gamma >= 0 for gamma in levels):
-                raise ValueError(f"`{name}` is {getattr(self, name)}; noise levels must be numbers, not negative.")
-        if isinstance(self.noise_gamma, list) and not (
-            len(self.noise_gamma) == 2 and self.noise_gamma[0] <= self.noise_gamma[1]
+            levels = [] if name == "eval_gammas" and levels is None else levels
+            for gamma in levels if isinstance(levels, list) else [levels]:
+                if not (isinstance(gamma, int | float) and 0 <= gamma < math.inf):
+                    raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
+        if isinstance(self.noise_gamma, list) and (
+            len(self.noise_gamma) != 2 or sorted(self.noise_gamma) != self.noise_gamma
         ):
             raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
         if self.resilience_form == "slack" and self.resilience == 0:

@@ -167,8 +167,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return super().get_test_dataloader(self._filled(test_dataset) if self.padding_free else test_dataset)
 
     def _filled(self, dataset):
-        """`dataset` with rows without a label where accelerate would repeat others to fill the last batch: repeats
-        cannot be told from others where all are strung together, and TRL counts them in its metrics."""
+        """`dataset`, with rows without labels at the end that fill the last batch on several processes.
+
+        accelerate would repeat others, which padding-free batches cannot tell from the rest, and TRL counts.
+        """
         processes = self.args.world_size
         has_labels = isinstance(dataset, Dataset) and "labels" in dataset.column_names
         if processes == 1 or not self._reads_layers or not has_labels:

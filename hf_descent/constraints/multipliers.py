@@ -93,7 +93,7 @@ class Multipliers:
 
     @property
     def relaxation(self) -> torch.Tensor:
-        """The violations that resilience puts up with at present, `[L]`."""
+        """The violations that resilience relaxes at present, `[L]`."""
         return self.slacks if self.uses_slacks else self.resilience * self.values
 
     def restart_slacks(self) -> None:

@@ -73,7 +73,8 @@ def train_and_report(
         args = trainer.args
         record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
         record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
-        record |= {name: absolute(name, value) for name, value in vars(arguments[-1]).items()}
+        for data_args in arguments[-1:]:
+            record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
         with whole_file(os.path.join(args.output_dir, RunFolder.DATA)) as file:
             json.dump(record, file, indent=2)
     report()

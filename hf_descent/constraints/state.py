@@ -240,9 +240,15 @@ class DescentState:
         self.problem, self._index = problem.to(self.device), None
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
-        """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given."""
-        if self.problem is None and summary.get("num_layers") == self.num_layers:  # it may have been cut since
-            self._take_problem(DescentProblem.saved_in(summary))
+        """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given, and of a
+        given problem with the same f_0 the loss at chance."""
+        saved = DescentProblem.saved_in(summary)
+        if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
+            return
+        if self.problem is None:
+            self._take_problem(saved)
+        elif self.problem.initial_loss_bound == saved.initial_loss_bound:
+            self.problem.chance_loss = saved.chance_loss
 
     def _set_fixed_multipliers(self, run: Mapping[str, Any] | None) -> None:
         values = self.args.fixed_multipliers

@@ -223,8 +223,7 @@ def _constant_predictor(trainer, task, inputs, outputs) -> ConstantPredictor | N
     """What measures f_0; `None` where that is neither needed nor possible. ValueError where it is needed."""
     args = trainer.args
     given = args.initial_loss_bound != "auto"
-    # A given f_0 would be judged by it, for which a custom loss is not tried.
-    if args.objective not in MEASURING or not trainer.is_in_train or (given and task.loss_fn is not None):
+    if args.objective not in MEASURING or not trainer.is_in_train:
         return None
     try:
         return constant_predictor(task, inputs, outputs, args.label_smoothing_factor)

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import InOrder, bert, classification_data, config, language_data, llama, truncated
 from transformers import Trainer, TrainingArguments
 
@@ -180,22 +181,30 @@ def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
     assert "NOT met" in caplog.text and "layer" in caplog.text
 
 
+FAR_ABOVE_CHANCE = {"initial_loss_bound": 1.6, "descent_alpha": 0.005, "dual_warmup_steps": 0}
+
+
+def custom_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels)
+
+
 @pytest.mark.parametrize(
-    ("make", "rows", "given"),
+    ("make", "rows", "given", "loss"),
     [
-        (bert, DATA, {}),
-        (partial(bert, 24), DATA, {}),
-        (bert, DATA, {"initial_loss_bound": 1.6, "descent_alpha": 0.005, "dual_warmup_steps": 0}),
-        (llama, language_data(64, length=16, seed=2), {}),
+        (bert, DATA, {}, None),
+        (partial(bert, 24), DATA, {}, None),
+        (bert, DATA, FAR_ABOVE_CHANCE, None),
+        (bert, DATA, FAR_ABOVE_CHANCE, custom_loss),
+        (llama, language_data(64, length=16, seed=2), {}, None),
     ],
-    ids=["classifier", "24 layers", "f_0 above chance", "causal language model"],
+    ids=["classifier", "24 layers", "f_0 above chance", "custom loss", "causal language model"],
 )
-def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, caplog, make, rows, given):
+def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, caplog, make, rows, given, loss):
     """The constraints ask for less than their tolerance here, so that layers at chance violate none of them."""
     logging.getLogger("hf_descent").propagate = True
     auto = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 0.5}
     args = config(tmp_path, max_steps=8, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, **auto | given)
-    trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows)
+    trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows, layer_loss_fn=loss)
     with caplog.at_level(logging.INFO):
         trainer.train()
     verdict = next(log for log in trainer.state.log_history if "train_feasible" in log)
@@ -212,6 +221,8 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, cap
     assert profile.max_violation < tolerance and not profile.feasible and not any(certify(profile).certified)
     trainer.create_model_card()
     assert "**Not feasible** on held-out data without noise" in (tmp_path / "README.md").read_text()
+    again = DescentTrainer(type(trainer.model).from_pretrained(tmp_path), args, eval_dataset=rows, layer_loss_fn=loss)
+    assert again.evaluate()["eval_feasible"] == 0
 
 
 def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, caplog):

@@ -57,9 +57,9 @@ def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
 def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog, stop):
     def poisoned(outputs, labels, num_items_in_batch=None):
         loss = F.cross_entropy(outputs["logits"], labels, reduction="mean")
-        poisoned.calls += 1
+        poisoned.calls += torch.is_grad_enabled()
         # The value alone is spoilt, so that the weights stay finite.
-        return loss + float("nan") if poisoned.calls in range(12, 15) else loss
+        return loss + float("nan") if poisoned.calls in range(13, 16) else loss
 
     poisoned.calls = 0
     args = config(tmp_path, max_steps=8, learning_rate=0.0, stop_on_nonfinite=stop, dual_optim="sgd")

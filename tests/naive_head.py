@@ -28,14 +28,14 @@ def setting(bias=False, norm="rms", dtype=torch.float64, ignored=0.3):
     return hidden, norm, head, labels
 
 
-def naive_sums(hidden, norm, head, labels, head_loss=tiles.PLAIN_CROSS_ENTROPY, shift=True, ignore_index=-100):
+def naive_sums(hidden, norm, head, labels, head_loss=tiles.PLAIN_CROSS_ENTROPY, shift=True):
     """Layer losses as anyone would write them: all logits, transformers' own smoother."""
     sums = []
     for state in hidden:
         logits = head_loss.logit_scale * head(norm(state))
         if head_loss.softcap is not None:
             logits = head_loss.softcap * torch.tanh(logits / head_loss.softcap)
-        smoother = LabelSmoother(epsilon=head_loss.label_smoothing, ignore_index=ignore_index)
+        smoother = LabelSmoother(epsilon=head_loss.label_smoothing)
         sums.append(smoother({"logits": logits}, labels, shift_labels=shift, num_items_in_batch=1))
     return torch.stack(sums)
 

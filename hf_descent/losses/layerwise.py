@@ -210,7 +210,7 @@ class TiledLosses:
         self._readout, self._token_statistics, self._seed = readout, token_statistics, seed
 
     def fits(self, model):
-        return self._readout.fits(model)
+        return self._readout.replay.fits(model)
 
     def attach_last(self):
         return nullcontext()
@@ -224,7 +224,7 @@ class TiledLosses:
 
         def read_layers(read, outputs, hidden_states):
             for layer, hidden in enumerate(hidden_states, start=1):
-                _require_gradient(layer, hidden, objective, self._readout)
+                _require_gradient(layer, hidden, objective, self._readout.replay)
             # The weights of a linear objective are its gradient anywhere; those of a penalty need the losses first.
             parts = torch.zeros(self.num_layers, device=share.device)
             if not objective.is_linear:

@@ -1,10 +1,9 @@
 """The shared readout of language models with a large vocabulary: final norm and linear head, read in tiles of logits.
 
-Where the tail of a model is one module that acts on each position alone (the final norm) and one linear head, the
-layer losses need no replay: [`HeadReadout`] records the hidden states of a forward whose head is given nothing to do,
-and reads all of them with `tiled_layer_losses`. Whether a tail is of that kind is found out on a real batch, and the
-losses are checked against those of the replay; every other tail raises, and the replay remains. That of RoBERTa and
-its kin is such a one: what their head calls between its modules is a function, which cannot be called apart from it.
+Where the tail of a model is a final norm, which acts on each position alone, and a linear head, layer losses need no
+replay: [`HeadReadout`] records the hidden states of a forward whose head is given no position, and reads them with
+[`tiled_layer_losses`]. It tries on a real batch whether a tail is of that kind, and checks the losses against those of
+the replay, which remains for every other tail. RoBERTa's, for one, calls a function between its modules.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers.utils import logging
 
 from .labels import ignores_masked_labels, needs_decoder_inputs, shifts_labels, with_decoder_inputs
 from .linear_cross_entropy import (
@@ -29,11 +26,8 @@ from .linear_cross_entropy import (
     tiled_layer_losses,
 )
 from .replay import Readout, output_logits, probing
-from .stack import intercepted, share_storage, tensors
-from .tape import present_autocast
+from .stack import errors_explained, intercepted, logged, present_autocast, root_hooks, share_storage
 
-
-logger = logging.get_logger(__name__)
 
 # Read by the model's own loss, or by a forward that TRL or Liger patched: none has a part in one without logits.
 _WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "skip_logits")
@@ -43,26 +37,19 @@ class HeadReadout:
     """Reads the layers of one language model in tiles. [`HeadReadout.probe`] builds it.
 
     Attributes:
+        replay ([`Readout`]): the readout by replay of the same model.
         num_layers (`int`): L.
-        vocab_size (`int`): Classes of the head.
-        shifts_labels (`bool`): Whether position t predicts label t+1.
-        head_loss ([`HeadLoss`]): How head outputs become losses.
-        router_loss_weight (`float`): Factor of `outputs["aux_loss"]` in the model's own loss; 0 without a router.
+        vocab_size (`int`): classes of the head.
+        shifts_labels (`bool`): whether position t predicts label t+1.
+        head_loss ([`HeadLoss`]): how head outputs become losses.
+        router_loss_weight (`float`): factor of `outputs["aux_loss"]` in the model's own loss; 0 without a router.
     """
 
     def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool | None):
-        self.model, self.num_layers, self.vocab_size = replay.model, replay.num_layers, head.out_features
+        self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
         self.head_loss, self.shifts_labels, self.router_loss_weight = head_loss, shifts, 0.0
-        self._replay, self._stack, self._norm, self._head = replay, replay.stack, norm, head
+        self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
         self._workspace = Workspace()
-
-    def fits(self, model: nn.Module) -> bool:
-        """As [`Readout.fits`]."""
-        return self._replay.fits(model)
-
-    def without_gradient(self, layer: int) -> ValueError:
-        """As [`Readout.without_gradient`]."""
-        return self._replay.without_gradient(layer)
 
     @classmethod
     def probe(
@@ -75,13 +62,13 @@ class HeadReadout:
         """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
 
         Args:
-            model: The unwrapped `nn.Module` (a `PeftModel`, too).
-            inputs: The dict given to `model(**inputs)`, with labels.
+            model: the unwrapped `nn.Module` (a `PeftModel`, too).
+            inputs: the dict given to `model(**inputs)`, with labels.
             label_smoothing: see [`HeadLoss`].
-            shifts: Whether position t predicts label t+1; found out on `inputs` where not given.
+            shifts: whether position t predicts label t+1; found out on `inputs` where not given.
 
         Raises:
-            ValueError: if the tail is not norm and linear head, or the losses differ from the replay's.
+            ValueError: the tail is not norm and linear head, or the losses differ from the replay's.
         """
         name = type(model).__name__
         if inputs.get("labels") is None or inputs["labels"].is_floating_point():
@@ -89,15 +76,14 @@ class HeadReadout:
         if needs_decoder_inputs(model, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
             raise ValueError(f"{name} makes the decoder's input from its labels, which cannot be withheld from it.")
         replay = Readout.probe(model, inputs)
-        stack = replay.stack
-        if stack.clones:
+        if replay.stack.clones:
             raise ValueError(f"{name} modifies hidden states in place.")
         with probing(model):
             # In train mode, so that dropout by a function in the tail shows as a difference; by a module it is a part.
             model.train()
             for module in model.modules():
                 module.training &= not isinstance(module, nn.Dropout)
-            norm, head, head_loss, precision = _find_tail(model, stack, inputs)
+            norm, head, head_loss, precision = _find_tail(model, replay.stack, inputs)
         self = cls(replay, norm, head, head_loss, shifts)
         with probing(model):
             self._check(inputs, precision)
@@ -109,23 +95,21 @@ class HeadReadout:
     ) -> LabelledTokens:
         """The labelled tokens of a batch, with the sample on which its layers are read."""
         shifted = inputs.get("shift_labels")
-        if shifted is not None:
-            return labelled_tokens(shifted, shift=False, fraction=fraction, generator=generator)
-        return labelled_tokens(inputs["labels"], self.shifts_labels, fraction=fraction, generator=generator)
+        labels, shift = (inputs["labels"], self.shifts_labels) if shifted is None else (shifted, False)
+        return labelled_tokens(labels, shift, fraction, generator)
 
     @contextmanager
     def attach(self, on_forward: Callable[..., torch.Tensor | None], keep_logits: bool = False):
         """Read the layers in every `model(...)` call while attached, inside that very call.
 
         Args:
-            on_forward: `on_forward(read, outputs, hidden_states)`, where `read(tokens, weights=None, ...)` is
-                [`tiled_layer_losses`] of the call's hidden states, L tensors `[batch, seq, hidden]`, or of the one
-                of `layer`. A scalar that it
-                returns becomes `outputs["loss"]`.
-            keep_logits: Whether the model still makes its own logits (for metrics). By default its head sees no
+            on_forward: `on_forward(read, outputs, hidden_states)`, where `read(tokens, weights=None, layer=None, ...)`
+                is [`tiled_layer_losses`] of the hidden states, L tensors `[batch, seq, hidden]`, or of that of one
+                layer. A scalar that it returns becomes `outputs["loss"]`.
+            keep_logits: whether the model still makes its own logits (for metrics). By default its head sees no
                 position, `outputs["logits"]` is `[batch, 0, vocab]`, and labels are withheld from the model.
         """
-        hidden_states, depth, head_ran = [], 0, False
+        name, hidden_states, depth, head_ran = type(self._model).__name__, [], 0, False
 
         def record(module, call, *args, **kwargs):
             nonlocal depth, head_ran
@@ -147,32 +131,24 @@ class HeadReadout:
             nonlocal head_ran
             head_ran = False
             hidden_states.clear()
-            return args, _without_labels(self.model, kwargs)
+            return args, _without_labels(self._model, kwargs)
 
         def finish(module, args, kwargs, outputs):
-            if len(hidden_states) != self.num_layers:
-                raise ValueError(
-                    f"{type(self.model).__name__} ran {len(hidden_states)} layers of `{self._stack.name}`, not the "
-                    f"{self.num_layers} found by the probe: layers must not be dropped at random."
-                )
-            if not head_ran:
-                raise ValueError(f"{type(self.model).__name__} did not run the head found by the probe.")
             states = hidden_states.copy()
             hidden_states.clear()
+            if len(states) != self.num_layers:
+                raise ValueError(
+                    f"{name} ran {len(states)} layers of `{self._stack.name}`, not the {self.num_layers} found by the "
+                    "probe: layers must not be dropped at random."
+                )
+            if not head_ran:
+                raise ValueError(f"{name} did not run the head found by the probe.")
             loss = on_forward(partial(self._read, states), outputs, states)
             if loss is not None:
                 outputs["loss"] = loss
 
-        handles = (
-            self.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
-        )
-        try:
-            with intercepted([*self._stack.layers, self._head], record):
-                yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+        with root_hooks(self._model, start, finish), intercepted([*self._stack.layers, self._head], record):
+            yield self
 
     def _read(self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs) -> LayerLossSums:
         hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
@@ -191,58 +167,44 @@ class HeadReadout:
 
     def _check(self, inputs, precision):
         """Compare the first, a middle and the last layer with their replay; find the shift and the router's weight."""
-        name = type(self.model).__name__
+        model, name = self._model, type(self._model).__name__
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
-        replayed, fused = [], []
+        replayed, tiled = [], []
 
         def keep(layer, outputs, hidden):
             if not isinstance(outputs, dict) or outputs.get("loss") is None:
                 raise ValueError(f"{name} returns no loss by name.")
             replayed.append(outputs["loss"].float())
 
-        with Readout.probe(self.model, inputs).attach(keep, layers=layers):
-            own = self.model(**inputs)
+        with self.replay.attach(keep, layers=layers):
+            own = model(**inputs)
         own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
         del own  # with its logits
         if inputs["labels"].dim() < 2:
             raise ValueError(f"{name}: its labels are of no tokens.")
         if self.shifts_labels is None:
-            self.shifts_labels = shifts_labels(self.model, inputs)
-        if ignores_masked_labels(self.model, inputs):
+            self.shifts_labels = shifts_labels(model, inputs)
+        if ignores_masked_labels(model, inputs):
             raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
 
         def score(read, outputs, hidden_states):
-            sums = read(self.tokens(inputs))
-            fused.append(sums.sums[[layer - 1 for layer in layers]] / max(sums.num_tokens, 1))
+            found = read(self.tokens(inputs))
+            tiled.append(found.sums[[layer - 1 for layer in layers]] / max(found.num_tokens, 1))
 
-        try:
-            with self.attach(score):
-                self.model(**inputs)
-        except Exception as error:
-            if should_reduce_batch_size(error):
-                raise  # for `auto_find_batch_size`
-            raise ValueError(f"{name} fails when its head is given no position: {error!r}.") from error
-
+        with errors_explained(f"{name} fails when its head is given no position:"), self.attach(score):
+            model(**inputs)
         replayed = torch.stack(replayed)
-        _require_close(
-            fused[0],
-            replayed,
-            precision,
-            f"{name}: losses read by norm and head differ from the replay's",
-        )
+        _require_close(tiled[0], replayed, precision, f"{name}: losses read by norm and head differ from the replay's")
         expected = replayed[-1]
         if aux_loss is not None:
-            self.router_loss_weight = getattr(_text_config(self.model), "router_aux_loss_coef", 0.0)
+            self.router_loss_weight = getattr(_text_config(model), "router_aux_loss_coef", 0.0)
             expected = expected + self.router_loss_weight * aux_loss
         _require_close(own_loss, expected, precision, f"{name}: its loss is not the cross-entropy of tokens")
 
 
 class _Norm(nn.Sequential):
-    """What stands between the last layer and the head, past the hooks of its modules.
-
-    The reads take its backward pass inside the model's forward. FSDP would take that for the end of its own backward
-    pass, and shard norm and head, to gather them again for the next read.
-    """
+    """What stands between the last layer and the head, past the hooks of its modules: the reads take its backward pass
+    inside the model's forward, which FSDP would take for the end of its own, and shard norm and head between reads."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for module in self:
@@ -263,62 +225,42 @@ def _without_labels(model, inputs) -> dict[str, Any]:
 
 def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, float]:
     """Norm, head, logit transform and relative precision of `model`; ValueError if its tail is anything else."""
-    name = type(model).__name__
-    inside = {id(module) for layer in stack.layers for module in layer.modules()} - {id(x) for x in stack.layers}
+    name, layer_ids = type(model).__name__, {id(layer) for layer in stack.layers}
+    inside = {id(module) for layer in stack.layers for module in layer.modules()} - layer_ids
     outside = [module for module in model.modules() if module is not model and id(module) not in inside]
-    layer_ids, running, tail = {id(layer) for layer in stack.layers}, set(), []
-    last = autocast = None
-
-    def log(module, call, *args, **kwargs):
-        nonlocal last, autocast
-        if id(module) in running:
-            return call(*args, **kwargs)
-        running.add(id(module))
-        began_with = last
-        try:
-            output = call(*args, **kwargs)
-        finally:
-            running.discard(id(module))
-        if isinstance(module, nn.Dropout):
-            output = output.clone()  # switched off it hands its input on, and could not be told from it
-        if id(module) in layer_ids:
-            last = stack.hidden_state(output)  # [batch, seq, hidden]
-            autocast = present_autocast(last.device.type)
-            tail.clear()
-        elif began_with is last:
-            tail.append((module, tensors((args, kwargs)), tensors(output)))
-        return output
-
-    try:
-        with intercepted(outside, log):
-            logits = output_logits(model(**_without_labels(model, inputs)))
-    except Exception as error:
-        if should_reduce_batch_size(error):
-            raise  # for `auto_find_batch_size`
-        raise ValueError(f"{name} fails without its labels: {error!r}.") from error
+    # Dropout that is off hands its input on, and could not be told from it.
+    dropouts = intercepted(
+        [module for module in outside if isinstance(module, nn.Dropout)],
+        lambda module, call, *args, **kwargs: call(*args, **kwargs).clone(),
+    )
+    with errors_explained(f"{name} fails without its labels:"), dropouts, logged(outside) as calls:
+        logits = output_logits(model(**_without_labels(model, inputs)))
+    end = max(index for index, call in enumerate(calls) if id(call.module) in layer_ids)
+    last = stack.hidden_state(calls[end].made)  # [batch, seq, hidden]
+    tail = [call for call in calls[end + 1 :] if call.began > end]
 
     shape = (*last.shape[:-1], logits.shape[-1])
     # By what it computes: FSDP2 gives it a class of its own.
     heads = [
         call
         for call in tail
-        if type(call[0]).forward is nn.Linear.forward and call[2][0].shape == logits.shape == shape
+        if type(call.module).forward is nn.Linear.forward and call.made[0].shape == logits.shape == shape
     ]
     if not heads:
         raise ValueError(f"{name}: no `nn.Linear` makes logits {list(shape)}.")
-    head, (reached, *_), (scores, *_) = heads[-1]
+    head, reached, scores = heads[-1].module, heads[-1].received[0], heads[-1].made[0]
     chain = []
-    for module, received, made in reversed(tail):
+    for call in reversed(tail):
         if share_storage(reached, last):
             break
-        if received and made and share_storage(made[0], reached):
-            chain.insert(0, module)
-            reached = received[0]
+        if call.received and call.made and share_storage(call.made[0], reached):
+            chain.insert(0, call.module)
+            reached = call.received[0]
     if not share_storage(reached, last):
         raise ValueError(f"{name}: no chain of modules leads from the last layer to the head; a function is between.")
     norm = _Norm(*chain)
     known = {id(parameter) for part in (norm, head) for parameter in part.parameters()}
-    for module, _, _ in tail:
+    for module in (call.module for call in tail):
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         # An adapter may keep its parameters in a container, which is never called.
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
@@ -330,7 +272,7 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
         _gather_with(model, part)
     precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
-    with autocast:
+    with calls[end].autocast:
         own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)  # outside a forward, where hooks gather shards
     _require_close(own_scores, scores, precision, f"{name}: norm and head differ on single positions")
     return norm, head, _logit_transform(model, inputs, head, scores.dtype, precision), precision
@@ -341,13 +283,11 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
     name = type(model).__name__
     # Scores far apart in the place of the head's: of a cap, nothing but rounding may show on those of a fresh model.
     scores = torch.linspace(-100, 100, head.out_features, dtype=dtype, device=head.weight.device)  # [vocab]
-    try:
-        with intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)):
-            logits = output_logits(model(**_without_labels(model, inputs))).to(scores.device, torch.float32)
-    except Exception as error:
-        if should_reduce_batch_size(error):
-            raise  # for `auto_find_batch_size`
-        raise ValueError(f"{name} fails when its head is given one position: {error!r}.") from error
+    with (
+        errors_explained(f"{name} fails when its head is given one position:"),
+        intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)),
+    ):
+        logits = output_logits(model(**_without_labels(model, inputs))).to(scores.device, torch.float32)
     scores = scores.float()
     config = getattr(_text_config(model), "__dict__", {})
     numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}

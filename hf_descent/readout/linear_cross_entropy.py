@@ -1,16 +1,14 @@
 """Layer losses of a large-vocabulary head without its logits: norm, linear head and cross-entropy in one tiled pass.
 
-A stack of L layers read by one head costs L products with a `[vocab, hidden]` matrix and, written naively, holds L
-tensors of logits. Two facts make it cheaper. Only labelled positions count, so only they are projected. And the
-weights w_l in the objective sum_l w_l f_l are known before the forward pass (Algorithm 1 of the paper fixes the
-multipliers during the primal step), so the gradients with respect to hidden states, norm and head are computed beside
-the loss, while a tile of logits is at hand, and nothing is recomputed in the backward pass. What stays alive is one
-gradient per hidden state, and one accumulated gradient of the head where the head is trained.
+Written naively, L layers read by one head cost L products with a `[vocab, hidden]` matrix and hold L
+tensors of logits. Two facts make it cheaper. Only labelled positions count, so only they are projected. And the weights
+w_l in the objective sum_l w_l f_l are known before the forward pass (Algorithm 1 of the paper fixes the multipliers
+during the primal step), so the gradients of hidden states, norm and head are computed beside the loss, while a tile of
+logits is at hand. What stays alive is one gradient per hidden state, and one of the head where it is trained.
 
-Nonlinear objectives take two passes: values first (`weights=None`), then the weights, then the weighted pass.
+Nonlinear objectives take two passes: values (`weights=None`), then, with weights found from them, gradients.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -41,34 +39,24 @@ class LabelledTokens(NamedTuple):
 
 
 def labelled_tokens(
-    labels: torch.Tensor,
-    shift: bool = True,
-    ignore_index: int = IGNORE_INDEX,
-    fraction: float = 1.0,
-    generator: torch.Generator | None = None,
+    labels: torch.Tensor, shift: bool = True, fraction: float = 1.0, generator: torch.Generator | None = None
 ) -> LabelledTokens:
-    """Find the labelled positions of `labels` `[batch, seq]`, and draw `fraction` of them without replacement.
+    """Find the labelled positions of `labels` `[batch, seq]`, and draw a share of them without replacement.
 
     Args:
-        shift (`bool`): Whether position t predicts label t+1 (causal models); `False` for labels shifted already.
-        fraction (`float`): Share of the labelled positions in the sample, in (0, 1]; at least one position.
-        generator (`torch.Generator`, *optional*): A CPU generator for the draw.
-
-    Raises:
-        ValueError: when `fraction` is outside (0, 1].
+        shift (`bool`): whether position t predicts label t+1 (causal models); `False` for labels shifted already.
+        fraction (`float`): share of the labelled positions in the sample, in (0, 1]; at least one position.
+        generator (`torch.Generator`, *optional*): a CPU generator for the draw.
     """
-    if not 0.0 < fraction <= 1.0:
-        raise ValueError(f"`fraction` is {fraction}; give a share of the labelled tokens in (0, 1].")
     if shift:
-        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)  # [batch, seq]
+        labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # [batch, seq]
     labels = labels.flatten()  # [batch * seq]
-    rows = labels.ne(ignore_index).nonzero().squeeze(1)  # [tokens]
+    rows = labels.ne(IGNORE_INDEX).nonzero().squeeze(1)  # [tokens]
     count = len(rows)
     size = min(count, max(1, round(fraction * count)))
     sample = None
     if size < count:
-        drawn = torch.randperm(count, generator=generator)[:size].sort().values  # [sampled]
-        sample = drawn.to(rows.device)
+        sample = torch.randperm(count, generator=generator)[:size].sort().values.to(rows.device)  # [sampled]
     return LabelledTokens(rows, labels[rows], sample)
 
 
@@ -76,14 +64,14 @@ class LayerLossSums(NamedTuple):
     """Losses of all layers on one micro-batch, summed over its labelled tokens.
 
     Attributes:
-        objective (`torch.Tensor`): `sum_l w_l f_l`, a scalar that carries the graph; `None` without weights.
-        sums (`torch.Tensor` of shape `[L]`): Layer losses. Where tokens were sampled, an unbiased estimate of the sum
+        objective (`torch.Tensor`, *optional*): `sum_l w_l f_l`, a scalar with its graph; `None` without weights.
+        sums (`torch.Tensor` of shape `[L]`): layer losses. Where tokens were sampled, an unbiased estimate of the sum
             over all labelled tokens, from the same tokens for every layer, the last included.
-        final_sum (`torch.Tensor`): Loss of the last layer over all labelled tokens, a scalar.
-        num_tokens (`int`): Labelled tokens N, the count that goes with both.
-        token_losses (`torch.Tensor` of shape `[N]`): The terms of `final_sum`.
-        token_entropies, token_hits (`torch.Tensor` of shape `[N]`, *optional*): Entropy of the last layer's
-            prediction, and whether its most likely class is the label; on request.
+        final_sum (`torch.Tensor`): loss of the last layer over all labelled tokens, a scalar.
+        num_tokens (`int`): labelled tokens N.
+        token_losses (`torch.Tensor` of shape `[N]`): the terms of `final_sum`.
+        token_entropies, token_hits (`torch.Tensor` of shape `[N]`, *optional*): entropy of the last layer's
+            prediction, and whether its most likely class is the label.
     """
 
     objective: torch.Tensor | None
@@ -110,37 +98,25 @@ def tiled_layer_losses(
 ) -> LayerLossSums:
     """Cross-entropy of every layer's hidden state read by `head(norm(h_l))`, with the gradient of their weighted sum.
 
-    The gradients are ready when the call returns: a backward pass through `objective` scales them by its own incoming
-    gradient, which carries loss scaling. It can run once.
+    The gradients are ready when the call returns: one backward pass through `objective` scales them by its incoming
+    gradient, which carries loss scaling.
 
     Args:
         hidden_states (sequence of L tensors `[batch, seq, hidden]`): h_1..h_L, whole outputs of the layers.
-        tokens ([`LabelledTokens`]): The positions to score.
-        norm (module or callable): What stands between the last layer and the head, acting on each position alone, on
+        tokens ([`LabelledTokens`]): the positions to score.
+        norm (module or callable): what stands between the last layer and the head, acting on each position alone, on
             `[tokens, hidden]`. Its parameters get their gradient where it is a module.
-        head (`nn.Linear`): The output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
+        head (`nn.Linear`): the output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
         weights (`torch.Tensor` of shape `[L]`, *optional*): w_l, on the hidden states' device. `None`: values only.
             Where tokens were sampled, 1 of w_L is spent on all labelled tokens (the objective is f_L + ...) and the
             rest on the sample.
-        num_items (`torch.Tensor` or `int`, *optional*): The count that the objective divides by, over all
-            micro-batches and processes where there are several. Default: this micro-batch's labelled tokens.
-        value_only (sequence of `int`): Layers (1-based) whose weight is zero by construction: they cost one product
-            instead of three. Nothing here looks at the value of a weight, which would wait for the device.
-        token_statistics (`bool`): Whether to return entropies and hits of the last layer.
-        workspace ([`Workspace`], *optional*): Keeps the tile's memory from one call to the next.
-
-    Raises:
-        ValueError: when the shapes disagree, or a layer in `value_only` does not exist.
+        num_items (`torch.Tensor` or `int`, *optional*): what the objective is divided by; by default the labelled
+            tokens of this micro-batch.
+        value_only (sequence of `int`): layers (1-based) whose weight is zero by construction: they cost one product
+            instead of three. To look at the weights would wait for the device.
+        token_statistics (`bool`): whether to return entropies and hits of the last layer.
+        workspace ([`Workspace`], *optional*): keeps the tile's memory from one call to the next.
     """
-    num_layers = len(hidden_states)
-    positions = math.prod(hidden_states[0].shape[:-1])
-    if weights is not None and weights.shape != (num_layers,):
-        raise ValueError(f"`weights` has shape {tuple(weights.shape)}; give one per hidden state, ({num_layers},).")
-    if not all(1 <= layer <= num_layers for layer in value_only):
-        raise ValueError(f"`value_only` is {tuple(value_only)}; give layers between 1 and {num_layers}.")
-    if any(math.prod(hidden.shape[:-1]) != positions for hidden in hidden_states):
-        raise ValueError("`hidden_states` differ in their number of positions; give whole outputs of one stack.")
-
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
     here, there = tokens.rows.device, head.weight.device
     rows, targets, sample = (None if tensor is None else tensor.to(there) for tensor in tokens)

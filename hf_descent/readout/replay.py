@@ -11,12 +11,11 @@ from contextlib import contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput, logging
 
 from . import random_state
-from .stack import find_layer_stack, map_tensors, tensors
+from .stack import errors_explained, find_layer_stack, map_tensors, tensors
 from .tape import Tape, check_layerdrop, clone, noise_disabled, taped
 
 
@@ -245,12 +244,8 @@ def _check_replay(model, stack, inputs):
             raise ValueError(f"{type(model).__name__}: {error}") from None
         for layer in range(1, stack.num_layers + 1):
             logits = None  # gone before the next ones are made
-            try:
+            with errors_explained(f"{name.format(layer)} fails with", " Pass `readout=`."):
                 logits = output_logits(tape.replay(args, kwargs, layer))
-            except Exception as error:
-                if should_reduce_batch_size(error):
-                    raise  # for `auto_find_batch_size`
-                raise ValueError(f"{name.format(layer)} fails with {error!r}. Pass `readout=`.") from error
             if logits.shape != own_logits.shape:
                 shapes = f"{list(logits.shape)}, not {list(own_logits.shape)}"
                 raise ValueError(f"{name.format(layer)} has logits of shape {shapes}. Pass `readout=`.")

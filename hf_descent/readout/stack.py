@@ -12,9 +12,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from accelerate.utils import extract_model_from_parallel
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -54,27 +56,14 @@ def find_layer_stack(model, inputs) -> LayerStack:
     """
     model_name = type(model).__name__
     members = {path: list(called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
-    calls, running = [], set()  # calls: (id of module, tensors in, tensors out), in order of completion
-
-    def log(module, call, *args, **kwargs):
-        if id(module) in running:  # `__call__` on its way to `forward`
-            return call(*args, **kwargs)
-        running.add(id(module))
-        try:
-            output = call(*args, **kwargs)
-        finally:
-            running.discard(id(module))
-        calls.append((id(module), tensors((args, kwargs)), tensors(output)))
-        return output
-
-    with intercepted({id(child): child for children in members.values() for child in children}.values(), log):
+    with logged({id(child): child for children in members.values() for child in children}.values()) as calls:
         hidden_states = _hidden_states(model, inputs)
 
     # The first may be embeddings of another width, the last may have been merged by the tail.
     if len({state.shape for state in hidden_states[1:-1]}) > 1:
         raise _differing_shapes(model_name, "hidden states", (state.shape for state in hidden_states))
     calls_of = {
-        path: [call for call in calls if call[0] in {id(child) for child in children}]
+        path: [call for call in calls if id(call.module) in {id(child) for child in children}]
         for path, children in members.items()
     }
     name, hidden_index = (
@@ -85,8 +74,8 @@ def find_layer_stack(model, inputs) -> LayerStack:
             f"{model_name} has no stack of layers (an nn.ModuleList whose members run one after the other) that could "
             "share a readout. Put its layers into one."
         )
-    states = [outputs[hidden_index] for _, _, outputs in calls_of[name]]
-    first_input = max(calls_of[name][0][1], key=lambda tensor: tensor.shape == states[0].shape)
+    states = [call.made[hidden_index] for call in calls_of[name]]
+    first_input = max(calls_of[name][0].received, key=lambda tensor: tensor.shape == states[0].shape)
     if len({state.shape for state in (first_input, *states)}) > 1:
         raise _differing_shapes(model_name, f"states through `{name}`", (t.shape for t in (first_input, *states)))
     if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
@@ -136,6 +125,70 @@ def intercepted(modules, handler):
                 instance.pop(attribute, None)
             else:
                 instance[attribute] = original
+
+
+class Call(NamedTuple):
+    """A module's call: the tensors in and out, how many others had ended when it began, the precision it ended in."""
+
+    module: nn.Module
+    began: int
+    received: list[torch.Tensor]
+    made: list[torch.Tensor]
+    autocast: torch.autocast | None
+
+
+@contextmanager
+def logged(modules):
+    """The [`Call`]s of `modules` inside, a list in order of their completion."""
+    calls, running = [], set()
+
+    def log(module, call, *args, **kwargs):
+        if id(module) in running:  # `__call__` on its way to `forward`
+            return call(*args, **kwargs)
+        running.add(id(module))
+        began = len(calls)
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            running.discard(id(module))
+        made = tensors(output)
+        autocast = present_autocast(made[0].device.type) if made else None
+        calls.append(Call(module, began, tensors((args, kwargs)), made, autocast))
+        return output
+
+    with intercepted(modules, log):
+        yield calls
+
+
+@contextmanager
+def root_hooks(model, before, after):
+    """`before(model, args, kwargs)` and `after(model, args, kwargs, outputs)` around each call of `model`, the first of
+    its hooks: inside of what others do around a call (gathering shards)."""
+    handles = (
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        model.register_forward_hook(after, prepend=True, with_kwargs=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def present_autocast(device_type: str) -> torch.autocast:
+    """Mixed precision as it is now, to be entered again once the model's forward has left it."""
+    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
+
+
+@contextmanager
+def errors_explained(beginning, end=""):
+    """ValueError for any error inside; only want of memory passes, for `auto_find_batch_size`."""
+    try:
+        yield
+    except Exception as error:
+        if should_reduce_batch_size(error):
+            raise
+        raise ValueError(f"{beginning} {error!r}.{end}") from error
 
 
 def tensors(tree) -> list[torch.Tensor]:
@@ -200,8 +253,8 @@ def _by_hidden_states(calls_of, hidden_states):
             name: {
                 k: j
                 for k, state in enumerate(hidden_states)
-                for _, _, outputs in calls
-                for j, tensor in enumerate(outputs)
+                for call in calls
+                for j, tensor in enumerate(call.made)
                 if same(tensor, state)
             }
             for name, calls in calls_of.items()
@@ -218,7 +271,7 @@ def _by_chain(calls_of, members, hidden_states):
 
     def rank(name):
         size = sum(p.numel() for child in members[name] for p in child.parameters()) / len(members[name])
-        received = calls_of[name][0][1]
+        received = calls_of[name][0].received
         return any(_equal(tensor, state) for tensor in received for state in hidden_states[:1]), size
 
     chains = [name for name, calls in calls_of.items() if calls and _is_chain(calls, 0)]
@@ -228,11 +281,10 @@ def _by_chain(calls_of, members, hidden_states):
 def _is_chain(calls, index):
     """Whether each call receives the hidden state that the call before returned, and keeps its shape."""
     return all(
-        len(outputs) > index and any(tensor.shape == outputs[index].shape for tensor in received)
-        for _, received, outputs in calls
+        len(call.made) > index and any(tensor.shape == call.made[index].shape for tensor in call.received)
+        for call in calls
     ) and all(
-        any(share_storage(before[index], tensor) for tensor in received)
-        for (_, _, before), (_, received, _) in pairwise(calls)
+        any(share_storage(before.made[index], tensor) for tensor in call.received) for before, call in pairwise(calls)
     )
 
 

@@ -1,8 +1,4 @@
-"""One forward on record, and its replays: the model's own forward again, with layer l in the place of the last layer.
-
-Every call that had finished before the last layer is answered from the record; the last layer answers with layer l's
-whole output, and only what follows is computed.
-"""
+"""One forward on record, and its replays, as `replay.py` explains them."""
 
 from contextlib import ExitStack, contextmanager
 
@@ -10,7 +6,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from . import random_state
-from .stack import intercepted, map_tensors
+from .stack import intercepted, map_tensors, present_autocast, root_hooks
 
 
 # Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
@@ -151,22 +147,11 @@ def taped(tape, on_record):
             finally:
                 tape.stop()
 
-    # First of the root's hooks: record and replays lie inside of what others do around a call (gathering shards).
-    handles = (
-        tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
-        tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
-    )
     try:
-        yield
+        with root_hooks(tape.model, start, finish):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         tape.stop()
-
-
-def present_autocast(device_type: str) -> torch.autocast:
-    """Mixed precision as it is now, to be entered again once the model's forward has left it."""
-    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))
 
 
 def check_layerdrop(model, stack):

@@ -39,7 +39,6 @@ OPTIONS = {
     "label smoothing": {"label_smoothing": 0.1},
     "all": {"bias": True, "norm": "layer", "logit_scale": 3.0, "softcap": 1.5, "label_smoothing": 0.2},
     "shifted already": {"shift": False},
-    "ignore index": {"ignore_index": 0},
     "all labelled": {"ignored": 0.0},
 }
 
@@ -49,10 +48,8 @@ OPTIONS = {
 def test_losses_and_gradients_are_the_naive_ones(option, num_items, tile_size):
     options = dict(OPTIONS[option])
     hidden, norm, head, labels = setting(**{k: options.pop(k) for k in ("bias", "norm", "ignored") if k in options})
-    token_options = {k: options.pop(k) for k in ("shift", "ignore_index") if k in options}
+    token_options = {k: options.pop(k) for k in ("shift",) if k in options}
     head_loss = HeadLoss(**options)
-    if "ignore_index" in token_options:
-        labels[labels == -100] = token_options["ignore_index"]
 
     sums = naive_sums(hidden, norm, head, labels, head_loss, **token_options)
     tokens = labelled_tokens(labels, **token_options)
@@ -309,28 +306,3 @@ def test_sample_size(fraction, size):
     tokens = labelled_tokens(torch.zeros(BATCH, SEQ, dtype=torch.long), fraction=fraction)
     assert len(tokens.rows) == BATCH * (SEQ - 1)
     assert tokens.sample is None if size is None else len(tokens.sample) == size
-
-
-# ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        ("weights", {"weights": torch.ones(LAYERS + 1)}),
-        ("value_only", {"value_only": (0,)}),
-        ("value_only", {"value_only": (LAYERS + 1,)}),
-        ("hidden_states", {"hidden_states": [torch.zeros(1, 2, HIDDEN), torch.zeros(1, 3, HIDDEN)], "weights": None}),
-    ],
-)
-def test_bad_input(match, arguments):
-    hidden, norm, head, labels = setting()
-    arguments = {"hidden_states": hidden, "weights": WEIGHTS, **arguments}
-    with pytest.raises(ValueError, match=match):
-        tiled_layer_losses(tokens=labelled_tokens(labels), norm=norm, head=head, **arguments)
-
-
-@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, math.nan])
-def test_bad_fraction(fraction):
-    with pytest.raises(ValueError, match=r"\(0, 1\]"):
-        labelled_tokens(torch.zeros(1, 4, dtype=torch.long), fraction=fraction)

@@ -232,7 +232,7 @@ class DescentMixin:
         """Find the layers on the first batch, and build or load the dual side; the layers anew where the model has
         become another."""
         model = self.accelerator.unwrap_model(model)
-        if self._layers is not None and not self._layers.fits(model):
+        if self._layers is not None and not self._layers.readout.fits(model):
             self._layers = self._task = None
         if self._layers is not None and self._dual is not None:
             return
@@ -305,7 +305,7 @@ class DescentMixin:
             if self._readout_fn is None:
                 return predict()
             self._prepare(model, self._prepare_inputs(inputs))
-            with self._layers.attach_last():
+            with self._layers.readout.attach(lambda *_: None, [self._layers.num_layers]):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
         if prediction_loss_only:

@@ -24,9 +24,9 @@ from transformers.utils import find_labels
 
 from ..files import whole_file
 from ..losses.label_checks import check_labels
-from ..losses.layerwise import TokenStatistics
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX, with_named_outputs
+from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.stack import inner_model
 from .sums import fingerprint_of_tensors
 

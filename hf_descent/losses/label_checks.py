@@ -1,5 +1,4 @@
-"""Labels that a model's own loss does not take: refused before they would end training late, in words of another
-library, or on a GPU by an assertion that ends the process."""
+"""Refuses labels that a model's own loss does not take: they would end training late, or abort a GPU's process."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -14,21 +13,23 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.stack import inner_model
 
 
-# Those with one label a row; "TokenClassification" has one a token.
-OF_ROWS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Audio", "Video"))
+# With one label per row; "TokenClassification" has one per token.
+ROW_CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Audio", "Video"))
 
 
 def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> None:
-    """ValueError where `labels`, a batch's tensor or the values of a column, are none that the loss of `model` takes.
-
-    Classes of others than transformers may read labels as they like: these are not checked.
-    """
+    """ValueError where the loss of `model`, a class of transformers or of ours, does not take `labels`, a tensor or the
+    values of a column."""
     model = inner_model(model)
     kind, problem = type(model).__name__, getattr(getattr(model, "config", None), "problem_type", None)
     known = type(model).__module__.startswith(("transformers.models.", "hf_descent.models."))
     if not known or kind.endswith("ForCTC") or problem == "regression":
         return
-    classifies, of_rows, head = kind.endswith("Classification"), kind.endswith(OF_ROWS), model.get_output_embeddings()
+    classifies, of_rows, head = (
+        kind.endswith("Classification"),
+        kind.endswith(ROW_CLASSIFIERS),
+        model.get_output_embeddings(),
+    )
     classes = model.config.num_labels if classifies else head.out_features if type(head) is nn.Linear else 0
     if isinstance(labels, torch.Tensor):
         labels = (labels.float() if labels.is_floating_point() else labels).cpu()
@@ -45,10 +46,10 @@ def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> N
         raise ValueError(f"{found}, but {wanted}: convert them, or load the model with `num_labels=1` for regression.")
     if of_rows and values.ndim == 2 and values.shape[1] > 1 and whole:
         raise ValueError(
-            f"`{name}`{where} has {values.shape[1]} whole numbers a row, but {wanted}, one a row: give that, or for "
-            "several classes a row floats, with `problem_type='multi_label_classification'` in the config."
+            f"`{name}`{where} has {values.shape[1]} whole numbers a row, but {wanted}, one a row: give that, or "
+            "floats and `problem_type='multi_label_classification'` in the config."
         )
-    # Below 0 language models have marks of their own.
+    # Language models may mark labels by other numbers below 0.
     wrong = (
         values[(values >= classes) | ((values < 0) & (values != IGNORE_INDEX) & classifies)] if whole else values[:0]
     )
@@ -58,9 +59,8 @@ def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> N
 
 
 def check_datasets(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:
-    """ValueError where one of the labels in `datasets`, by their argument, is none that the loss of `model` takes; of
-    labels that are at hand, one a row, in a column or a list."""
-    if not type(inner_model(model)).__name__.endswith(OF_ROWS):
+    """As [`check_labels`] for `datasets` by their argument, where a column or a list holds one label per row."""
+    if not type(inner_model(model)).__name__.endswith(ROW_CLASSIFIERS):
         return
     for argument, data in datasets.items():
         is_dataset = isinstance(data, Dataset) and data.format["type"] != "custom"

@@ -6,7 +6,6 @@ evaluation use the same object; [`find_layer_losses`] chooses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from transformers.utils import logging
 from ..constraints.objectives import StepObjective
 from ..readout.head import HeadReadout
 from ..readout.labels import IGNORE_INDEX, with_named_outputs
+from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.replay import Readout, has_router_loss, output_loss
 from .task import TaskLoss
 
@@ -32,24 +32,13 @@ DEFAULT_TOKEN_FRACTION = 0.125
 
 
 @dataclass
-class TokenStatistics:
-    """Of a layer's predictions of the labelled tokens: losses, entropies, whether the likeliest class is right, and
-    which row of the batch each stands in."""
-
-    losses: torch.Tensor  # [tokens]
-    entropies: torch.Tensor  # [tokens]
-    hits: torch.Tensor  # [tokens], bool
-    samples: torch.Tensor  # [tokens]
-
-
-@dataclass
 class StepLosses:
-    """What a training step takes from one micro-batch.
+    """The layer losses of one micro-batch in training.
 
     Attributes:
         objective (`torch.Tensor`): the scalar to minimise, with its graph.
         sums (`torch.Tensor` of shape `[L]`): the micro-batch's part of the step's layer losses.
-        final (`torch.Tensor`): its part of f_L; on all tokens where `sums` is on a sample.
+        final (`torch.Tensor`): its part of f_L, a scalar; on all tokens where `sums` is on a sample.
         outputs: the model's outputs.
         tokens ([`TokenStatistics`], *optional*): where asked for.
     """
@@ -81,10 +70,17 @@ class MeasuredLosses:
 
 
 class LayerLosses(Protocol):
-    """The losses of a model's L layers, whatever way they are read."""
+    """The losses of a model's L layers, whatever way they are read.
+
+    Attributes:
+        num_layers (`int`): L.
+        task ([`TaskLoss`]): the loss of every layer.
+        readout ([`Readout`]): the replay that was found on the model.
+    """
 
     num_layers: int
     task: TaskLoss
+    readout: Readout
 
     def step(
         self,
@@ -115,49 +111,37 @@ class LayerLosses(Protocol):
         [`TokenStatistics`].
         """
 
-    def fits(self, model: nn.Module) -> bool:
-        """Whether this was found on `model` as it is now: no more with another head, or other active adapters."""
-
-    def attach_last(self) -> AbstractContextManager:
-        """Within it, the model's own logits are those of a custom readout."""
-
 
 class ReplayedLosses:
     """[`LayerLosses`] of any architecture: what follows the layer stack is run once per layer."""
 
     def __init__(self, readout: Readout, task: TaskLoss, accepts_items: bool = False, token_statistics: bool = False):
-        self.num_layers, self.task = readout.num_layers, task
-        self._readout, self._accepts_items, self._token_statistics = readout, accepts_items, token_statistics
-
-    def fits(self, model):
-        return self._readout.fits(model)
-
-    def attach_last(self):
-        return self._readout.attach(lambda layer, outputs, hidden: None, layers=[self.num_layers])
+        self.num_layers, self.task, self.readout = readout.num_layers, task, readout
+        self._accepts_items, self._token_statistics = accepts_items, token_statistics
 
     def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
-        # With the items of the whole step losses are sums over the micro-batch divided by them; else they are means
-        # of the micro-batch, to be weighted by its share.
+        # Losses that take the items of the whole step are sums divided by them; others are means of the micro-batch,
+        # to be weighted by its share.
         items = items.clamp(min=1) if self.task.takes_items else None  # a sum over none is 0
         losses = []
 
         def read(layer, outputs, hidden):
-            _require_gradient(layer, hidden, objective, self._readout)
+            _require_gradient(layer, hidden, objective, self.readout)
             losses.append(self.task(outputs, inputs, items))
 
         given = self.task.model_inputs(inputs)
         if items is not None and self._accepts_items:
             given["num_items_in_batch"] = items
         unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
-        with self._readout.attach(read, no_grad_layers=unweighted):
+        with self.readout.attach(read, no_grad_layers=unweighted):
             outputs = model(**given)
         parts = torch.stack(losses).float()  # [layers]
         if items is None:
             parts = torch.where(share > 0, parts, 0.0) * share
         value = objective.value(parts, share)
         if self.task.uses_model_loss and has_router_loss(outputs):
-            # A router's loss is no part of any f_l (the readout replayed layer L without it); it enters the objective
-            # as the model itself weighs it.
+            # No f_l holds the router's loss (the readout replayed layer L without it); the objective takes it as the
+            # model itself weighs it.
             value = value + (outputs["loss"] - losses[-1]) * share
         return StepLosses(value, parts.detach(), parts[-1].detach(), outputs, self._tokens(outputs, inputs))
 
@@ -170,7 +154,7 @@ class ReplayedLosses:
             if score is not None:
                 scores.append(score(outputs, inputs))
 
-        with self._readout.attach(read):
+        with self.readout.attach(read):
             outputs = model(**self.task.model_inputs(inputs))
         means = torch.where(count > 0, torch.stack(losses).float(), 0.0)  # [layers]
         return MeasuredLosses(means, count, outputs, scores, self._tokens(outputs, inputs))
@@ -200,23 +184,22 @@ class TiledLosses:
 
     def __init__(
         self,
-        readout: HeadReadout,
+        head: HeadReadout,
         task: TaskLoss,
         token_fraction: float = 1.0,
         token_statistics: bool = False,
         seed: int = 0,
     ):
-        self.num_layers, self.task, self.token_fraction = readout.num_layers, task, token_fraction
-        self._readout, self._token_statistics, self._seed = readout, token_statistics, seed
-
-    def fits(self, model):
-        return self._readout.replay.fits(model)
-
-    def attach_last(self):
-        return nullcontext()
+        self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
+        self.token_fraction, self._token_statistics, self._head, self._seed = (
+            token_fraction,
+            token_statistics,
+            head,
+            seed,
+        )
 
     def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
-        tokens = self._readout.tokens(inputs, self.token_fraction, self._generator(key))
+        tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key))
         # What the sums of this micro-batch are divided by, to give its mean times its share.
         divisor = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
         unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
@@ -224,7 +207,7 @@ class TiledLosses:
 
         def read_layers(read, outputs, hidden_states):
             for layer, hidden in enumerate(hidden_states, start=1):
-                _require_gradient(layer, hidden, objective, self._readout.replay)
+                _require_gradient(layer, hidden, objective, self.readout)
             # The weights of a linear objective are its gradient anywhere; those of a penalty need the losses first.
             parts = torch.zeros(self.num_layers, device=share.device)
             if not objective.is_linear:
@@ -233,27 +216,23 @@ class TiledLosses:
             parts = parts.detach().requires_grad_()  # [layers]
             weights = torch.autograd.grad(objective.value(parts, share), parts)[0]
             losses = read(
-                tokens,
-                weights,
-                num_items=divisor,
-                value_only=unweighted,
-                token_statistics=self._token_statistics,
+                tokens, weights, num_items=divisor, value_only=unweighted, token_statistics=self._token_statistics
             )
             found.append(losses)
             # Trainer's label smoothing leaves the router's loss out.
-            router = self._readout.router_loss_weight if self.task.uses_model_loss else 0.0
+            router = self._head.router_loss_weight if self.task.uses_model_loss else 0.0
             if router and outputs.get("aux_loss") is not None:
                 return losses.objective + router * outputs["aux_loss"] * share
             return losses.objective
 
-        with self._readout.attach(read_layers, keep_logits):
+        with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
         (losses,) = found
-        statistics = self._tokens(losses, tokens, inputs) if self._token_statistics else None
+        statistics = losses.tokens if self._token_statistics else None
         return StepLosses(outputs["loss"], losses.sums / divisor, losses.final_sum / divisor, outputs, statistics)
 
     def measure(self, model, inputs, score=None, keep_logits=True):
-        tokens, found, scores = self._readout.tokens(inputs), [], []
+        tokens, found, scores = self._head.tokens(inputs), [], []
 
         def read_layers(read, outputs, hidden_states):
             if score is None:
@@ -261,24 +240,19 @@ class TiledLosses:
             else:
                 for layer in range(1, self.num_layers + 1):
                     found.append(read(tokens, layer=layer, token_statistics=True))
-                    scores.append(score(self._tokens(found[-1], tokens, inputs), inputs))
+                    scores.append(score(found[-1].tokens, inputs))
             return found[-1].final_sum / max(len(tokens.rows), 1)
 
-        with self._readout.attach(read_layers, keep_logits):
+        with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
         sums = torch.cat([losses.sums for losses in found])  # [layers]
         count = torch.full((), len(tokens.rows), device=sums.device)
-        statistics = self._tokens(found[-1], tokens, inputs) if self._token_statistics else None
+        statistics = found[-1].tokens if self._token_statistics else None
         return MeasuredLosses(sums / count.clamp(min=1), count, outputs, scores, statistics)
 
-    def _tokens(self, losses, tokens, inputs) -> TokenStatistics:
-        labels = inputs["labels"] if inputs.get("shift_labels") is None else inputs["shift_labels"]
-        samples = tokens.rows // labels.shape[1]
-        return TokenStatistics(losses.token_losses, losses.token_entropies, losses.token_hits, samples)
-
     def _generator(self, key) -> torch.Generator:
-        """Keyed by where training stands, so that a resumed run draws the tokens of the run it continues."""
-        # One number more than the key of the noise, which else would be drawn from the same stream.
+        """Depends on where training stands, so that a resumed run draws the tokens of the run that it continues."""
+        # One number more than the key of the noise, for a stream of its own.
         seed = np.random.SeedSequence(self._seed, spawn_key=(*key, 1)).generate_state(1, np.uint64)[0]
         return torch.Generator().manual_seed(int(seed))
 
@@ -310,15 +284,14 @@ def find_layer_losses(
         readout: a custom readout(model, hidden, inputs) -> logits.
         token_fraction: share of the labelled tokens on which layers below the last are read in training; by default
             1/8 from a vocabulary of 8192 on, else all.
-        token_statistics: whether losses, entropies and hits of the last layer's tokens are wanted.
+        token_statistics: whether to give the [`TokenStatistics`] of the last layer.
         accepts_items: whether the model's forward takes `num_items_in_batch`.
-        trains: whether the losses are to be trained on.
-        needs_logits: whether the caller reads each layer's logits, for a metric of its own.
+        trains: whether to train on the losses.
+        needs_logits: whether each layer's logits are needed, for a custom metric.
         seed: of the draw of tokens.
 
     Raises:
-        ValueError: no shared readout exists (see [`Readout.probe`]), or `token_fraction` is given but only the replay
-            applies.
+        ValueError: no shared readout exists (see [`Readout.probe`]), or the replay cannot heed `token_fraction`.
     """
     given = inputs if task.uses_model_loss else task.model_inputs(inputs)
     replay = Readout.probe(model, given, readout)
@@ -351,19 +324,17 @@ def find_layer_losses(
 def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The model's own loss when it stops after each layer, on one batch with labels; float32 `[L]`.
 
-    Runs in the model's present mode (train or eval) and under the ambient grad mode; each loss carries its graph.
+    Gradients and dropout follow the ambient grad mode and the model's mode (train or eval).
 
     Raises:
-        ValueError: when the batch has no labels (the model gives no loss), or the model has no shared readout.
+        ValueError: the batch has no labels, or the model no shared readout.
     """
-    losses, inputs = [], with_named_outputs(model, inputs)
 
-    def keep(layer, outputs, hidden):
+    def loss_of(outputs):
         loss = output_loss(outputs)
         if loss is None or loss.dim():  # a tuple without a loss begins with the logits
             raise ValueError("`inputs` give no loss; add `labels`.")
-        losses.append(loss)
+        return loss
 
-    with Readout.probe(model, inputs).attach(keep):
-        model(**inputs)
-    return torch.stack(losses).float()  # [layers]
+    inputs = with_named_outputs(model, inputs)
+    return torch.stack(Readout.probe(model, inputs).read(inputs, loss_of)).float()  # [layers]

@@ -27,15 +27,12 @@ class ShiftingSmoother(LabelSmoother):
 
 @dataclass
 class TaskLoss:
-    """One answer, for training and for every evaluation, to what the loss is and what it averages over.
-
-    [`TaskLoss.probe`] finds out on a real batch what a model's class does not tell.
+    """What the loss is, and what it averages over, in training and in every evaluation. [`TaskLoss.probe`] makes it.
 
     Attributes:
         model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
         label_names (sequence of `str`): the label arguments, as `Trainer` finds them.
-        loss_fn (`Callable`, *optional*): `loss_fn(outputs, labels, num_items_in_batch=None)`, in place of the model's
-            own loss.
+        loss_fn (`Callable`, *optional*): a custom `loss_fn(outputs, labels, num_items_in_batch=None)`.
         smoother (`Callable`, *optional*): Trainer's label smoother.
         has_custom_readout (`bool`): whether the model's own loss function scores the logits of a custom readout.
         shifts_labels (`bool`): whether position t predicts label t+1.
@@ -97,10 +94,9 @@ class TaskLoss:
         return loss
 
     def count(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Number of items that the mean loss of a batch averages over, a scalar tensor; `None` without labels.
+        """The number of items that the loss of a batch averages over, a scalar tensor; `None` without labels.
 
-        Items are the labels that are predicted and not ignored (-100); every number of floating labels; all rows where
-        the model's own loss weighs rows alike, as connectionist temporal classification does.
+        Items are the predicted labels other than -100; of floating labels all numbers; for CTC rows.
         """
         labels = self.predicted_labels(inputs)
         if not isinstance(labels, torch.Tensor):
@@ -146,7 +142,7 @@ class TaskLoss:
         return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
 
     def model_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model is given of a batch: no labels where something else scores its outputs."""
+        """A batch without the labels where something else than the model scores its outputs."""
         withheld = () if self.uses_model_loss else tuple(self.label_names) if self.has_custom_readout else ("labels",)
         return {name: value for name, value in inputs.items() if name not in withheld}
 
@@ -204,15 +200,14 @@ class TaskLoss:
         except (AttributeError, KeyError, TypeError) as error:
             held = ", ".join(outputs) if isinstance(outputs, Mapping) else "a tuple"
             raise ValueError(
-                f"The loss function fails on what {type(self.model).__name__} returns at one layer ({held}) with "
-                f"{error!r}. It has no hidden states, attentions or cache there: score the logits alone, and leave "
-                "`return_dict=True` in the model's config."
+                f"The loss function fails with {error!r} on the outputs of one layer of {type(self.model).__name__} "
+                f"({held}): score the logits alone, and leave `return_dict=True` in the model's config."
             ) from error
         if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
             kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise TypeError(
                 f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
-                "floating-point tensor without dimensions, such as the mean over the batch."
+                "floating-point scalar tensor, such as the mean over the batch."
             )
         return loss
 

@@ -1,10 +1,10 @@
 """Layer losses of a large-vocabulary head without its logits: norm, linear head and cross-entropy in one tiled pass.
 
-Written naively, L layers read by one head cost L products with a `[vocab, hidden]` matrix and hold L
-tensors of logits. Two facts make it cheaper. Only labelled positions count, so only they are projected. And the weights
-w_l in the objective sum_l w_l f_l are known before the forward pass (Algorithm 1 of the paper fixes the multipliers
-during the primal step), so the gradients of hidden states, norm and head are computed beside the loss, while a tile of
-logits is at hand. What stays alive is one gradient per hidden state, and one of the head where it is trained.
+Written naively, L layers read by one head cost L products with a `[vocab, hidden]` matrix and hold L tensors of its
+logits. Two facts make it cheaper. Only labelled positions count, so only they are projected. And the weights w_l in
+the objective sum_l w_l f_l are known before the forward pass (Algorithm 1 of the paper fixes the multipliers during
+the primal step), so the gradients of hidden states, norm and head are computed beside the loss, while a tile of logits
+is at hand. What stays alive is one gradient per hidden state, and one of the head where it is trained.
 
 Nonlinear objectives take two passes: values (`weights=None`), then, with weights found from them, gradients.
 """
@@ -25,16 +25,18 @@ LARGEST_COEFFICIENT = 64.0
 
 
 class LabelledTokens(NamedTuple):
-    """The positions that carry a label, and the random part of them on which intermediate layers are read.
+    """The positions with a label, and the random sample of them on which intermediate layers are read.
 
     Attributes:
         rows (`torch.LongTensor` of shape `[tokens]`): positions in the flattened `[batch * seq]`.
         targets (`torch.LongTensor` of shape `[tokens]`): their classes.
+        batch_rows (`torch.LongTensor` of shape `[tokens]`): which row of the batch each stands in.
         sample (`torch.LongTensor` of shape `[sampled]`, *optional*): indices into `rows`; `None` stands for all.
     """
 
     rows: torch.Tensor
     targets: torch.Tensor
+    batch_rows: torch.Tensor
     sample: torch.Tensor | None = None
 
 
@@ -50,18 +52,28 @@ def labelled_tokens(
     """
     if shift:
         labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # [batch, seq]
-    labels = labels.flatten()  # [batch * seq]
+    length, labels = labels.shape[1], labels.flatten()  # [batch * seq]
     rows = labels.ne(IGNORE_INDEX).nonzero().squeeze(1)  # [tokens]
     count = len(rows)
     size = min(count, max(1, round(fraction * count)))
     sample = None
     if size < count:
         sample = torch.randperm(count, generator=generator)[:size].sort().values.to(rows.device)  # [sampled]
-    return LabelledTokens(rows, labels[rows], sample)
+    return LabelledTokens(rows, labels[rows], rows // length, sample)
+
+
+class TokenStatistics(NamedTuple):
+    """A layer's predictions of the labelled tokens, each `[tokens]`: losses, entropies, whether the likeliest class is
+    right, and the row of the batch that each stands in."""
+
+    losses: torch.Tensor
+    entropies: torch.Tensor | None
+    hits: torch.Tensor | None
+    samples: torch.Tensor
 
 
 class LayerLossSums(NamedTuple):
-    """Losses of all layers on one micro-batch, summed over its labelled tokens.
+    """Losses of all layers, summed over the labelled tokens of one micro-batch.
 
     Attributes:
         objective (`torch.Tensor`, *optional*): `sum_l w_l f_l`, a scalar with its graph; `None` without weights.
@@ -69,18 +81,14 @@ class LayerLossSums(NamedTuple):
             over all labelled tokens, from the same tokens for every layer, the last included.
         final_sum (`torch.Tensor`): loss of the last layer over all labelled tokens, a scalar.
         num_tokens (`int`): labelled tokens N.
-        token_losses (`torch.Tensor` of shape `[N]`): the terms of `final_sum`.
-        token_entropies, token_hits (`torch.Tensor` of shape `[N]`, *optional*): entropy of the last layer's
-            prediction, and whether its most likely class is the label.
+        tokens ([`TokenStatistics`]): of the last layer; entropies and hits on request.
     """
 
     objective: torch.Tensor | None
     sums: torch.Tensor
     final_sum: torch.Tensor
     num_tokens: int
-    token_losses: torch.Tensor
-    token_entropies: torch.Tensor | None
-    token_hits: torch.Tensor | None
+    tokens: TokenStatistics
 
 
 def tiled_layer_losses(
@@ -119,7 +127,7 @@ def tiled_layer_losses(
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
     here, there = tokens.rows.device, head.weight.device
-    rows, targets, sample = (None if tensor is None else tensor.to(there) for tensor in tokens)
+    rows, targets, batch_rows, sample = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
     num_tokens = len(rows)
     picked = slice(None) if sample is None else sample
     expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
@@ -155,7 +163,7 @@ def tiled_layer_losses(
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
     losses = reads[-1].losses
-    measured = (torch.stack(sums), losses.sum(), num_tokens, losses, entropies, hits)
+    measured = (torch.stack(sums), losses.sum(), num_tokens, TokenStatistics(losses, entropies, hits, batch_rows))
     return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
 
 

@@ -42,8 +42,7 @@ def output_logits(outputs) -> torch.Tensor:
         if tensor.is_floating_point() and tensor.dim() > 0:
             return tensor
     raise ValueError(
-        f"`outputs` ({type(outputs).__name__}) hold no logits, nor another floating tensor with a dimension; have the "
-        "model return its prediction as `logits`."
+        f"`outputs` ({type(outputs).__name__}) hold no logits; have the model return its prediction as `logits`."
     )
 
 
@@ -95,8 +94,8 @@ class Readout:
     def probe(cls, model, inputs, readout=None) -> "Readout":
         """Find the layer stack of `model` on a real batch and check that the readout at layer L is the model's own.
 
-        Runs in eval mode without gradients; train/eval mode, random states and config are left as they were. The stack
-        is remembered per model until its module tree or its config changes.
+        Runs in eval mode without gradients, and leaves mode, random states and config as they were. The stack is
+        remembered until the model's module tree or config changes.
 
         Args:
             model: the unwrapped `nn.Module` (a `PeftModel`, too).
@@ -104,9 +103,9 @@ class Readout:
             readout: `readout(model, hidden, inputs) -> logits`, for every layer in place of the model's own.
 
         Raises:
-            ValueError: if there is no stack of equal-width layers; if the replay at layer L differs from the model's
-                own outputs, or needs more than the last layer's; if the model is in train mode and drops layers; if
-                `readout` does not return finite logits.
+            ValueError: there is no stack of equal-width layers; the replay at layer L differs from the model's own
+                outputs, or needs more than the last layer's; the model is in train mode and drops layers; `readout`
+                does not return finite logits.
         """
         known, stack = _stacks.get(model, (None, None))
         if known != _fingerprint(model):
@@ -129,14 +128,13 @@ class Readout:
         Args:
             on_layer: `on_layer(layer, outputs, hidden)`, called for each layer in increasing order with the outputs
                 that the model would give if it stopped after `layer`, and that layer's hidden state with its graph.
-                For layer L these are the model's own outputs, unless they carry an auxiliary router loss: then layer L
-                is replayed too, so that its loss is the task loss alone. With a `readout`, its logits of layer L take
-                the place of the model's own.
+                For layer L these are the model's own outputs; with an auxiliary router loss layer L is replayed too,
+                so that its loss is the task loss alone. Logits of layer L by a `readout` replace the model's own.
             layers: which of 1..L; all by default.
             no_grad_layers: layers that are replayed without gradient.
 
         Raises:
-            ValueError: for layers out of range; during a call, if the stack does not run L times with gradient.
+            ValueError: a layer is out of range; during a call: the stack does not run L times with gradient.
         """
         layers = range(1, self.num_layers + 1) if layers is None else sorted(set(layers))
         for layer in (*layers, *no_grad_layers):
@@ -201,9 +199,8 @@ class Readout:
                 foreign = set(_leaves(self._user_outputs(hidden.detach(), inputs)["logits"])) - own
             if foreign:
                 raise ValueError(
-                    f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have, so they "
-                    "would be neither trained nor saved. Make them a part of the model before the trainer gets it, "
-                    "or freeze them (`requires_grad_(False)`)."
+                    f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have: they "
+                    "would be neither trained nor saved. Make them a part of the model, or freeze them."
                 )
 
         with probing(self.model), self.attach(check, layers=[self.num_layers]):

@@ -1,9 +1,9 @@
 """Where a model's stack of layers is: found on a real forward, not by names.
 
-The stack is the container whose members' outputs are the model's hidden states. Where none of them is reported as it
-is (of one layer, for instance, behind which a norm stands), it is the chain of calls, each output the next one's
-input, that begins with the first hidden state, else the one with the largest layers. Layers are CALLS in order, not
-modules: ALBERT's one shared layer counts as often as it runs.
+The stack is the container whose members' outputs are the model's hidden states. Where no output is reported as it is
+(a single layer with a norm behind it), the stack is the chain of calls, each output the next one's input, that begins
+with the first hidden state, else the one with the largest layers. Layers are CALLS in order, not modules: ALBERT's
+one shared layer counts as often as it runs.
 """
 
 import inspect
@@ -63,17 +63,16 @@ def find_layer_stack(model, inputs) -> LayerStack:
     if len({state.shape for state in hidden_states[1:-1]}) > 1:
         raise _differing_shapes(model_name, "hidden states", (state.shape for state in hidden_states))
     calls_of = {
-        path: [call for call in calls if id(call.module) in {id(child) for child in children}]
+        path: [call for call in calls if any(call.module is child for child in children)]
         for path, children in members.items()
     }
-    name, hidden_index = (
-        _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members, hidden_states) or (None, None)
-    )
-    if name is None:
+    found = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members, hidden_states)
+    if found is None:
         raise ValueError(
-            f"{model_name} has no stack of layers (an nn.ModuleList whose members run one after the other) that could "
-            "share a readout. Put its layers into one."
+            f"{model_name} has no stack of layers that could share a readout: put its layers into an nn.ModuleList, "
+            "and run them one after the other."
         )
+    name, hidden_index = found
     states = [call.made[hidden_index] for call in calls_of[name]]
     first_input = max(calls_of[name][0].received, key=lambda tensor: tensor.shape == states[0].shape)
     if len({state.shape for state in (first_input, *states)}) > 1:
@@ -162,8 +161,8 @@ def logged(modules):
 
 @contextmanager
 def root_hooks(model, before, after):
-    """`before(model, args, kwargs)` and `after(model, args, kwargs, outputs)` around each call of `model`, the first of
-    its hooks: inside of what others do around a call (gathering shards)."""
+    """`before(model, args, kwargs)` and `after(model, args, kwargs, outputs)` around the calls of `model`, ahead of
+    other hooks, such as those that free gathered shards."""
     handles = (
         model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
         model.register_forward_hook(after, prepend=True, with_kwargs=True),
@@ -266,8 +265,8 @@ def _by_hidden_states(calls_of, hidden_states):
 
 
 def _by_chain(calls_of, members, hidden_states):
-    """(name, 0) of the chain of calls that begins with the first hidden state, an encoder-decoder's in its decoder;
-    of several, or none, the one with the largest layers: a decoder before its encoder, no small head."""
+    """(name, 0) of the chain that begins with the first hidden state (an encoder-decoder's, in its decoder), else of
+    that with the largest layers: a decoder before its encoder, no small head."""
 
     def rank(name):
         size = sum(p.numel() for child in members[name] for p in child.parameters()) / len(members[name])
@@ -298,7 +297,7 @@ def _follow_one_another(states, hidden_states):
 
 
 def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are views of the same memory."""
+    """Whether two tensors view the same memory."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

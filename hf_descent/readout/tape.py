@@ -60,7 +60,7 @@ class Tape:
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
-                f"{self.stack.num_layers}: layers must not be dropped at random (set layerdrop to 0), added or cut."
+                f"{self.stack.num_layers}: do not add, cut or drop layers (set layerdrop to 0)."
             )
 
     def replay(self, args, kwargs, layer):
@@ -104,9 +104,9 @@ class Tape:
                 return self.give(self.answer)
         if is_layer and self.has_grad and not torch.is_grad_enabled():
             raise ValueError(
-                f"The layers of `{self.stack.name}` run without gradient in a function of their own (Reformer's "
-                "reversible layers, or reentrant activation checkpointing), where no loss can be taken. Set "
-                "activation_checkpointing_kwargs={'use_reentrant': False}, or use another architecture."
+                f"The layers of `{self.stack.name}` run without gradient (in Reformer, or by reentrant activation "
+                "checkpointing), so they have no loss. Set activation_checkpointing_kwargs={'use_reentrant': False}, "
+                "or use another architecture."
             )
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
         self.nested = True
@@ -161,8 +161,8 @@ def check_layerdrop(model, stack):
     rates = [rate for rate in (getattr(source, "layerdrop", 0.0) for source in sources) if isinstance(rate, float)]
     if any(rates):
         raise ValueError(
-            f"{type(model).__name__} drops whole layers in training (layerdrop={max(rates)}): none has a loss of "
-            "its own. Set layerdrop (encoder_layerdrop, decoder_layerdrop) to 0 in the config, then build the model."
+            f"{type(model).__name__} drops whole layers in training (layerdrop={max(rates)}). Set layerdrop "
+            "(encoder_layerdrop, decoder_layerdrop) to 0 in the config, then build the model."
         )
 
 

@@ -1,9 +1,8 @@
 """The arithmetic of `linear_cross_entropy.py`: hidden states to losses and gradients, one tile of logits at a time.
 
-Gradients beside the loss: the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Liger's Triton kernel for the
-softmax of a tile is not used: `cross_entropy_forward` (0.8) gives the losses of tokens in the dtype of the logits, and
-bfloat16's three digits blur violations; it gives no entropies; and it waits for the device at every tile. What it
-launches is no public function.
+Gradients beside the loss are the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Its own kernel is not used:
+`cross_entropy_forward` (0.8) gives losses in the dtype of the logits, where bfloat16's three digits blur violations,
+gives no entropies, and waits for the device at every tile.
 """
 
 import dataclasses
@@ -98,10 +97,12 @@ class TiledReader:
             self._run_packed(
                 [read for read in inner if (self.trains and read.coefficients is not None) == trains], trains
             )
-        statistics = [self.weight.new_empty(len(final.rows), dtype=self.accumulator_dtype) for _ in range(2)]
-        statistics = statistics if token_statistics else None
-        self._run_group([final], self.trains and final.coefficients is not None, statistics)
-        return (None, None) if statistics is None else (statistics[0], statistics[1].bool())
+        entropies = hits = None
+        if token_statistics:
+            entropies = self.weight.new_empty(len(final.rows), dtype=self.accumulator_dtype)  # [tokens]
+            hits = torch.empty_like(entropies, dtype=torch.bool)  # [tokens]
+        self._run_group([final], self.trains and final.coefficients is not None, entropies, hits)
+        return entropies, hits
 
     def _run_packed(self, reads: list[LayerRead], trains: bool):
         """Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate."""
@@ -114,7 +115,7 @@ class TiledReader:
         if group:
             self._run_group(group, trains)
 
-    def _run_group(self, group: list[LayerRead], trains: bool, statistics: list[torch.Tensor] | None = None):
+    def _run_group(self, group: list[LayerRead], trains: bool, entropies=None, hits=None):
         with torch.set_grad_enabled(trains):
             inputs = [
                 read.hidden.detach().flatten(0, -2).index_select(0, read.rows.to(read.hidden.device)) for read in group
@@ -128,7 +129,7 @@ class TiledReader:
             losses = x.new_empty(len(x), dtype=self.accumulator_dtype)  # [group tokens]
             x_grad = torch.empty_like(x, dtype=self.accumulator_dtype) if trains else None
             num_tiles = max(1, math.ceil(len(x) / self.rows_per_tile))
-            columns = [x, targets, losses, coefficients, x_grad, *(statistics or (None, None))]
+            columns = [x, targets, losses, coefficients, x_grad, entropies, hits]
             tiles = [[None] * num_tiles if t is None else t.tensor_split(num_tiles) for t in columns]
             for tile in zip(*tiles):
                 self._tile(*tile)

@@ -87,7 +87,7 @@ def test_a_loss_of_ones_own_that_asks_for_what_a_layer_does_not_have_is_named(tm
 
     model = bert(output_hidden_states=True)
     trainer = DescentTrainer(model, config(tmp_path), train_dataset=classification_data(8), layer_loss_fn=by_states)
-    with pytest.raises(ValueError, match=r"BertForSequenceClassification returns at one layer .*'hidden_states'"):
+    with pytest.raises(ValueError, match=r"'hidden_states'.* one layer of BertForSequenceClassification"):
         trainer.train()
 
 

@@ -179,9 +179,11 @@ def test_entropies_and_hits_of_the_last_layer(tile_size):
     tokens = labelled_tokens(labels)
     logits = head(norm(hidden[-1])).flatten(0, 1)[tokens.rows]
     out = tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, token_statistics=True)
-    torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
-    assert torch.equal(out.token_hits, logits.argmax(-1) == tokens.targets)
-    torch.testing.assert_close(out.token_losses, nn.functional.cross_entropy(logits, tokens.targets, reduction="none"))
+    torch.testing.assert_close(out.tokens.entropies, torch.distributions.Categorical(logits=logits).entropy())
+    assert torch.equal(out.tokens.hits, logits.argmax(-1) == tokens.targets)
+    torch.testing.assert_close(
+        out.tokens.losses, nn.functional.cross_entropy(logits, tokens.targets, reduction="none")
+    )
     out.objective.backward()
     found = gradients(hidden, norm, head)
     tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS).objective.backward()
@@ -194,7 +196,7 @@ def test_entropies_are_not_rounded_to_half_precision():
     with torch.autocast("cpu", torch.bfloat16):
         logits = head(hidden[-1]).flatten(0, 1)[tokens.rows].float()
         out = tiled_layer_losses(hidden, tokens, norm, head, token_statistics=True)
-    torch.testing.assert_close(out.token_entropies, torch.distributions.Categorical(logits=logits).entropy())
+    torch.testing.assert_close(out.tokens.entropies, torch.distributions.Categorical(logits=logits).entropy())
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -248,7 +250,7 @@ def test_sampled_losses_and_gradients_are_unbiased_with_the_stated_variance():
     full.objective.backward()
     expected = gradients(hidden, norm, head)
     per_token = torch.stack(
-        [tiled_layer_losses([*hidden[:-1], state], tokens, norm, head).token_losses for state in hidden]
+        [tiled_layer_losses([*hidden[:-1], state], tokens, norm, head).tokens.losses for state in hidden]
     )  # [layers, tokens]
 
     runs, found = [], []

@@ -18,8 +18,8 @@ ROW_CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Ima
 
 
 def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> None:
-    """ValueError where the loss of `model`, a class of transformers or of ours, does not take `labels`, a tensor or the
-    values of a column."""
+    """ValueError where the loss of `model`, a class of transformers or of ours, does not take `labels`, a tensor or a
+    column's values."""
     model = inner_model(model)
     kind, problem = type(model).__name__, getattr(getattr(model, "config", None), "problem_type", None)
     known = type(model).__module__.startswith(("transformers.models.", "hf_descent.models."))

@@ -26,7 +26,8 @@ from .linear_cross_entropy import (
     tiled_layer_losses,
 )
 from .replay import Readout, output_logits, probing
-from .stack import errors_explained, intercepted, logged, present_autocast, root_hooks, share_storage
+from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
+from .tape import Tape, taped
 
 
 # Read by the model's own loss, or by a forward that TRL or Liger patched: none has a part in one without logits.
@@ -49,7 +50,7 @@ class HeadReadout:
         self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
         self.head_loss, self.shifts_labels, self.router_loss_weight = head_loss, shifts, 0.0
         self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
-        self._workspace = Workspace()
+        self._workspace, self._autocast = Workspace(), None
 
     @classmethod
     def probe(
@@ -109,45 +110,27 @@ class HeadReadout:
             keep_logits: whether the model still makes its own logits (for metrics). By default its head sees no
                 position, `outputs["logits"]` is `[batch, 0, vocab]`, and labels are withheld from the model.
         """
-        name, hidden_states, depth, head_ran = type(self._model).__name__, [], 0, False
+        tape = Tape(self._model, self._stack, layers_only=True)
 
-        def record(module, call, *args, **kwargs):
-            nonlocal depth, head_ran
-            if module is self._head:
-                head_ran = True
-                # Mixed precision ends with the model's forward, before the layers are read.
-                self._autocast = present_autocast(args[0].device.type)
-                return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
-            depth += 1  # `__call__` on its way to `forward`, or a layer inside a layer
-            try:
-                output = call(*args, **kwargs)
-            finally:
-                depth -= 1
-            if depth == 0:
-                hidden_states.append(self._stack.hidden_state(output))
-            return output
-
-        def start(module, args, kwargs):
-            nonlocal head_ran
-            head_ran = False
-            hidden_states.clear()
+        def withhold(module, args, kwargs):
+            self._autocast = None
             return args, _without_labels(self._model, kwargs)
 
-        def finish(module, args, kwargs, outputs):
-            states = hidden_states.copy()
-            hidden_states.clear()
-            if len(states) != self.num_layers:
-                raise ValueError(
-                    f"{name} ran {len(states)} layers of `{self._stack.name}`, not the {self.num_layers} found by the "
-                    "probe: layers must not be dropped at random."
-                )
-            if not head_ran:
-                raise ValueError(f"{name} did not run the head found by the probe.")
+        def run_head(module, call, *args, **kwargs):
+            # Mixed precision ends with the model's forward, before the layers are read.
+            self._autocast = present_autocast(args[0].device.type)
+            return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
+
+        def read_out(args, kwargs, outputs):
+            if self._autocast is None:
+                raise ValueError(f"{type(self._model).__name__} did not run the head found by the probe.")
+            states = [self._stack.hidden_state(output) for output in tape.layer_outputs]
             loss = on_forward(partial(self._read, states), outputs, states)
             if loss is not None:
                 outputs["loss"] = loss
 
-        with root_hooks(self._model, start, finish), intercepted([*self._stack.layers, self._head], record):
+        withheld = self._model.register_forward_pre_hook(withhold, prepend=True, with_kwargs=True)
+        with withheld, taped(tape, read_out), intercepted([self._head], run_head):
             yield self
 
     def _read(self, hidden_states, tokens: LabelledTokens, weights=None, layer=None, **kwargs) -> LayerLossSums:

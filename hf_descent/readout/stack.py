@@ -159,21 +159,6 @@ def logged(modules):
         yield calls
 
 
-@contextmanager
-def root_hooks(model, before, after):
-    """`before(model, args, kwargs)` and `after(model, args, kwargs, outputs)` around the calls of `model`, ahead of
-    other hooks, such as those that free gathered shards."""
-    handles = (
-        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        model.register_forward_hook(after, prepend=True, with_kwargs=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def present_autocast(device_type: str) -> torch.autocast:
     """Mixed precision as it is now, to be entered again once the model's forward has left it."""
     return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type))

@@ -6,7 +6,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from . import random_state
-from .stack import intercepted, map_tensors, present_autocast, root_hooks
+from .stack import intercepted, map_tensors, present_autocast
 
 
 # Off in a replay: answered layers fill no cache and route no tokens, so what is derived from either does not exist.
@@ -147,8 +147,12 @@ def taped(tape, on_record):
             finally:
                 tape.stop()
 
+    # First of the root's hooks: record and replays lie inside of what others do around a call (gathering shards).
     try:
-        with root_hooks(tape.model, start, finish):
+        with (
+            tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
+            tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
+        ):
             yield
     finally:
         tape.stop()

@@ -181,9 +181,8 @@ def test_entropies_and_hits_of_the_last_layer(tile_size):
     out = tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, token_statistics=True)
     torch.testing.assert_close(out.tokens.entropies, torch.distributions.Categorical(logits=logits).entropy())
     assert torch.equal(out.tokens.hits, logits.argmax(-1) == tokens.targets)
-    torch.testing.assert_close(
-        out.tokens.losses, nn.functional.cross_entropy(logits, tokens.targets, reduction="none")
-    )
+    losses = nn.functional.cross_entropy(logits, tokens.targets, reduction="none")
+    torch.testing.assert_close(out.tokens.losses, losses)
     out.objective.backward()
     found = gradients(hidden, norm, head)
     tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS).objective.backward()

@@ -25,11 +25,8 @@ def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> N
     known = type(model).__module__.startswith(("transformers.models.", "hf_descent.models."))
     if not known or kind.endswith("ForCTC") or problem == "regression":
         return
-    classifies, of_rows, head = (
-        kind.endswith("Classification"),
-        kind.endswith(ROW_CLASSIFIERS),
-        model.get_output_embeddings(),
-    )
+    classifies, of_rows = kind.endswith("Classification"), kind.endswith(ROW_CLASSIFIERS)
+    head = model.get_output_embeddings()
     classes = model.config.num_labels if classifies else head.out_features if type(head) is nn.Linear else 0
     if isinstance(labels, torch.Tensor):
         labels = (labels.float() if labels.is_floating_point() else labels).cpu()

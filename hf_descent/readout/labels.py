@@ -13,14 +13,14 @@ from .replay import output_loss
 
 
 IGNORE_INDEX = -100
-PROMPTED = {  # PEFT's kinds of prompts that are embeddings; prefixes and cartridges are keys and values
+PROMPTED = {  # PEFT's prompts that are embeddings; prefixes and cartridges are keys and values
     "inputs_embeds": ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"),
     "decoder_inputs_embeds": ("MULTITASK_PROMPT_TUNING",),
 }
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
-    """The first of a batch's labels; a loss function of one's own may take `labels` that the model does not."""
+    """The first of a batch's labels; a custom loss may take `labels` that the model does not."""
     names = (*label_names, "labels", "shift_labels")
     return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
@@ -53,10 +53,9 @@ def shifts_labels(
     model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
 ) -> bool:
     """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
-    of labels that stand alone the first token's is then of no use to it, the second's, where there is one, is.
+    a label of the first token alone then makes no loss, one of the second token does.
 
     Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
-    Nor need the losses, since those of an untrained model hardly differ.
     """
     labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
     return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
@@ -90,7 +89,7 @@ def _own_loss(model, inputs, name, labels) -> torch.Tensor:
 def _has_loss(loss_of, labels, position) -> bool:
     """Whether labels `[batch, seq]` at one position alone make a loss that no label makes."""
     none = torch.full_like(labels, IGNORE_INDEX)
-    # Two, since a trained model may be so sure of one that nothing is lost on it; of this batch, whose classes exist.
+    # Two, since a trained model may be so sure of one that its loss is 0; of this batch, so that the classes exist.
     for label in labels[labels != IGNORE_INDEX].unique()[:2].tolist() or [0]:
         alone = none.clone()
         alone[:, position] = label
@@ -107,7 +106,7 @@ def needs_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs` with what an encoder-decoder makes of its labels for its decoder, where it has a method for that."""
+    """`inputs` with the decoder's, which an encoder-decoder makes of its labels, where it has a method for that."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if make is None or inputs.get("labels") is None or not needs_decoder_inputs(model, inputs):
         return inputs
@@ -115,6 +114,6 @@ def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[
 
 
 def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs` with which a model returns names for its outputs, though its config may ask for tuples."""
+    """`inputs` with `return_dict=True` where the model's config asks for tuples."""
     returns_tuples = getattr(getattr(model, "config", None), "return_dict", True) is False
     return {**inputs, "return_dict": True} if returns_tuples else inputs

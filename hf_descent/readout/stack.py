@@ -127,7 +127,7 @@ def intercepted(modules, handler):
 
 
 class Call(NamedTuple):
-    """A module's call: the tensors in and out, how many others had ended when it began, the precision it ended in."""
+    """A module's call: its tensors in and out, how many calls had ended when it began, the precision it ended in."""
 
     module: nn.Module
     began: int
@@ -166,7 +166,7 @@ def present_autocast(device_type: str) -> torch.autocast:
 
 @contextmanager
 def errors_explained(beginning, end=""):
-    """ValueError for any error inside; only want of memory passes, for `auto_find_batch_size`."""
+    """ValueError for an error inside; out of memory stays as it is, for `auto_find_batch_size`."""
     try:
         yield
     except Exception as error:

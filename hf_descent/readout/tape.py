@@ -16,13 +16,13 @@ _noise_disabled = False
 
 
 def noise_is_disabled() -> bool:
-    """True while a replay or a probe runs: what perturbs a forward (input noise) must not fire then."""
+    """Whether a replay or a probe runs, which takes no input noise."""
     return _noise_disabled
 
 
 @contextmanager
 def noise_disabled():
-    """Without input noise, whose draws are those of the forward that counts."""
+    """No input noise inside: its draws belong to the forward that counts."""
     global _noise_disabled
     before, _noise_disabled = _noise_disabled, True
     try:

@@ -32,7 +32,7 @@ ALLOWED = {
     "*_feasible_score": "a layer at chance is never feasible, and what it lacks counts in the score",
     "*num_tokens": "TRL's count of tokens goes on in a resumed run",
     "*tied, erm*": "plain training of GPT-2 counts no first label as an item, since nothing predicts it",
-    "untied, smoothing/*layers/*": "the losses of samples are smoothed as the task loss is",
+    "*smoothing*/*layers/*": "the losses of samples are smoothed as the task loss is",
     "untied, many classes, auto/layers/violations/*": "evaluations read heads in tiles, which sum in another order",
 }
 TOLERANCE = 1e-6  # of numbers above 1 relative, else absolute

@@ -24,6 +24,15 @@ def _few_threads():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _fresh_logger(monkeypatch):
+    """The package's logger as at the start of python: a training keeps the level that it sets."""
+    logger = logging.getLogger("hf_descent")
+    logger.setLevel(logging.NOTSET)  # which also forgets the levels that its children have looked up
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
+
+
 @pytest.fixture(scope="session")
 def evaluate_modules(tmp_path_factory):
     """A folder for the code of metrics; one for all tests, since python keeps the package that it first imports."""
@@ -70,9 +79,8 @@ def check_eager_attention(monkeypatch):
 
 
 @pytest.fixture
-def readouts(caplog, monkeypatch):
+def readouts(caplog):
     """readouts(): how the runs so far read their layers, "replay" or "tiles", by what they logged."""
-    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
     caplog.set_level(logging.INFO, "hf_descent.losses.layerwise")
 
     def said():

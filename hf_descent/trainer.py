@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import slice_tensors
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 from .configs import DescentConfig
@@ -36,7 +37,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, evaluation
 from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
-from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch
+from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
 from .training.records import LayerTotals, RunRecord, StepSums
 from .training.search import check_default_objective, loss_objective, values_as_given
 
@@ -173,11 +174,12 @@ class DescentMixin:
         miscaled = self._is_labelled(inputs) and not (self._stock_scaling_is_right or self._reads_layers)
         if miscaled:
             # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
-            miscaled = not self._find_task(model, inputs).takes_items or num_items_in_batch is None
+            task = self._find_task(model, inputs)
+            miscaled = num_items_in_batch is None or not takes_items(self, task, inputs)
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if not (miscaled and model.training):
                 return super().compute_loss(model, inputs, return_outputs, None if miscaled else num_items_in_batch)
-            share = self._step.share(self._task.count(inputs)) * self.args.world_size
+            share = self._step.share(task.count(inputs)) * self.args.world_size
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
             loss = torch.where(share > 0, loss, 0.0) * share
             self.loss_is_scaled_for_ga = True
@@ -219,12 +221,10 @@ class DescentMixin:
         """The task loss, found out on a real batch."""
         if self._task is None:
             model, inputs = self.accelerator.unwrap_model(model), shared_batch(inputs, self)
-            # Layers find the scale by themselves, where they need it.
-            finds_scale = not (self._reads_layers or self._stock_scaling_is_right)
-            self._task = find_task(self, model, inputs, self._readout_fn, self._loss_shifts_labels, finds_scale)
+            self._task = find_task(self, model, inputs, self._readout_fn, self._loss_shifts_labels)
             # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = shifts = self._task.shifts_labels
-            if self.label_smoother is not None:
+            if type(self.label_smoother) in (LabelSmoother, ShiftingSmoother):
                 self.label_smoother = ShiftingSmoother(self.args.label_smoothing_factor, shifts=shifts)
         return self._task
 
@@ -304,8 +304,8 @@ class DescentMixin:
         if not self._is_labelled(inputs):
             if self._readout_fn is None:
                 return predict()
-            self._prepare(model, self._prepare_inputs(inputs))
-            with self._layers.readout.attach(lambda *_: None, [self._layers.num_layers]):  # its logits are the model's
+            readout = evaluation.readout_without_labels(self, self._layers, self._readout_fn, model, inputs)
+            with readout.attach(lambda *_: None, [readout.num_layers]):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
         if prediction_loss_only:

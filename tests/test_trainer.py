@@ -179,6 +179,30 @@ def test_a_compute_loss_of_ones_own_trains_plainly_and_is_refused_where_layers_a
             train(trainer_class, "descent")
 
 
+def test_a_compute_loss_of_ones_own_may_take_labels_that_the_model_does_not(tmp_path):
+    """Two labels a row, one of which is scored; the model itself fails on them."""
+
+    class TwoLabels:
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(inputs["input_ids"], inputs["attention_mask"])
+            loss = F.cross_entropy(outputs.logits, inputs["labels"][:, 0])
+            return (loss, outputs) if return_outputs else loss
+
+    class Stock(TwoLabels, Trainer):
+        pass
+
+    class Plain(TwoLabels, DescentTrainer):
+        pass
+
+    logs, data = [], [{**row, "labels": torch.tensor([row["labels"], 1])} for row in DATA]
+    args = config(tmp_path, objective="erm", max_steps=2, gradient_accumulation_steps=2)
+    for trainer_class in (Stock, Plain):
+        trainer = trainer_class(bert(), args, train_dataset=data)
+        trainer.train()
+        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "grad_norm" in log])
+    assert logs[0] == logs[1] and len(logs[0]) == 2
+
+
 def test_what_a_class_says_of_its_loss_s_scale_holds(tmp_path):
     class Mean(Trainer):
         loss_is_scaled_for_ga = False

@@ -36,7 +36,8 @@ class TaskLoss:
         smoother (`Callable`, *optional*): Trainer's label smoother.
         has_custom_readout (`bool`): whether the model's own loss function scores the logits of a custom readout.
         shifts_labels (`bool`): whether position t predicts label t+1.
-        takes_items (`bool`): whether the loss is divided by the `num_items_in_batch` that it is given.
+        takes_items (`bool`, *optional*): whether the loss is divided by the `num_items_in_batch` that it is given;
+            `None` before that is found out, which takes a model that takes the batch.
     """
 
     model: nn.Module
@@ -45,7 +46,7 @@ class TaskLoss:
     smoother: Callable[..., torch.Tensor] | None = None
     has_custom_readout: bool = False
     shifts_labels: bool = False
-    takes_items: bool = False
+    takes_items: bool | None = None
 
     @classmethod
     def probe(
@@ -64,6 +65,8 @@ class TaskLoss:
         names = find_labels(type(inner_model(model))) if label_names is None else label_names
         if isinstance(loss_fn, LabelSmoother):
             loss_fn, smoother = None, loss_fn
+        if isinstance(smoother, ShiftingSmoother):  # which shifts as the model of an earlier run did
+            smoother = LabelSmoother(smoother.epsilon)
         task = cls(model, names, loss_fn, smoother, readout is not None)
         found = task._find_shift(batch, readout)
         task.shifts_labels = shifts_labels if found is None else found

@@ -1,5 +1,6 @@
 """What the evaluation of a trainer needs beside its model: which rows count, which data, with which settings."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers.utils import logging
 from ..configs import DescentArguments, levels_of
 from ..constraints.problem import MIN_ROWS, as_python
 from ..constraints.state import DescentState
+from ..losses.layerwise import LayerLosses
+from ..readout.replay import Readout
 from ..readout.stack import inner_model
 
 
@@ -39,6 +42,17 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
         return None
     rows = find_batch_size(inputs)
     return min(max(loader.remainder - args.process_index * rows, 0), rows)
+
+
+def readout_without_labels(
+    trainer: Trainer, layers: LayerLosses | None, readout: Callable, model: nn.Module, inputs
+) -> Readout:
+    """The custom `readout` for a batch without labels, which does not show what labels the loss predicts: that of
+    `layers`, where they are known, or found on this batch alone."""
+    model = trainer.accelerator.unwrap_model(model)
+    if layers is not None and layers.readout.fits(model):
+        return layers.readout
+    return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
 
 
 def layer_metrics(dual: DescentState, totals: torch.Tensor, prefix: str, step: int, rows: int) -> dict[str, float]:

@@ -123,11 +123,10 @@ def find_task(
     inputs: Mapping[str, Any],
     readout: Callable | None,
     shifts_labels: bool,
-    finds_scale: bool,
 ) -> TaskLoss:
     """The task loss of a trainer, found out on a batch; where its shift of the labels cannot be found out, it is
-    `shifts_labels`. `finds_scale`: whether to find out what the loss does with the number of items, too."""
-    task = TaskLoss.probe(
+    `shifts_labels`."""
+    return TaskLoss.probe(
         model,
         inputs,
         label_names=trainer.label_names,
@@ -136,11 +135,15 @@ def find_task(
         readout=readout,
         shifts_labels=shifts_labels,
     )
-    if finds_scale:
-        task.takes_items = task.divides_by_items(inputs, trainer.model_accepts_loss_kwargs)
+
+
+def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
+    """Whether the loss of plain training is divided by the items that it is given; found out on the first batch."""
+    if task.takes_items is None:
+        task.takes_items = task.divides_by_items(shared_batch(inputs, trainer), trainer.model_accepts_loss_kwargs)
         if not task.takes_items:
             logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
-    return task
+    return task.takes_items
 
 
 def find_layers(

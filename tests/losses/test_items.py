@@ -5,6 +5,7 @@ import torch
 from architectures import DECODER, GPT, build
 from tiny import InOrder, config
 from torch.nn import functional as F
+from transformers.trainer_pt_utils import LabelSmoother
 
 
 XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48, "pad_token_id": 1}
@@ -72,3 +73,33 @@ def test_items_are_the_labels_that_are_predicted(tmp_path, case, objective):
         log = trainer.state.log_history[0]
         assert log["loss"] == pytest.approx(expected.item(), rel=1e-5), size
         assert log["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), size
+
+
+def test_smoothed_labels_follow_the_model_of_each_run(tmp_path):
+    """First one that shifts its labels, then one that does not."""
+    data, logs = rows(), []
+    args = config(tmp_path, objective="deep_supervision", label_smoothing_factor=0.1, max_steps=1)
+    for first in (None, ("GPT2LMHeadModel", GPT | STILL)):
+        model = build("XLNetLMHeadModel", XLNET | STILL)
+        trainer = InOrder(build(*first) if first else model, args, train_dataset=data)
+        if first:
+            trainer.train()
+            trainer.model = trainer.model_wrapped = model
+        trainer.train()
+        logs.append(trainer.state.log_history[0]["loss"])
+    assert logs[0] == logs[1]
+
+
+def test_a_custom_label_smoother_is_kept_in_plain_training(tmp_path):
+    class Half(LabelSmoother):
+        def __call__(self, *args, **kwargs):
+            return 0.5 * super().__call__(*args, **kwargs)
+
+    losses = []
+    for smoother in (LabelSmoother(0.1), Half(0.1)):
+        args = config(tmp_path, objective="erm", label_smoothing_factor=0.1, max_steps=1)
+        trainer = InOrder(build("LlamaForCausalLM", DECODER), args, train_dataset=rows())
+        trainer.label_smoother = smoother
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert losses[1] == pytest.approx(losses[0] / 2)

@@ -194,6 +194,18 @@ def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_p
     assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
+def test_rows_without_labels_do_not_decide_which_labels_count_later(tmp_path):
+    data, model = language_data(8, seed=1), spread(llama())
+    rows = [{name: value for name, value in row.items() if name != "labels"} for row in data]
+    args, losses = config(tmp_path, per_device_eval_batch_size=2), []
+    for first in ([], rows):
+        trainer = DescentTrainer(model, args, readout=lambda model, hidden, inputs: model.lm_head(hidden))
+        if first:
+            trainer.predict(first)
+        losses.append(trainer.evaluate(data)["eval_loss"])
+    assert losses[0] == losses[1]
+
+
 def multiplied(outputs, labels, num_items_in_batch=None):
     logits = outputs["logits"]
     return F.cross_entropy(logits @ torch.eye(3, dtype=logits.dtype), labels)  # a product that autocast would round

@@ -151,7 +151,8 @@ class DescentMixin:
             measured = self._layers.measure(model, inputs, keep_logits=return_outputs)
             self._evaluated = self._evaluated.plus(measured)
             self._log_tokens(inputs, measured.outputs, measured.tokens)
-            return (measured.means[-1], measured.outputs) if return_outputs else measured.means[-1]
+            loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
+            return (loss, measured.outputs) if return_outputs else loss
 
         step, world_size = self.state.global_step, self.args.world_size
         if self._dual.needs_labels and (self.state.epoch or 0) < self._dual.labels_until:

@@ -194,6 +194,18 @@ def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_p
     assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
+def per_token(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("loss", [None, per_token])
+def test_rows_without_a_label_that_counts_have_no_loss(tmp_path, loss):
+    data = [{**row, "labels": torch.full_like(row["labels"], -100)} for row in language_data(8)]
+    metrics = DescentTrainer(llama(), config(tmp_path), layer_loss_fn=loss).evaluate(data)
+    assert np.isnan(metrics["eval_loss"])  # 0 would make it the best checkpoint
+    assert "eval_layer_loss_1" not in metrics
+
+
 def test_rows_without_labels_do_not_decide_which_labels_count_later(tmp_path):
     data, model = language_data(8, seed=1), spread(llama())
     rows = [{name: value for name, value in row.items() if name != "labels"} for row in data]

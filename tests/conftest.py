@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from accelerate.logging import MultiProcessAdapter
 
 from hf_descent.models import unrolling
 
@@ -26,7 +27,9 @@ def _few_threads():
 
 @pytest.fixture(autouse=True)
 def _fresh_logger(monkeypatch):
-    """The package's logger as at the start of python: a training keeps the level that it sets."""
+    """Loggers as at the start of python: a training keeps the level that it sets, and what is said once is kept."""
+    for said_once in (logging.Logger.warning_once, logging.Logger.info_once, MultiProcessAdapter.warning_once):
+        said_once.cache_clear()
     logger = logging.getLogger("hf_descent")
     logger.setLevel(logging.NOTSET)  # which also forgets the levels that its children have looked up
     monkeypatch.setattr(logger, "handlers", [])

@@ -73,8 +73,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
                 self._check_positions(dataset, name)
 
     def preview(self) -> str:
-        """The first training example as the model sees it, in stretches of tokens with a label and without one;
-        ValueError where it has no `input_ids`."""
+        """The first training example as the model sees it: its text, split where tokens with a label begin or end.
+
+        ValueError where it has no `input_ids`.
+        """
         example = next(iter(self.train_dataset))
         if "input_ids" not in example:
             raise ValueError(

@@ -218,10 +218,10 @@ class DescentMixin:
 
     # ---- what is found out once ----
 
-    def _find_task(self, model, inputs) -> TaskLoss:
-        """The task loss, found out on a real batch."""
+    def _find_task(self, model, inputs, is_shared=False) -> TaskLoss:
+        """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
         if self._task is None:
-            model, inputs = self.accelerator.unwrap_model(model), shared_batch(inputs, self)
+            inputs = inputs if is_shared else shared_batch(inputs, self)
             self._task = find_task(self, model, inputs, self._readout_fn, self._loss_shifts_labels)
             # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = shifts = self._task.shifts_labels
@@ -239,7 +239,7 @@ class DescentMixin:
             return
         inputs = shared_batch(inputs, self)
         if self._layers is None:
-            task = self._find_task(model, inputs)
+            task = self._find_task(model, inputs, is_shared=True)
             self._layers = find_layers(self, model, inputs, task, self._readout_fn, self.logs_tokens)
         if self._dual is None:
             self._dual = make_dual(self, self._layers, inputs, self._record.resumed_from, self._reduce)

@@ -127,7 +127,7 @@ def find_task(
     """The task loss of a trainer, found out on a batch; where its shift of the labels cannot be found out, it is
     `shifts_labels`."""
     return TaskLoss.probe(
-        model,
+        trainer.accelerator.unwrap_model(model),
         inputs,
         label_names=trainer.label_names,
         loss_fn=trainer.compute_loss_func,

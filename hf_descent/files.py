@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
+def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     """A file that takes the place of `path` when the block ends; one killed or failed before leaves what was there."""
     with open(f"{path}.tmp", mode, encoding=None if "b" in mode else "utf-8") as file:
         yield file

@@ -17,7 +17,7 @@ import hf_descent
 
 from .configs import DescentArguments
 from .constraints.problem import as_python
-from .files import find_json, read_json, whole_file
+from .files import atomic_write, find_json, read_json
 
 
 logger = logging.get_logger(__name__)
@@ -78,7 +78,7 @@ class RunFolder:
         versions = {library.__name__: str(library.__version__) for library in libraries}
         # FSDP writes sharded weights later, and so makes no folder for whole ones.
         self.path.mkdir(parents=True, exist_ok=True)
-        with whole_file(self.path / self.SUMMARY) as file:
+        with atomic_write(self.path / self.SUMMARY) as file:
             json.dump({"versions": versions} | dict(summary), file, indent=2)
 
     @property

@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
-from hf_descent.files import read_json, whole_file
+from hf_descent.files import atomic_write, read_json
 
 
 @pytest.mark.parametrize(("mode", "old", "new"), [("w", "alt", "größer\n"), ("wb", b"old", b"\xff\x00")])
 def test_a_file_is_replaced_when_it_is_whole(tmp_path, mode, old, new):
     path = tmp_path / "card.json"
     for content in (old, new):
-        with whole_file(path, mode) as file:
+        with atomic_write(path, mode) as file:
             file.write(content)
     assert path.read_bytes() == (new if mode == "wb" else new.encode())
-    with pytest.raises(TypeError), whole_file(path) as file:
+    with pytest.raises(TypeError), atomic_write(path) as file:
         json.dump({"written": 1, "then": object()}, file)
     assert path.read_bytes() == (new if mode == "wb" else new.encode())
 
@@ -26,8 +26,8 @@ def test_a_killed_process_leaves_the_old_file(tmp_path):
     path.write_text("{}")
     code = """if True:
         import os, signal, sys
-        from hf_descent.files import whole_file
-        with whole_file(sys.argv[1]) as file:
+        from hf_descent.files import atomic_write
+        with atomic_write(sys.argv[1]) as file:
             file.write('{"half": ')
             file.flush()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_answers_are_of_the_instructions_that_are_there(tmp_path, monkeypatch):
     first.record.write_text(json.dumps(record))
 
     with monkeypatch.context() as patch:
-        patch.setattr(generate, "whole_file", killed)  # all are answered, and none of it is in its file
+        patch.setattr(generate, "atomic_write", killed)  # all are answered, and none of it is in its file
         with pytest.raises(Interrupted):
             job("a bad film").run()
     assert (first.folder / "answers-0.5.json.partial").exists()

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..data.alpaca import PROMPT_FORMATS, check_prompts, format_prompt, is_chat
 from ..data.splits import load_file
 from ..evaluation.sums import weights_fingerprint
-from ..files import whole_file
+from ..files import atomic_write
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
 from .arguments import check_least
@@ -115,7 +115,7 @@ def run(args: Namespace) -> None:
             answers += new
             progress.update(len(new))
 
-    with whole_file(args.output) as file:
+    with atomic_write(args.output) as file:
         json.dump(answers, file, indent=2, ensure_ascii=False)
     os.remove(partial_file)
     print(f"{len(answers)} answers of {args.generator} written to {args.output}")

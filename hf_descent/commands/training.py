@@ -10,7 +10,7 @@ from datasets import DatasetDict
 
 from ..configs import DescentConfig
 from ..evaluation.scoring import Result
-from ..files import whole_file
+from ..files import atomic_write
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
 from .arguments import absolute
@@ -75,7 +75,7 @@ def train_and_report(
         record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
         for data_args in arguments[-1:]:
             record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
-        with whole_file(os.path.join(args.output_dir, RunFolder.DATA)) as file:
+        with atomic_write(os.path.join(args.output_dir, RunFolder.DATA)) as file:
             json.dump(record, file, indent=2)
     report()
     if trainer.args.push_to_hub:

@@ -23,7 +23,7 @@ from typing import Any
 
 from ..constraints.problem import LARGEST
 from ..evaluation.comparison import Run
-from ..files import whole_file
+from ..files import atomic_write
 from ..runs import training_arguments
 from ..training.search_space import RANGES, check_range, hp_space, whole_settings
 from .arguments import parse_recipe
@@ -137,7 +137,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
         for trial in ranked
     ]
-    with whole_file(os.path.join(args.output_dir, "study.json")) as file:
+    with atomic_write(os.path.join(args.output_dir, "study.json")) as file:
         json.dump({"gamma": gamma, "search": tune_args.search, "trials": trials}, file, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):

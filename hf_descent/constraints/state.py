@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..files import whole_file
+from ..files import atomic_write
 from . import objectives
 from .auto import ConstantPredictor, geometric_alpha
 from .multipliers import Multipliers
@@ -410,7 +410,7 @@ class DescentState:
             "schedule": self._schedule(),
         }
         if write:
-            with whole_file(os.path.join(folder, STATE_NAME), "wb") as file:
+            with atomic_write(os.path.join(folder, STATE_NAME), "wb") as file:
                 file.write(save(tensors, metadata={"state": json.dumps(meta)}))
 
     def load(self, folder: str, is_main: bool = True) -> None:

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from ..files import plain, whole_file
+from ..files import atomic_write, plain
 from .comparison import Comparison, Run, descent_level, shared_levels
 
 
@@ -41,7 +41,7 @@ def save_comparison(comparison: Comparison, folder: str) -> list[str]:
     values = json.dumps(plain(comparison.to_dict()), indent=1)
     contents = {"comparison.json": values, "comparison.txt": str(comparison)}
     for name, content in contents.items():
-        with whole_file(os.path.join(folder, name)) as file:
+        with atomic_write(os.path.join(folder, name)) as file:
             file.write(f"{content}\n")
     return [*contents, *save_figures(comparison.groups, folder)]
 

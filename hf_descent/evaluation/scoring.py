@@ -22,7 +22,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import find_labels
 
-from ..files import whole_file
+from ..files import atomic_write
 from ..losses.label_checks import check_labels
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX, with_named_outputs
@@ -220,7 +220,7 @@ class Result:
 
     def to_json(self, path: str):
         """Write the attributes, whole or not at all."""
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             json.dump(asdict(self), file, default=np.ndarray.tolist)
 
     @classmethod

@@ -19,7 +19,7 @@ from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import LayerProfile, NoiseCurve
 from ..evaluation.comparison import COMMON
 from ..evaluation.scoring import Result
-from ..files import plain, read_json, whole_file
+from ..files import atomic_write, plain, read_json
 from ..runs import RunFolder
 from .card import PAPER, TAGS, render
 
@@ -121,7 +121,7 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
         card["figures"].append(run.EXITS_FIGURE)
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     for name, content in ((run.CARD, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
-        with whole_file(folder / name) as file:
+        with atomic_write(folder / name) as file:
             file.write(content)
 
 

@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from ..configs import DescentArguments
 from ..constraints.state import STATE_NAME
-from ..files import whole_file
+from ..files import atomic_write
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
@@ -116,7 +116,7 @@ def save_checksums(trainer: Trainer, folder: str) -> None:
     """Write down sizes and checksums of a checkpoint's files, once all are there."""
     if not trainer.args.should_save:
         return
-    with whole_file(os.path.join(folder, CHECKSUMS_NAME)) as file:
+    with atomic_write(os.path.join(folder, CHECKSUMS_NAME)) as file:
         json.dump({"step": trainer.state.global_step, "files": checksums(Path(folder))}, file, indent=2)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_descent import cli
-from hf_descent.files import whole_file
+from hf_descent.files import atomic_write
 from hf_descent.training.checkpoints import newest_complete_checkpoint
 
 from .facts import digest, facts, fingerprints
@@ -288,5 +288,5 @@ def words(given: Mapping[str, Any]) -> list[str]:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         json.dump(values, file, indent=1)

@@ -81,7 +81,7 @@ def half_written(path, mode="w"):
         file.flush()
         die()
 
-    with files.whole_file(path, mode) as file:
+    with files.atomic_write(path, mode) as file:
         yield types.SimpleNamespace(write=write)
 
 
@@ -100,8 +100,8 @@ def arm(site, call, trainer):
         if call % 2:
             torch.save = Countdown(call // 2 + 1, half_saved)(torch.save)
         else:
-            writing = Countdown(call // 3 + 1, half_written)(files.whole_file)
-            descent_state.whole_file = runs.whole_file = writing
+            writing = Countdown(call // 3 + 1, half_written)(files.atomic_write)
+            descent_state.atomic_write = runs.atomic_write = writing
     elif site == "deletion":
         rmtree = transformers.trainer_utils.shutil.rmtree
 

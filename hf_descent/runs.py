@@ -61,7 +61,7 @@ class RunFolder:
     HISTORY = "trainer_state.json"
     EXITS_FIGURE = "exits.png"
     # What `hf-descent evaluate` writes, beside curves.
-    EVALUATIONS = ("layer_profile*.json", "certificate*.json", "shift_growth.json")
+    EVALUATIONS = ("layer_profile*.json", "certificate*.json")
 
     def __init__(self, path: str | os.PathLike):
         self.name, self.path = os.fspath(path), Path(path)

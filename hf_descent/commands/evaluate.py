@@ -4,8 +4,8 @@ The task is read off the models' architecture; the data comes from flags, from a
 these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
 the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
 `.csv`; `layer_profile.json` and, of a constrained run, `certificate.json`, both also at noise levels
-(`..._gamma_<level>.json`); `shift_growth.json`; with `--perturbation_rates` a curve named after the perturbation, with
-`--epsilons` `privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
+(`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation, with `--epsilons`
+`privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
@@ -29,7 +29,7 @@ from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import ImageTask, PatchTask, draw_rows
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..data.video import VideoArguments, load_clips
-from ..evaluation import certify, layer_profiles, noise_curve, shift_growth
+from ..evaluation import certify, layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.uncertainty import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
@@ -273,8 +273,6 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
             results[f"certificate{profile.ending}"] = certify(profile, args.confidence)
-    if 0.0 in gammas and len(gammas) > 1:
-        results["shift_growth"] = shift_growth(profiles)
     run.write(results)
     return tables(results)
 

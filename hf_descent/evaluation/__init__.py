@@ -4,7 +4,7 @@ Reading order: `uncertainty`, `sums`, `scoring`, `robustness`, `perturbations`, 
 `comparison`, `plots`.
 """
 
-from .certificates import Certificate, ShiftGrowth, certify, shift_growth
+from .certificates import Certificate, certify
 from .profile import LayerProfile, layer_profile, layer_profiles
 from .robustness import NoiseCurve, noise_curve
 
@@ -13,10 +13,8 @@ __all__ = [
     "Certificate",
     "LayerProfile",
     "NoiseCurve",
-    "ShiftGrowth",
     "certify",
     "layer_profile",
     "layer_profiles",
     "noise_curve",
-    "shift_growth",
 ]

@@ -20,7 +20,7 @@ from transformers import (
 from hf_descent import cli, noise_curve
 from hf_descent.commands import evaluate
 from hf_descent.data.alpaca import completion_labels, format_prompt
-from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve, ShiftGrowth
+from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve
 from hf_descent.evaluation.comparison import Run
 from hf_descent.privacy import PrivacyCurve
 from hf_descent.readout.labels import IGNORE_INDEX
@@ -96,7 +96,6 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     certificate = Certificate.from_json(f"{names[1]}/certificate.json")
     assert str(certificate) in printed and certificate.confidence == 0.9
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
-    assert ShiftGrowth.from_json(f"{names[1]}/shift_growth.json").gammas.tolist() == [0.5, 1.0]
     cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
     assert "descent against run-0: open" in capsys.readouterr().out
 
@@ -118,11 +117,8 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
     assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
     assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
-    former = {
-        file.name
-        for file in name.iterdir()
-        if file.name.startswith(("layer_", "certificate", "shift_growth", "noise_curve"))
-    }
+    results = ("layer_", "certificate", "noise_curve")
+    former = {file.name for file in name.iterdir() if file.name.startswith(results)}
     kept = {file.name for file in name.iterdir()} - former  # a killed call leaves none
     with monkeypatch.context() as patch:
         patch.setattr(evaluate, "certify", lambda *args: 1 / 0)
@@ -132,7 +128,7 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5", "--feasibility_tolerance", "0.5"])
     assert LayerProfile.from_json(name / "layer_profile_gamma_2.json").tolerance == 0.35
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
-    assert not (name / "certificate.json").exists() and not (name / "shift_growth.json").exists()
+    assert not (name / "certificate.json").exists()
     assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
 
 

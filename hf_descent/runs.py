@@ -58,7 +58,6 @@ class RunFolder:
     # Where the data came from, and how it was read. It holds paths of this machine, so its name is one that neither
     # Trainer nor `card` uploads.
     DATA = "_data.json"
-    HISTORY = "trainer_state.json"
     EXITS_FIGURE = "exits.png"
     # What `hf-descent evaluate` writes, beside curves.
     EVALUATIONS = ("layer_profile*.json", "certificate*.json")
@@ -80,11 +79,6 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.path / self.SUMMARY) as file:
             json.dump({"versions": versions} | dict(summary), file, indent=2)
-
-    @property
-    def history(self) -> list[dict[str, float]]:
-        """The log of the training."""
-        return find_json(self.name, self.HISTORY).get("log_history", [])
 
     def fresh(self, pattern: str) -> list[Path]:
         """The files of that name (or pattern) that are results of the last training."""

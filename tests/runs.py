@@ -37,18 +37,16 @@ def make_profile(losses, gamma=0.0, feasible=None):
 
 def make_run(
     accuracies, seed=0, objective="erm", feasible=None, step_seconds=None, losses=(0.9, 0.6, 0.4), folder="run",
-    gammas=GAMMAS, items=10, noise_seed=0, steps=0, **arguments,
+    gammas=GAMMAS, items=10, noise_seed=0, **arguments,
 ):  # fmt: skip
     arguments = {"objective": objective, "noise_gamma": 0.0, **arguments, "seed": seed}
     summary = {"objective": objective, "arguments": arguments}
     if step_seconds is not None:
         summary["step_seconds"] = step_seconds
-    names = [(f"{name}_{layer}", layer) for layer in (1, 2, 3) for name in ("multiplier", "violation")]
-    history = [{"step": 10 * (step + 1), **{name: step * layer for name, layer in names}} for step in range(steps)]
     profiles = {gamma: make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)}
     curve = make_curve(accuracies, gammas, items, noise_seed)
     curve.blocks[..., 2] *= 1 + seed  # other weights have other losses
-    return Run(folder, curve, profiles, summary, history)
+    return Run(folder, curve, profiles, summary)
 
 
 def save_run(folder, run):
@@ -57,5 +55,4 @@ def save_run(folder, run):
     for profile in run.profiles.values():
         profile.to_json(folder / f"layer_profile{profile.ending}.json")
     (folder / "descent_config.json").write_text(json.dumps(run.summary))
-    (folder / "trainer_state.json").write_text(json.dumps({"log_history": run.history}))
     return str(folder)

@@ -1,4 +1,4 @@
-"""`hf-descent denoise`: train a video denoiser, then report it per layer, under noise and in pictures.
+"""`hf-descent denoise`: train a video denoiser, then report it per layer, under noise and in a picture.
 
 UT and DUST denoise the patches that the frames of a clip show at one place; a ViT denoises each frame by itself.
 """
@@ -11,13 +11,12 @@ from itertools import islice
 import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoConfig, AutoModelForImageToImage, PreTrainedModel, set_seed
+from transformers import PreTrainedModel, set_seed
 
 from ..configs import DescentConfig
 from ..data.denoising import ImageTask, PatchTask, draw_rows, some_clips
 from ..data.video import VideoArguments, load_clips
-from ..evaluation.classical import classical_rmse, import_restoration
-from ..evaluation.plots import plot_strip, save_gif
+from ..evaluation.plots import plot_strip
 from ..evaluation.scoring import Result
 from ..models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
 from ..noise.embedding_noise import deviation_from_moments, moments_of
@@ -32,7 +31,7 @@ SIGMA_ROWS = 4096  # rows from which the deviation of the clean signal is measur
 
 @dataclass
 class ModelArguments(OutputArguments):
-    """Which denoiser, and what is printed and drawn beside it."""
+    """Which denoiser, and how it is reported."""
 
     architecture: str = field(metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
     num_layers: int = field(default=5, metadata={"help": "Depth of UT and DUST. A ViT has its own."})
@@ -59,13 +58,7 @@ class ModelArguments(OutputArguments):
         },
     )
     noise_draws: int = field(default=1, metadata={"help": "Draws of the noise at each level of the final report."})
-    classical_clips: int = field(
-        default=4, metadata={"help": "Clips of each split for the classical denoisers; 0 leaves these out."}
-    )
-    compare_with: str | None = field(
-        default=None, metadata={"help": "Folder of another denoiser, of the same patches or images, for the pictures."}
-    )
-    picture_gamma: float = field(default=0.25, metadata={"help": "Noise level of the pictures."})
+    picture_gamma: float = field(default=0.25, metadata={"help": "Noise level of the picture."})
 
     def __post_init__(self):
         if self.architecture not in ARCHITECTURES:
@@ -77,7 +70,7 @@ class ModelArguments(OutputArguments):
             )
         if self.loss_gamma is not None and not self.loss_gamma > 0:
             raise ValueError(f"`loss_gamma` is {self.loss_gamma}; give a positive noise level or leave it out.")
-        for name, least in (("num_layers", 1), ("noise_draws", 1), ("classical_clips", 0), ("picture_gamma", 0)):
+        for name, least in (("num_layers", 1), ("noise_draws", 1), ("picture_gamma", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; give at least {least}.")
 
@@ -87,21 +80,15 @@ argument_types = (ModelArguments, VideoArguments, DescentConfig)
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
-    mean, layer losses, baselines); on the test rows where there are any, else on the validation rows,
-    `layer_profile.json` (at the training level) and `noise_curve.json`; and for the last split a strip and an
-    animation, `strip.png` and `clip.gif`.
+    mean, layer losses); on the test rows where there are any, else on the validation rows, `layer_profile.json` (at
+    the training level), `noise_curve.json` and `strip.png`, a frame of a clip.
 
     Raises:
-        ValueError: the videos do not fit the arguments, the output folder is not empty, or the other denoiser takes
-            another input.
+        ValueError: the videos do not fit the arguments, or the output folder is not empty.
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
-    if model_args.classical_clips:
-        import_restoration()  # which is needed after the training
     set_seed(args.seed)
     task = ImageTask(model_args.model_name_or_path) if model_args.architecture == "vit" else PatchTask(data_args)
-    if model_args.compare_with is not None:
-        check_input(model_args.compare_with, task)  # of a model that is loaded after the training
     with args.main_process_first(desc="decoding the videos"):
         clips = load_clips(data_args)
         rows = {name: draw_rows(task.rows(split), name, data_args) for name, split in clips.items()}
@@ -123,37 +110,17 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     train_and_report(trainer, resume, report, model_args, data_args)
 
 
-def check_input(name: str, task: PatchTask | ImageTask) -> None:
-    """ValueError unless the model saved in `name` is a denoiser that takes what `task` gives."""
-    config = AutoConfig.from_pretrained(name)
-    kind = (config.architectures or ["model of no known class"])[0]
-    if isinstance(task, PatchTask):
-        wanted = f"UT or DUST of `patch_size` {task.patch_size}"
-        fits = kind.endswith("ForVideoDenoising") and config.hidden_size == task.patch_size**2
-    else:
-        wanted, fits = "ViT with the same image processor", kind == ViTForDenoising.__name__
-        if fits:
-            row = {"pixel_values": torch.arange(256, dtype=torch.uint8).view(16, 16)}
-            ours, theirs = (each.collate([row])["pixel_values"] for each in (task, ImageTask(name)))
-            fits = ours.shape == theirs.shape and torch.allclose(ours, theirs)
-    if not fits:
-        raise ValueError(
-            f"`compare_with` is {name!r}, a {kind} that does not take this model's input; give a {wanted}, saved by "
-            "`hf-descent denoise`."
-        )
-
-
 def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:
     """Reports on every split but the training one. Of the test split, or else the validation split, there are result
-    files and the drawing of a clip."""
+    files and a picture."""
     folder, is_main = trainer.args.output_dir, trainer.is_world_process_zero()
     kept = "test" if "test" in rows else "validation"
     # It comes last, since the trainer's card is of what was measured last.
     for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
-        results = report(trainer, task, name, rows[name], clips[name], model_args)
+        results = report(trainer, task, name, rows[name], model_args.noise_draws)
     if is_main:
         RunFolder(folder).write(results)
-    draw(trainer, task, clips[kept], model_args)
+    draw(trainer, task, clips[kept], model_args.picture_gamma)
     if is_main:
         print(f"Written to {folder}")
 
@@ -182,53 +149,33 @@ def build_model(
     return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
 
 
-def report(trainer: DescentTrainer, task, split: str, rows, clips, model_args: ModelArguments) -> dict[str, Result]:
+def report(trainer: DescentTrainer, task, split: str, rows, noise_draws: int) -> dict[str, Result]:
     """Measures the model on a split at every noise level and at every layer, and prints the tables."""
     args = trainer.args
     shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
     results = {"layer_profile": trainer.evaluate_layers(rows, gamma=args.gamma_train, **shared)}
-    classical = {}
     if args.eval_gammas:
-        results["noise_curve"] = curve = trainer.evaluate_robustness(rows, draws=model_args.noise_draws, **shared)
-        if model_args.classical_clips:
-            few = [row["frames"] for row in some_clips(clips, model_args.classical_clips)]
-            # They see gray frames in [0, 1], and are given the deviation of those.
-            sigma = args.noise_sigma / task.pixel_range
-            classical = classical_rmse(np.stack(few) / 255, curve.gammas.tolist(), sigma)
+        results["noise_curve"] = trainer.evaluate_robustness(rows, draws=noise_draws, **shared)
     metrics = metrics_of(results, split)
-    for name, values in classical.items():
-        metrics |= {f"{split}_{name}_rmse@{gamma:g}": value for gamma, value in zip(curve.gammas, values)}
     if args.eval_gammas:
-        metrics[f"{split}_mean_rmse"] = curve.mean_over_levels
+        metrics[f"{split}_mean_rmse"] = results["noise_curve"].mean_over_levels
     trainer.save_metrics(split, metrics)
     if trainer.is_world_process_zero():
         print(f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n")
         print(tables(results), end="\n\n")
-        for name, values in classical.items():
-            print(f"{name:>10}, RMSE at these levels:" + "".join(f"{value:9.3f}" for value in values))
     return results
 
 
-def draw(trainer: DescentTrainer, task, clips, args: ModelArguments) -> None:
-    """Draws one clip: `strip.png` and `clip.gif`."""
-    models = {"this model": trainer.accelerator.unwrap_model(trainer.model)}
-    if args.compare_with is not None:
-        other = AutoModelForImageToImage.from_pretrained(args.compare_with).to(trainer.args.device)
-        models = {os.path.basename(os.path.normpath(args.compare_with)): other} | models
+def draw(trainer: DescentTrainer, task, clips, gamma: float) -> None:
+    """Draws the middle frame of one clip at the noise level `gamma`: `strip.png`."""
     clip = task.preprocess(some_clips(clips, 1)[0]["frames"])  # [frames, height, width]
-    deviation = args.picture_gamma * trainer.args.noise_sigma / task.pixel_range
+    deviation = gamma * trainer.args.noise_sigma / task.pixel_range
     noisy = clip + deviation * np.random.default_rng(trainer.args.seed).standard_normal(clip.shape)
-    pictures = {"noisy": noisy} | {name: _denoise(model.eval(), task, noisy) for name, model in models.items()}
-    middle = len(clip) // 2
-    if not trainer.is_world_process_zero():  # but a sharded model runs on all together
-        return
-    strip = plot_strip(
-        clip[middle],
-        {name: frames[middle] for name, frames in pictures.items()},
-        f"noise level {args.picture_gamma:g}",
-    )
-    strip.savefig(os.path.join(trainer.args.output_dir, "strip.png"), dpi=120)
-    save_gif(os.path.join(trainer.args.output_dir, "clip.gif"), [*pictures.values(), clip])
+    denoised = _denoise(trainer.accelerator.unwrap_model(trainer.model).eval(), task, noisy)
+    if trainer.is_world_process_zero():  # a sharded model runs on all processes together
+        middle = len(clip) // 2
+        strip = plot_strip(clip[middle], noisy[middle], denoised[middle], f"noise level {gamma:g}")
+        strip.savefig(os.path.join(trainer.args.output_dir, "strip.png"), dpi=120)
 
 
 @torch.no_grad()

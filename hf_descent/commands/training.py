@@ -18,8 +18,8 @@ from .arguments import absolute
 
 # Arguments of the commands that do not change the training.
 AFTER_TRAINING = (
-    "cache_dir", "classical_clips", "compare_with", "max_eval_samples", "noise_draws", "overwrite_output_dir",
-    "picture_gamma", "test_file", "test_files", "test_split",
+    "cache_dir", "max_eval_samples", "noise_draws", "overwrite_output_dir", "picture_gamma", "test_file", "test_files",
+    "test_split",
 )  # fmt: skip
 
 

@@ -50,14 +50,12 @@ class Run:
         curve ([`NoiseCurve`]): its `noise_curve.json`.
         profiles (`dict[float, LayerProfile]`): noise level -> that `layer_profile*.json`.
         summary (`dict`): its `descent_config.json`; empty where there is none.
-        history (`list[dict]`): the log of its `trainer_state.json`.
     """
 
     folder: str
     curve: NoiseCurve
     profiles: dict[float, LayerProfile] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
-    history: list[dict[str, float]] = field(default_factory=list)
 
     @classmethod
     def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
@@ -70,7 +68,7 @@ class Run:
                 "RECIPE`."
             )
         profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
-        return cls(folder, curves[0], profiles, run.summary, run.history)
+        return cls(folder, curves[0], profiles, run.summary)
 
     @property
     def seed(self) -> int | None:

@@ -2,24 +2,18 @@
 
 - `plot_layers`: loss of every layer (figures 1 and 7), without noise and under it;
 - `plot_curves`: metric against the noise level (figures 1 and 4);
-- `plot_duals`: multipliers and violations over the steps of one run;
 - `plot_ratios`: per-sample ratios of consecutive layer losses (figure 12);
-- `plot_ablation`: metric at three noise levels against a setting, such as alpha (figures 5 and 14) or the dual rate
-  (figure 15);
-- `plot_strip` and `save_gif`: what denoisers make of a noisy clip.
+- `plot_strip`: what a denoiser makes of a noisy frame.
 """
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from PIL import Image
 
 from ..files import atomic_write, plain
 from .comparison import Comparison, Run, descent_level, shared_levels
@@ -31,8 +25,6 @@ STYLES = [
     for number, marker in enumerate(MARKERS)
 ]
 LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}  # inside it would hide lines
-GIF_FRAME_MS = 100
-ABLATED = {"descent_alpha": "alpha", "dual_learning_rate": "dual learning rate"}
 
 
 def save_comparison(comparison: Comparison, folder: str) -> list[str]:
@@ -51,13 +43,6 @@ def save_figures(groups: Mapping[str, Sequence[Run]], folder: str) -> list[str]:
     figures = {"metric_against_noise": plot_curves(groups)}
     if shared_levels(groups):
         figures |= {"layer_losses": plot_layers(groups), "ratios": plot_ratios(groups)}
-    for name, (run, *_) in groups.items():
-        if any(value for entry in run.history for key, value in entry.items() if key.startswith("multiplier_")):
-            figures["duals_" + re.sub(r"\W", "_", name)] = plot_duals(run, name)
-    for setting in ABLATED:
-        runs = _alike_but_for([run for group in groups.values() for run in group], setting)
-        if len({_setting(run, setting) for run in runs}) > 2:
-            figures[f"ablation_{setting}"] = plot_ablation(runs, setting)
     files = [(f"{name}.{ending}", figure) for name, figure in figures.items() for ending in ("png", "svg")]
     for file, figure in files:
         figure.savefig(os.path.join(folder, file), dpi=150)
@@ -123,93 +108,24 @@ def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
     return figure
 
 
-def plot_duals(run: Run, name: str = "") -> Figure:
-    """Multipliers and violations of one run over its steps, layers from dark (first) to light (last)."""
-    entries = [entry for entry in run.history if "multiplier_1" in entry]
-    steps = [entry["step"] for entry in entries]
-    count = sum(key.startswith("multiplier_") for key in entries[0])
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, quantity in zip(figure.subplots(1, 2), ("multiplier", "violation")):
-        for layer, line in zip(range(1, count + 1), cycle(LINES)):
-            values = [entry[f"{quantity}_{layer}"] for entry in entries]
-            shade = str(0.75 * (layer - 1) / max(1, count - 1))
-            axes.plot(steps, values, color=shade, linestyle=line, label=f"layer {layer}")
-        axes.set(xlabel="optimizer step", ylabel=quantity)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.axhline(0, color="0.8", zorder=0)
-    axes.legend(frameon=False, ncols=1 + count // 9, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(name)
-    return figure
-
-
-def plot_ablation(runs: Sequence[Run], setting: str) -> Figure:
-    """Metric against a setting of training, at the least noise level, the middle one and the largest; mean and
-    standard deviation over the runs with the same value."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    curve = runs[0].curve
-    values = sorted({_setting(run, setting) for run in runs})
-    for level, style in zip((0, len(curve.gammas) // 2, -1), STYLES):
-        metric = [[run.curve.mean[level] for run in runs if _setting(run, setting) == value] for value in values]
-        spread = [np.std(found, ddof=1) if len(found) > 1 else 0.0 for found in metric]
-        label = f"noise level {curve.gammas[level]:g}"
-        axes.errorbar(values, np.array(list(map(np.mean, metric))), spread, label=label, capsize=3, **style)
-    axes.set(xlabel=ABLATED.get(setting, setting), ylabel=curve.metric)
-    if min(values) > 0 and max(values) > 20 * min(values):
-        axes.set_xscale("log")
-    axes.legend(frameon=False)
-    return figure
-
-
-def plot_strip(clean: np.ndarray, others: Mapping[str, np.ndarray], title: str) -> Figure:
-    """The clean frame `[height, width]` and the others in a row, with maps of their absolute errors below.
-
-    All maps share one scale, which ends at the largest error but for the last 1% of the noisy frame's.
-    """
-    errors = {name: np.abs(frame - clean) for name, frame in others.items()}
-    largest = max(np.quantile(next(iter(errors.values())), 0.99), 1e-3)
-    figure = Figure(figsize=(2.2 * (1 + len(others)), 5), layout="constrained")
-    axes = figure.subplots(2, 1 + len(others))
-    axes[0, 0].imshow(clean, cmap="gray", vmin=0, vmax=1)
-    axes[0, 0].set_title("clean")
-    for column, (name, frame) in enumerate(others.items(), start=1):
+def plot_strip(clean: np.ndarray, noisy: np.ndarray, denoised: np.ndarray, title: str) -> Figure:
+    """A frame `[height, width]` clean, noisy and denoised, with maps of the absolute errors below on one scale."""
+    figure = Figure(figsize=(6.6, 5), layout="constrained")
+    axes = figure.subplots(2, 3)
+    largest = max(np.abs(noisy - clean).max(), 1e-3)
+    for column, (name, frame) in enumerate({"clean": clean, "noisy": noisy, "denoised": denoised}.items()):
         axes[0, column].imshow(frame, cmap="gray", vmin=0, vmax=1)
-        axes[0, column].set_title(f"{name}\nRMSE {255 * np.sqrt(np.square(errors[name]).mean()):.1f}")
-        image = axes[1, column].imshow(errors[name], cmap="gray_r", vmin=0, vmax=largest)
-    figure.colorbar(image, ax=axes[1, -1], label="absolute error")
+        axes[0, column].set_title(f"{name}\nRMSE {255 * np.sqrt(np.square(frame - clean).mean()):.1f}")
+        image = axes[1, column].imshow(np.abs(frame - clean), cmap="gray_r", vmin=0, vmax=largest)
+    figure.colorbar(image, ax=axes[1, 2], label="absolute error")
     for ax in axes.flat:
         ax.set_axis_off()
     figure.suptitle(title)
     return figure
 
 
-def save_gif(path: str, columns: Sequence[np.ndarray]) -> None:
-    """Clips `[frames, height, width]` in [0, 1] side by side, as a GIF that repeats."""
-    pixels = (np.concatenate(columns, axis=2).clip(0, 1) * 255).round().astype(np.uint8)  # [frames, height, all]
-    first, *rest = [Image.fromarray(frame) for frame in pixels]
-    first.save(path, save_all=True, append_images=rest, duration=GIF_FRAME_MS, loop=0)
-
-
 def _level(gamma: float) -> str:
     return f"noise level {gamma:g}" if gamma else "without noise"
-
-
-def _alike_but_for(runs: Sequence[Run], setting: str) -> list[Run]:
-    """The constrained runs that differ in `setting` and their seed alone, the largest such set."""
-    alike: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.summary.get("objective") == "descent" and setting in run.settings:
-            others = {name: value for name, value in run.settings.items() if name != setting}
-            alike.setdefault(str(others), []).append(run)
-    return max(alike.values(), key=len, default=[])
-
-
-def _setting(run: Run, name: str) -> float:
-    """A setting as a number; the mean over layers where there is one for each (or where it was "auto")."""
-    value = run.summary.get("arguments", {}).get(name)
-    if value == "auto":
-        value = run.summary.get("alpha" if name == "descent_alpha" else name)
-    return float(np.mean(value))
 
 
 def _line(axes: Axes, x: np.ndarray, runs: Sequence[np.ndarray], error, name: str, number: int, groups: int):

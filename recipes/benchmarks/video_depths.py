@@ -37,7 +37,7 @@ def measure(recipe: str, arm: str, depth: int, seed: int, output_dir: Path, flag
         config = Path(__file__).parent.parent / recipe / file
         command = ["denoise", "--config", str(config), "--num_layers", str(depth), "--seed", str(seed), *extra]
         paths = ["--output_dir", str(results), "--overwrite_output_dir", "--save_strategy", "no"]
-        cli.main([*command, *paths, "--classical_clips", "0", *flags])
+        cli.main([*command, *paths, *flags])
     return _read(results)
 
 

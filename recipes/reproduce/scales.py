@@ -123,7 +123,7 @@ SCALES = {
             "sft": (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0),
         },
         draws=3,
-        settings={"classify": {}, "denoise": {"classical_clips": 0}, "sft": {}},
+        settings={"classify": {}, "denoise": {}, "sft": {}},
         search={
             # What the paper tuned (appendix B.1); the ranges are ours.
             "classify": _search((0.1, 10.0), descent_alpha=(0.01, 0.3), initial_loss_bound=(0.5, 4.0), **DUAL),
@@ -157,8 +157,7 @@ SCALES = {
                 "negative_weights": "clip",
                 "pooling": "mean_linear",
             },
-            "denoise": RESUMABLE
-            | {"classical_clips": 0, "max_eval_samples": 1000, "max_steps": 1500, "split_by": "time"},
+            "denoise": RESUMABLE | {"max_eval_samples": 1000, "max_steps": 1500, "split_by": "time"},
             "sft": RESUMABLE,
         },
         search={

@@ -95,12 +95,12 @@ def test_a_sharded_denoiser_is_drawn_by_all_processes_and_saved_whole(tmp_path, 
     write_video(tmp_path / "train.avi", 60, 1)
     config = HERE.parent.parent / "recipes" / "smoke" / "video-ut" / "descent.yaml"
     words = ["--train_files", tmp_path / "train.avi", "--split_by", "time", "--split_gap", 0]
-    words += ["--max_steps", 2, "--classical_clips", 0, "--output_dir", tmp_path / "out"]
+    words += ["--max_steps", 2, "--output_dir", tmp_path / "out"]
     done = run(backend, HERE / "command.py", "denoise", "--config", config, *words)
     assert done.returncode == 0, done.stderr[-6000:]
     _, loaded = AutoModelForImageToImage.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loaded.values()), loaded
-    assert {"strip.png", "clip.gif"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert (tmp_path / "out" / "strip.png").is_file()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from hf_descent.evaluation import plots
 @pytest.fixture
 def groups():
     generator = np.random.default_rng(0)
-    arms = {"erm": {}, "descent": {"steps": 4}, "deep_supervision": {"losses": (0.8, 0.5, 0.45)}}
+    arms = {"erm": {}, "descent": {}, "deep_supervision": {"losses": (0.8, 0.5, 0.45)}}
     return {
         name: [make_run(generator.random(6), seed=seed, objective=name, **options) for seed in range(3)]
         for name, options in arms.items()
@@ -78,26 +78,6 @@ def test_runs_profiled_at_different_levels_have_no_figures_of_layers(groups, tmp
     assert "metric_against_noise.png" in files and not {"layer_losses.png", "ratios.png"} & set(files)
 
 
-def test_duals_are_drawn_over_steps(groups):
-    figure = plots.plot_duals(groups["descent"][0])
-    for axes in figure.axes:
-        lines = {line.get_label(): line for line in axes.lines}
-        np.testing.assert_array_equal(lines["layer 3"].get_xdata(), [10, 20, 30, 40])
-        np.testing.assert_array_equal(lines["layer 3"].get_ydata(), [0, 3, 6, 9])
-
-
-def test_ablations_take_numbers_lists_and_auto():
-    runs = [make_run([0.5 + alpha, 0.6], descent_alpha=alpha, seed=seed) for alpha in (0.05, 0.1) for seed in (0, 1)]
-    runs += [make_run([0.9, 0.6], descent_alpha=[0.2, 0.2])]
-    runs += [make_run([0.9, 0.6], descent_alpha="auto")]
-    runs[-1].summary["alpha"] = [0.3, 0.3]
-    axes = plots.plot_ablation(runs, "descent_alpha").axes[0]
-    assert axes.get_legend().get_texts()[1].get_text() == "noise level 1"
-    means, *_ = axes.containers[0].lines
-    np.testing.assert_allclose(np.asarray(means.get_xdata(), dtype=float), [0.05, 0.1, 0.2, 0.3])
-    np.testing.assert_allclose(means.get_ydata(), [0.575, 0.6, 0.75, 0.75])
-
-
 def test_styles_differ_in_grey():
     assert all(len(set(to_rgb(style["color"]))) == 1 for style in plots.STYLES)
     assert len(plots.STYLES) >= 8  # the paper's two arms and the baselines
@@ -106,11 +86,7 @@ def test_styles_differ_in_grey():
 
 
 def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
-    groups |= {
-        f"descent {alpha}": [make_run([0.5, 0.6], objective="descent", descent_alpha=alpha)]
-        for alpha in (0.1, 0.2, 0.3)
-    }
     files = plots.save_figures(groups, str(tmp_path))
-    names = {"metric_against_noise", "layer_losses", "ratios", "duals_descent", "ablation_descent_alpha"}
+    names = {"metric_against_noise", "layer_losses", "ratios"}
     assert set(files) == {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
     assert all((tmp_path / file).stat().st_size > 5000 for file in files)

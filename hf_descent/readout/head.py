@@ -172,7 +172,7 @@ class HeadReadout:
 
         def score(read, outputs, hidden_states):
             found = read(self.tokens(inputs))
-            tiled.append(found.sums[[layer - 1 for layer in layers]] / max(len(tokens.rows), 1))
+            tiled.append(found.sums[[layer - 1 for layer in layers]] / max(found.num_tokens, 1))
 
         with errors_explained(f"{name} fails when its head is given no position:"), self.attach(score):
             model(**inputs)

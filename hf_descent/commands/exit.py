@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_loss", type=float, default=0.01, help="accuracy that early exit may cost, a share of all samples (0.01)"
     )
     parser.add_argument("--confidence", type=float, default=0.95, help="that it costs no more on other data (0.95)")
-    parser.add_argument("--measure", default="entropy", choices=("entropy", "margin"), help="a sample's uncertainty")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per batch, also when timed (32)")
     parser.add_argument("--repeats", type=int, default=3, help="timings of each exit; the median counts (3)")
     parser.add_argument("--save_layer", type=int, help="also save the model cut after this layer, as a checkpoint")
@@ -94,8 +93,7 @@ def _classifier(model, tokenizer, args) -> dict[str, Result]:
         halves = dataset["validation"].train_test_split(0.5, seed=args.split_seed)
         dataset["validation"], dataset["test"] = halves["train"], halves["test"]
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
-    fast = ConfidenceExit(model, measure=args.measure)
-    fast.calibrate(dataset["validation"], args.max_loss, args.confidence, **settings)
+    fast = ConfidenceExit(model).calibrate(dataset["validation"], args.max_loss, args.confidence, **settings)
     return {
         "exit_profile": exit_profile(model, dataset["test"], repeats=args.repeats, **settings),
         "confidence_exit": fast.evaluate(dataset["test"], repeats=args.repeats, **settings),

@@ -1,7 +1,7 @@
 """Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ class ConfidenceReport(Result):
         accuracy, full_accuracy: with early exit, and of the last layer for all samples.
         exit_shares (float64 `[L]`): share of the samples that leave after each layer.
         seconds, full_seconds, speedup: wall-clock time of one pass over the data, and median ratio, timed in turns.
-        threshold, measure, batch_size: the settings.
+        threshold, batch_size: the settings.
     """
 
     accuracy: float
@@ -43,7 +43,6 @@ class ConfidenceReport(Result):
     full_seconds: float
     speedup: float
     threshold: float
-    measure: str
     batch_size: int
 
     @property
@@ -54,7 +53,7 @@ class ConfidenceReport(Result):
     def __str__(self) -> str:
         shares = ", ".join(f"{share:.1%}" for share in self.exit_shares)
         return (
-            f"{self.measure} < {self.threshold:.4g}: accuracy {self.accuracy:.4f} ({self.full_accuracy:.4f} without "
+            f"entropy < {self.threshold:.4g}: accuracy {self.accuracy:.4f} ({self.full_accuracy:.4f} without "
             f"early exit), {self.mean_layers:.2f} of {len(self.exit_shares)} layers a sample, "
             f"{self.speedup:.2f} times as fast in batches of {self.batch_size}\n"
             f"leaving after layer 1, 2, ...: {shares}"
@@ -64,18 +63,16 @@ class ConfidenceReport(Result):
 class ConfidenceExit:
     """A classifier each of whose samples stops at the first layer that is sure of it.
 
-    A layer is sure where its uncertainty, from 0 to 1, is below `threshold`: the entropy of the class probabilities
-    divided by the logarithm of their number ("entropy"), or one minus the difference between the two largest
-    ("margin"). Later layers run on the rest of the batch; an accelerator synchronizes at each exit to know its size.
+    A layer is sure where its uncertainty is below `threshold`: the entropy of the class probabilities divided by the
+    logarithm of their number, from 0 to 1. Later layers run on the rest of the batch; an accelerator synchronizes
+    after each layer to know its size.
 
     Args:
         model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
         threshold (`float`, *optional*): uncertainty below which a layer is sure (0: never); [`calibrate`] sets it.
-        measure (`str`): "entropy" or "margin".
-        layers (sequence of `int`, *optional*): exit layers, below the last. All by default.
 
     Raises:
-        ValueError: a bad `threshold` or `measure`, or a model of several labels a sample.
+        ValueError: a bad `threshold`, or a model of several labels a sample.
 
     Example:
 
@@ -85,35 +82,27 @@ class ConfidenceExit:
     ```
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        threshold: float | None = None,
-        measure: str = "entropy",
-        layers: Sequence[int] | None = None,
-    ):
-        if measure not in ("entropy", "margin"):
-            raise ValueError(f"`measure` is {measure!r}; use 'entropy' or 'margin'.")
+    def __init__(self, model: nn.Module, threshold: float | None = None):
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"`threshold` is {threshold}; an uncertainty lies between 0 and 1.")
         if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
             raise ValueError(f"{type(model).__name__} gives several labels a sample: use `truncate`.")
-        self.model, self.threshold, self.measure, self.layers = model, threshold, measure, layers
+        self.model, self.threshold = model, threshold
         # Names of the inputs -> place of a tensor in a layer's call -> its batch dimension, as met so far.
         self._batch_dims: dict[frozenset[str], dict[str, int | None]] = {}
 
     def __call__(self, **inputs) -> ModelOutput:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
 
-        ValueError for no threshold, a bad exit layer, or a model without a shared readout, class logits or a batch
-        dimension in what its layers pass.
+        ValueError for no threshold, or a model without a shared readout, class logits or a batch dimension in what its
+        layers pass.
         """
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
         dims = self._batch_dims.setdefault(frozenset(inputs), {})
-        forward = partial(_ShrinkingForward, reader, inputs, dims, self._exits(reader.num_layers), self._is_sure)
+        forward = partial(_ShrinkingForward, reader, inputs, dims, self.threshold)
         with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)):
             try:
                 return forward().run()
@@ -121,18 +110,8 @@ class ConfidenceExit:
                 dims |= _find_batch_dims(reader, inputs)
                 return forward().run()
 
-    def _exits(self, num_layers: int) -> frozenset[int]:
-        exits = frozenset(range(1, num_layers) if self.layers is None else self.layers)
-        if wrong := sorted(exits.difference(range(1, num_layers))):
-            raise ValueError(f"`layers` has {wrong}; the exit layers are 1 to {num_layers - 1}.")
-        return exits
-
     def calibrate(
-        self,
-        dataset: Dataset | DataLoader,
-        max_loss: float = 0.01,
-        confidence: float = 0.95,
-        **settings,
+        self, dataset: Dataset | DataLoader, max_loss: float = 0.01, confidence: float = 0.95, **settings
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
 
@@ -156,15 +135,13 @@ class ConfidenceExit:
                 labels.append(_labels(batch))
                 inputs = _without_labels(batch)
                 first = first or inputs
-                reader = Readout.probe(self.model, inputs)
-                exits = self._exits(reader.num_layers)
-                logits.append(torch.stack(reader.read(inputs, _class_logits)).float())  # [layers, batch, classes]
+                layers = Readout.probe(self.model, inputs).read(inputs, _class_logits)
+                logits.append(torch.stack(layers).float())  # [layers, batch, classes]
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
-        unsure = self._uncertainty(logits).cpu().numpy()  # [layers, samples]
+        unsure = _uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
-        unsure[[layer - 1 for layer in range(1, len(unsure)) if layer not in exits]] = np.inf
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         self.check(first)
         return self
@@ -193,7 +170,6 @@ class ConfidenceExit:
             full_seconds=float(np.median(seconds[1])),
             speedup=float(np.median(seconds[1] / seconds[0])),
             threshold=float(self.threshold),
-            measure=self.measure,
             batch_size=rows_of(self.model, batches[0]),
         )
 
@@ -210,30 +186,13 @@ class ConfidenceExit:
                 "layers mix samples. Use `truncate`, which ends all samples at one layer."
             )
 
-    def _is_sure(self, logits: torch.Tensor) -> torch.Tensor:
-        return self._uncertainty(logits.float()) < self.threshold
-
-    def _uncertainty(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
-        probabilities = logits.softmax(-1)
-        if self.measure == "entropy":
-            return torch.special.entr(probabilities).sum(-1) / math.log(logits.shape[-1])
-        first, second = probabilities.topk(2, dim=-1).values.unbind(-1)
-        return 1 - (first - second)
-
 
 class _ShrinkingForward:
     """One forward of a batch, each of whose layers runs on the rows that have not left; what the model passes between
     its layers keeps the size of the batch, with the last states of the rows that left."""
 
-    def __init__(self, reader, inputs, batch_dims, exits, is_sure):
-        self.reader, self.inputs, self.batch_dims, self.exits, self.is_sure = (
-            reader,
-            inputs,
-            batch_dims,
-            exits,
-            is_sure,
-        )
+    def __init__(self, reader, inputs, batch_dims, threshold):
+        self.reader, self.inputs, self.batch_dims, self.threshold = reader, inputs, batch_dims, threshold
         self.tape = Tape(reader.model, reader.stack, run_layer=self.run_layer)
         self.rows = torch.arange(rows_of(reader.model, inputs), device=next(reader.model.parameters()).device)
         self.exit_layers = torch.full_like(self.rows, reader.num_layers)  # [batch]
@@ -247,7 +206,7 @@ class _ShrinkingForward:
         return ModelOutput(logits=logits, exit_layers=self.exit_layers)
 
     def run_layer(self, call, args, kwargs, layer):
-        if layer - 1 in self.exits and len(self.rows):
+        if layer > 1 and len(self.rows):
             self.let_leave(layer - 1)
         if len(self.rows) == len(self.exit_layers):
             self.output = call(*args, **kwargs)
@@ -258,7 +217,7 @@ class _ShrinkingForward:
 
     def let_leave(self, layer):
         logits = _class_logits(self.tape.replay((), self.inputs, layer))  # [batch, classes]
-        sure = self.is_sure(logits[self.rows])
+        sure = _uncertainty(logits[self.rows].float()) < self.threshold
         gone = self.rows[sure]
         self.logits = torch.zeros_like(logits) if self.logits is None else self.logits
         self.logits[gone], self.exit_layers[gone] = logits[gone], layer
@@ -315,7 +274,7 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
     Fixed-sequence testing (Angelopoulos et al., 2021, "Learn then Test", arXiv 2110.01052): candidates are tested from
     the strictest to the first that fails, and so need no correction for their number.
     """
-    met = np.unique(unsure[np.isfinite(unsure) & (unsure >= 0)])
+    met = np.unique(unsure[unsure >= 0])
     candidates = np.append((met[1:] + met[:-1]) / 2, 1.0)  # between them, so that rounding moves no sample
     if len(candidates) > MAX_THRESHOLDS:
         candidates = np.quantile(candidates, np.linspace(0, 1, MAX_THRESHOLDS))
@@ -332,6 +291,11 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
             break
         loosest = float(threshold)
     return loosest
+
+
+def _uncertainty(logits: torch.Tensor) -> torch.Tensor:
+    """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
+    return torch.special.entr(logits.softmax(-1)).sum(-1) / math.log(logits.shape[-1])
 
 
 def _class_logits(outputs) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..evaluation import layer_profile
-from ..evaluation.scoring import Evaluation, Metric, Result, evaluating, greater_is_better
+from ..evaluation.scoring import Evaluation, Metric, Result, evaluating, format_table, greater_is_better
 from .truncation import truncate
 
 
@@ -48,17 +48,16 @@ class ExitProfile(Result):
         return int(np.argmax([*enough[:-1], True])) + 1
 
     def __str__(self) -> str:
-        rows = [f"{'layer':>6} {self.metric:>12} {'loss':>12} {'ms/sample':>12} {'speed-up':>9}"]
+        rows = [["layer", self.metric, "loss", "ms/sample", "speed-up"]]
         for layer, (value, loss, seconds, speedup) in enumerate(
             zip(self.values, self.losses, self.seconds, self.speedups), start=1
         ):
-            rows.append(f"{layer:6d} {value:12.5g} {loss:12.5g} {1e3 * seconds:12.4g} {speedup:8.2f}x")
-        layer = self.cheapest()
-        rows.append(
-            f"99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} on, "
+            rows.append([f"{layer}", f"{value:.5g}", f"{loss:.5g}", f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"])
+        table, layer = format_table(rows), self.cheapest()
+        return (
+            f"{table}\n99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} on, "
             f"{self.speedups[layer - 1]:.2f} times as fast (batches of {self.batch_size} on {self.device})"
         )
-        return "\n".join(rows)
 
 
 def exit_profile(

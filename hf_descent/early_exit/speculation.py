@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ..evaluation.scoring import Result, evaluating
+from ..evaluation.scoring import Result, evaluating, format_table
 from ..readout.replay import layer_logits, probing
 from .profile import turns
-from .truncation import check_merged, truncate
+from .truncation import check_merged
 
 
 DRAFT = 5  # tokens per draft in the estimate by which layers are chosen for timing
@@ -30,8 +30,6 @@ class SpeculationProfile(Result):
             prefix: the rate at which its drafted tokens are accepted.
         tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
         greedy_tokens_per_second (`float`): of the whole model.
-        truncated_tokens_per_second (float64 `[L - 1]`): of greedy decoding with the truncated model, whose text
-            differs; NaN where it was not timed.
         equal (float64 `[L - 1]`): share of the prompts whose self-speculative output is exactly the greedy one; below
             1 only by rounding.
     """
@@ -39,7 +37,6 @@ class SpeculationProfile(Result):
     acceptance: np.ndarray
     tokens_per_second: np.ndarray
     greedy_tokens_per_second: float
-    truncated_tokens_per_second: np.ndarray
     equal: np.ndarray
 
     @property
@@ -50,15 +47,15 @@ class SpeculationProfile(Result):
         return int(np.nanargmax(self.tokens_per_second)) + 1
 
     def __str__(self) -> str:
-        rows = [f"{'exit':>6} {'acceptance':>11} {'tokens/s':>10} {'speed-up':>9} {'equal':>7} {'cut tokens/s':>13}"]
-        for layer, (accepted, speed, equal, cut) in enumerate(
-            zip(self.acceptance, self.tokens_per_second, self.equal, self.truncated_tokens_per_second), start=1
+        speedups = self.tokens_per_second / self.greedy_tokens_per_second
+        rows = [["exit", "acceptance", "tokens/s", "speed-up", "equal"]]
+        for layer, (accepted, speed, speedup, equal) in enumerate(
+            zip(self.acceptance, self.tokens_per_second, speedups, self.equal), start=1
         ):
-            ratio = speed / self.greedy_tokens_per_second
-            rows.append(f"{layer:6d} {accepted:11.1%} {speed:10.4g} {ratio:8.2f}x {equal:7.0%} {cut:13.4g}")
-        rows.append(f"{'whole':>6} {'':11} {self.greedy_tokens_per_second:10.4g}")
-        rows.append(f"best: assistant_early_exit={self.best}" + ("" if self.best else " (plain decoding is fastest)"))
-        return "\n".join(rows)
+            rows.append([f"{layer}", f"{accepted:.1%}", f"{speed:.4g}", f"{speedup:.2f}x", f"{equal:.0%}"])
+        rows.append(["none", "", f"{self.greedy_tokens_per_second:.4g}", "", ""])
+        best = f"best: assistant_early_exit={self.best}" + ("" if self.best else " (plain decoding is fastest)")
+        return f"{format_table(rows)}\n{best}"
 
 
 def speculation_profile(
@@ -96,26 +93,22 @@ def speculation_profile(
         cost = np.arange(1, num_layers) / num_layers
         tokens = (acceptance[:, None] ** np.arange(DRAFT + 1)).sum(1)  # per draft, also where all are accepted
         expected = tokens / (1 + DRAFT * cost)
-        speeds, cut_speeds, equal = (np.full(num_layers - 1, np.nan) for _ in range(3))
+        ratios, equal = (np.full(num_layers - 1, np.nan) for _ in range(2))
         whole = []
         for index in np.argsort(-expected, kind="stable")[:max_timed]:
-            layer = int(index) + 1
-            short = truncate(model, layer, {"input_ids": prompts[0]})
             calls = [
-                partial(_generate, model, prompts, max_new_tokens, assistant_early_exit=layer),
-                partial(_generate, short, prompts, max_new_tokens),
+                partial(_generate, model, prompts, max_new_tokens, assistant_early_exit=int(index) + 1),
                 partial(_generate, model, prompts, max_new_tokens),
             ]
             outputs = calls[0]()
             equal[index] = np.mean([torch.equal(mine, own) for mine, own in zip(outputs, greedy)])
-            seconds = np.median(turns(calls, repeats, device), axis=1)  # [3]
-            counts = [_new_tokens(prompts, generated) for generated in (outputs, calls[1](), greedy)]
-            drafted, cut, plain = np.array(counts) / seconds
-            # Ratios in the same turns; the level is the median of all turns.
-            speeds[index], cut_speeds[index] = drafted / plain, cut / plain
+            seconds = np.median(turns(calls, repeats, device), axis=1)  # [2]
+            counts = [_new_tokens(prompts, generated) for generated in (outputs, greedy)]
+            drafted, plain = np.array(counts) / seconds
+            ratios[index] = drafted / plain  # in the same turns; the level is the median of all turns
             whole.append(plain)
         level = float(np.median(whole))
-    return SpeculationProfile(acceptance, speeds * level, level, cut_speeds * level, equal)
+    return SpeculationProfile(acceptance, ratios * level, level, equal)
 
 
 def check_self_speculation(model: nn.Module, prompt: torch.Tensor) -> None:

@@ -1,7 +1,6 @@
 """A model's first layers as a model of its own: an ordinary checkpoint, exact, that plain `from_pretrained` loads."""
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,8 +25,8 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
         num_layers (`int`): layers to keep, 1..L.
-        inputs (`dict`, *optional*): a batch as given to `model(**inputs)`. Where not given one is made up, which
-            works for token ids, images, raw audio and models with their own `dummy_inputs`.
+        inputs (`dict`, *optional*): a batch as given to `model(**inputs)`. For models of token ids or images one is
+            made up where not given.
 
     Raises:
         TypeError: `model` is no `PreTrainedModel`.
@@ -69,33 +68,17 @@ def check_merged(model) -> None:
 
 
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A small random batch for `model`: token ids, images or audio, drawn with a fixed seed, or its `dummy_inputs`;
-    ValueError for a model whose main input is anything else."""
-    generator, config = torch.Generator().manual_seed(0), model.config
-    vision = getattr(config, "encoder_config", config)  # which a denoiser has inside
-    arguments, name = inspect.signature(model.forward).parameters, model.main_input_name
-    if name == "input_ids":
-        text = config.get_text_config()
-        shape = (2, 2, 8) if "MultipleChoice" in type(model).__name__ else (2, 8)  # [batch, (choices,) seq]
-        ids = torch.randint(min(5, text.vocab_size - 1), text.vocab_size, shape, generator=generator)
-        eos = getattr(text, "eos_token_id", None)
-        eos = eos[0] if isinstance(eos, list) else eos
-        if isinstance(eos, int) and eos < text.vocab_size:
-            ids = torch.where(ids == eos, ids - 1, ids)
-            ids[..., -1] = eos  # some heads read the last one
-        inputs = {"input_ids": ids}
-        if config.is_encoder_decoder and "decoder_input_ids" in arguments:
-            inputs["decoder_input_ids"] = ids
+    """A small batch for `model`: the token ids of its `dummy_inputs`, or images; ValueError where it reads neither."""
+    name = model.main_input_name
+    vision = getattr(model.config, "encoder_config", model.config)  # which a denoiser has inside
+    if name in model.dummy_inputs:
+        inputs = model.dummy_inputs
     elif name == "pixel_values" and isinstance(getattr(vision, "image_size", None), int):
         shape = (2, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
-        inputs = {name: torch.randn(shape, generator=generator)}
-    elif name == "input_values":
-        inputs = {name: torch.randn(2, 4000, generator=generator)}
-    elif name in model.dummy_inputs:
-        inputs = model.dummy_inputs
+        inputs = {name: torch.rand(shape, generator=torch.Generator().manual_seed(0))}
     else:
         raise ValueError(f"No batch can be made up for {type(model).__name__}, which reads `{name}`: give `inputs`.")
-    return {key: value.to(model.device) for key, value in inputs.items()}
+    return {key: value.to(model.device) for key, value in inputs.items() if value is not None}
 
 
 def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrainedConfig]]:

@@ -22,7 +22,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import find_labels
 
-from ..files import atomic_write
+from ..files import atomic_write, read_json
 from ..losses.label_checks import check_labels
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX, with_named_outputs
@@ -225,9 +225,9 @@ class Result:
 
     @classmethod
     def from_json(cls, path: str):
-        """The result that `to_json` wrote."""
-        with open(path, encoding="utf-8") as file:
-            return cls(**json.load(file))
+        """The result that `to_json` wrote, without attributes that only former versions had."""
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in read_json(path).items() if name in names})
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -69,7 +69,7 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, 
         return {(tuple(row["input_ids"]), row["labels"]) for row in rows}
 
     def calibrating(self, rows, max_loss=0.01, confidence=0.95, **settings):
-        seen["settings"], seen["validation"] = (self.measure, max_loss, confidence), rows_of(rows)
+        seen["settings"], seen["validation"] = (max_loss, confidence), rows_of(rows)
         return calibrate(self, rows, max_loss, confidence, **settings)
 
     def evaluating(self, rows, **settings):
@@ -93,10 +93,10 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, 
     (tmp_path / "test.jsonl").write_text("\n".join(lines[20:]))
     names = ["train", "validation", *(["test"] if test_file else [])]
     words = [word for name in names for word in (f"--{name}_file", str(tmp_path / f"{name}.jsonl"))]
-    words += ["--measure", "margin", "--max_loss", "0.3", "--confidence", "0.8", "--max_seq_length", "12"]
+    words += ["--max_loss", "0.3", "--confidence", "0.8", "--max_seq_length", "12"]
     cli.main(["exit", str(tmp_path / "model"), *words, "--repeats", "1"])
     rows = [(tuple(2 + (7 * i + j) % 38 for j in range(12)), 2 - i % 3) for i in range(38)]
-    assert seen["settings"] == ("margin", 0.3, 0.8) and seen["report"] == seen["profile"]
+    assert seen["settings"] == (0.3, 0.8) and seen["report"] == seen["profile"]
     assert seen["validation"] | seen["report"] == set(rows if test_file else rows[:20])
     assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
 

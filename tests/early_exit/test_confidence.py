@@ -26,9 +26,8 @@ def expected_exits(uncertainty, threshold):
 CLASSIFIERS = [name for name in FAMILIES if name.endswith(("ForSequenceClassification", "ForImageClassification"))]
 
 
-@pytest.mark.parametrize("measure", ["entropy", "margin"])
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name, measure):
+def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name):
     model = build(name, MODELS[name][0])
     batch = {key: torch.cat([value, value.flip(0), value[:1]]) for key, value in batch_for(model).items()}
     if "input_ids" in batch:
@@ -36,16 +35,12 @@ def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name, measu
     with torch.no_grad():
         layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
     probabilities = layers.double().softmax(-1)
-    top = probabilities.sort(-1).values
-    if measure == "entropy":
-        uncertainty = -(probabilities * probabilities.log()).sum(-1) / math.log(layers.shape[-1])
-    else:
-        uncertainty = 1 - top[..., -1] + top[..., -2]  # [layers, batch]
+    uncertainty = -(probabilities * probabilities.log()).sum(-1) / math.log(layers.shape[-1])  # [layers, batch]
     values = uncertainty.flatten().sort().values
     gaps = values.diff() > 1e-5  # equal ones are told apart by rounding
     thresholds = ((values[1:] + values[:-1]) / 2)[gaps].tolist()[::2]
     for threshold in (0.0, *thresholds, 1.0):
-        output = ConfidenceExit(model, threshold, measure)(**batch)
+        output = ConfidenceExit(model, threshold)(**batch)
         exits = expected_exits(uncertainty, threshold)
         assert output.exit_layers.tolist() == exits.tolist()
         torch.testing.assert_close(output.logits, layers[exits - 1, torch.arange(len(exits))], rtol=1e-4, atol=1e-5)
@@ -67,44 +62,29 @@ def test_samples_that_are_sure_leave_the_batch_for_good():
     assert fast(**batch).exit_layers.tolist() == [1] * 16 and sizes == [16]
 
 
-def test_only_the_exits_allowed_are_used_and_the_model_is_left_as_it_was(monkeypatch):
+def test_the_model_is_left_as_it_was():
     model, batch = spread(bert(num_layers=4, dropout=0.3)).train(), default_data_collator(toy_rows(16))
-    fast = ConfidenceExit(model, threshold=1.0, layers=[3])
-    assert fast(**batch).exit_layers.tolist() == [3] * 16
+    fast = ConfidenceExit(model, threshold=0.5)
     assert torch.equal(fast(**batch).logits, fast(**batch).logits)
     assert model.training and model(**batch).logits.requires_grad
     assert not any("_call_impl" in vars(module) or "forward" in vars(module) for module in model.modules())
-    monkeypatch.setattr(
-        "hf_descent.early_exit.confidence._loosest_threshold", lambda unsure, *args: float(np.isfinite(unsure).sum())
-    )
-    assert fast.calibrate(toy_rows(16)).threshold == 2 * 16
 
 
-def test_padding_that_a_later_batch_has_for_the_first_time_is_shrunk_with_it():
-    model = spread(bert(num_layers=4))
-    plain, padded = default_data_collator(toy_rows(16)), default_data_collator(classification_data(16, seed=5))
-    fast = ConfidenceExit(model, threshold=0.5)
-    for batch in (plain, padded, plain):
-        with torch.no_grad():
-            layers = torch.stack(layer_logits(model, batch))
-        output = fast(**batch)
-        assert len(set(output.exit_layers.tolist())) > 1
-        expected = layers[output.exit_layers - 1, torch.arange(16)]
-        torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_positions_that_a_later_batch_gives_for_each_sample_are_shrunk_with_it():
+def test_inputs_that_a_later_batch_has_for_the_first_time_are_shrunk_with_it():
+    """Padding, and positions for each sample."""
     config = llama(num_layers=4, num_labels=3, pad_token_id=0).config
-    model, batch = spread(transformers.LlamaForSequenceClassification(config)), default_data_collator(toy_rows(16))
-    del batch["labels"]
-    with torch.no_grad():
-        layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
-    fast = ConfidenceExit(model, threshold=0.5)
-    positions = torch.arange(batch["input_ids"].shape[1]).repeat(16, 1)
-    for inputs in (batch, batch | {"position_ids": positions}, batch):
-        output = fast(**inputs)
-        assert len(output.exit_layers.unique()) > 1
-        torch.testing.assert_close(output.logits, layers[output.exit_layers - 1, torch.arange(16)])
+    decoder = spread(transformers.LlamaForSequenceClassification(config))
+    plain, padded = (default_data_collator(rows) for rows in (toy_rows(16), classification_data(16, seed=5)))
+    placed = plain | {"position_ids": torch.arange(plain["input_ids"].shape[1]).repeat(16, 1)}
+    for model, batches in ((spread(bert(num_layers=4)), (plain, padded, plain)), (decoder, (plain, placed, plain))):
+        fast = ConfidenceExit(model, threshold=0.5)
+        for batch in batches:
+            with torch.no_grad():
+                layers = torch.stack(layer_logits(model, batch))  # [layers, batch, classes]
+            output = fast(**batch)
+            assert len(output.exit_layers.unique()) > 1
+            expected = layers[output.exit_layers - 1, torch.arange(16)]
+            torch.testing.assert_close(output.logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("max_loss", [0.0, 0.1, 0.2, 1.0])
@@ -244,18 +224,11 @@ def test_layers_that_mix_samples_are_refused(monkeypatch):
 
 
 def test_bad_arguments_to_confidence_exit_are_named():
-    with pytest.raises(ValueError, match="`measure` is 'energy'"):
-        ConfidenceExit(bert(), measure="energy")
     with pytest.raises(ValueError, match="`threshold` is 2"):
         ConfidenceExit(bert(), threshold=2)
     batch = default_data_collator(toy_rows(4))
     with pytest.raises(ValueError, match="`threshold` is not set"):
         ConfidenceExit(bert())(**batch)
-    for layers in ([0], [1, 2]):  # the model has two
-        with pytest.raises(ValueError, match=rf"`layers` has \[{layers[-1]}\]"):
-            ConfidenceExit(bert(num_layers=2), threshold=0.5, layers=layers)(**batch)
-        with pytest.raises(ValueError, match=r"`layers` has"):
-            ConfidenceExit(bert(num_layers=2), layers=layers).calibrate(toy_rows(4))
     with pytest.raises(ValueError, match="`max_loss` is -1"):
         ConfidenceExit(bert()).calibrate(toy_rows(4), -1)
     with pytest.raises(ValueError, match="`confidence` is 95"):

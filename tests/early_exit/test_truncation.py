@@ -28,7 +28,8 @@ def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_sa
     with torch.no_grad():
         truth = layer_logits(model, inputs)
         for layer in range(1, LAYERS + 1):
-            short = truncate(model, layer, inputs if layer != 2 else None)  # without inputs, a batch is made up
+            makes_up = layer == 2 and not name.endswith(("ForMultipleChoice", "Wav2Vec2ForSequenceClassification"))
+            short = truncate(model, layer, None if makes_up else inputs)
             assert torch.equal(output_logits(short(**inputs)), truth[layer - 1])
             short.save_pretrained(tmp_path / str(layer))
             loaded = type(model).from_pretrained(tmp_path / str(layer))

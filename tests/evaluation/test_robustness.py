@@ -1,3 +1,4 @@
+import json
 import math
 from contextlib import nullcontext
 
@@ -90,6 +91,9 @@ def test_results_survive_the_disk(tmp_path):
     assert [float(cell) for cell in lines[2].split(",")] == pytest.approx(
         [0.5, before.mean[1], np.nan, before.std[1], before.mean_losses[1]], nan_ok=True
     )
+    former = json.loads((tmp_path / "curve.json").read_text()) | {"gone": 1}
+    (tmp_path / "former.json").write_text(json.dumps(former))  # with an attribute that there is no more
+    assert str(NoiseCurve.from_json(tmp_path / "former.json")) == str(before)
     with pytest.raises(TypeError):
         curve(settings={"seed": {0}}).to_json(path)
     assert NoiseCurve.from_json(path).to_dict() == before.to_dict()

@@ -36,13 +36,11 @@ def make_profile(losses, gamma=0.0, feasible=None):
 
 
 def make_run(
-    accuracies, seed=0, objective="erm", feasible=None, step_seconds=None, losses=(0.9, 0.6, 0.4), folder="run",
+    accuracies, seed=0, objective="erm", feasible=None, losses=(0.9, 0.6, 0.4), folder="run",
     gammas=GAMMAS, items=10, noise_seed=0, **arguments,
 ):  # fmt: skip
     arguments = {"objective": objective, "noise_gamma": 0.0, **arguments, "seed": seed}
     summary = {"objective": objective, "arguments": arguments}
-    if step_seconds is not None:
-        summary["step_seconds"] = step_seconds
     profiles = {gamma: make_profile(losses, gamma, feasible) for gamma in (0.0, 2.0)}
     curve = make_curve(accuracies, gammas, items, noise_seed)
     curve.blocks[..., 2] *= 1 + seed  # other weights have other losses

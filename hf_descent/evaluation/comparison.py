@@ -1,12 +1,10 @@
 """Whether one way of training is better than another: runs grouped by their training, paired tests, a verdict.
 
 The verdict is about the way of training, so the training seed is what is repeated. Seeds and blocks of held-out data
-are crossed, as readers and cases are in a reader study, and the test is that of reader studies. Each seed and block
-has its (jackknife) share of the metric's difference; the mean of the shares is the difference. Its variance is the
-seeds' part, plus the blocks' part beyond the interaction of seeds and blocks; the degrees of freedom are the seeds'
-own, raised by the data's part. A difference must be significant by that variance, by the seeds' part alone and by the
-data's part alone, since few seeds may agree by chance. Runs with the same seeds on both sides are paired by seed;
-otherwise the seed variances of the two sides are added (Welch).
+are crossed, as readers and cases are in a reader study, and the test is that of reader studies: the variance of the
+difference is the seeds' part, plus the blocks' part beyond the interaction of both. A difference must be significant
+by that variance, by the seeds' part alone and by the data's part alone, since few seeds may agree by chance. Runs with
+the same seeds on both sides are paired by seed; otherwise the seed variances of both sides are added (Welch).
 
 All runs must have been evaluated on the same batches with the same noise (common random numbers).
 
@@ -59,7 +57,7 @@ class Run:
 
     @classmethod
     def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
-        """Reads a run's folder; ValueError where it holds no curve of that name, or one of a former training."""
+        """Reads a run's folder; ValueError where it holds no curve of that name of its last training."""
         run = RunFolder(folder)
         curves = run.results(NoiseCurve, curve)
         if not curves:
@@ -91,11 +89,11 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was trained with, but for the seed, the levels at which it was tested after training, the folder of
-        frozen multipliers, which every seed has of its own, and where the encoder's folder lay."""
+        """What it was trained with, apart from the seed, the levels of later tests, the folder of frozen multipliers
+        (each seed has its own) and the place of the encoder's folder."""
         arguments = self.summary.get("arguments", {})
         settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
-        if settings.get("data_seed") == arguments.get("seed"):  # as where it is not given
+        if settings.get("data_seed") == arguments.get("seed"):  # the default
             settings.pop("data_seed", None)
         if isinstance(settings.get("fixed_multipliers"), str):
             del settings["fixed_multipliers"]
@@ -223,11 +221,9 @@ def _conditions(curve: NoiseCurve) -> list[Any]:
 
 def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95) -> Difference:
     """How much better the runs of `group` are than those of `baseline`, averaged over the noise levels."""
-    sides = [list(groups[baseline]), list(groups[group])]
-    seeds = [{run.seed for run in side} for side in sides]
-    paired = seeds[0] == seeds[1] and None not in seeds[0] and all(len(side) == len(seeds[0]) for side in sides)
-    if paired:
-        sides = [sorted(side, key=lambda run: run.seed) for side in sides]
+    sides = [sorted(groups[name], key=lambda run: str(run.seed)) for name in (baseline, group)]
+    seeds = [[run.seed for run in side] for side in sides]
+    paired = seeds[0] == seeds[1] and None not in seeds[0] and len(set(seeds[0])) == len(seeds[0])
     before, after = (np.stack([run.curve.pseudo_values(PRIMARY) for run in side]) for side in sides)  # [seeds, blocks]
     # Each side's own mean is what is reported; pseudo-values differ from it by the jackknife's correction of bias.
     means = [np.mean([getattr(run.curve, PRIMARY) for run in side]) for side in sides]
@@ -251,20 +247,9 @@ def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, c
         tests = [(total, freedom), (both, freedom * (both / total) ** 2 if total else freedom), (of_data, blocks - 1)]
         radius, freedom = max((stats.t.ppf(quantile, freedom) * np.sqrt(part), freedom) for part, freedom in tests)
         p_value = max(_p_value(estimate, np.sqrt(part), freedom) for part, freedom in tests)
-    first = sides[0][0].curve
-    return Difference(
-        baseline,
-        group,
-        first.metric,
-        estimate,
-        float(radius),
-        data_radius,
-        p_value,
-        float(freedom),
-        paired,
-        confidence,
-        first.greater_is_better,
-    )
+    curve = sides[0][0].curve
+    found = estimate, float(radius), data_radius, p_value, float(freedom), paired, confidence
+    return Difference(baseline, group, curve.metric, *found, curve.greater_is_better)
 
 
 def _p_value(estimate: float, error: float, freedom: float) -> float:
@@ -296,26 +281,19 @@ class Comparison:
         return max((level for level in levels if level is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: each group's folders, summaries (mean, deviation over seeds) and cost; verdicts; a note."""
+        """Plain values: each group's folders, seeds and summaries (mean, deviation over seeds); verdicts; a note."""
         groups = {name: self._summary(runs) for name, runs in self.groups.items()}
         verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
         return {"groups": groups, "differences": verdicts, "note": self._sigma_note()}
 
     def __str__(self) -> str:
-        rows = [["", "runs", *SUMMARIES.values(), "feasible", "s/step"]]
-        groups = {name: self._summary(runs) for name, runs in self.groups.items()}
-        base_cost = next(iter(groups.values()))["step_seconds"]
-        for name, found in groups.items():
-            cost = found["step_seconds"]
+        rows = [["", "runs", *SUMMARIES.values(), "feasible"]]
+        for name, found in self.to_dict()["groups"].items():
             feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
-            ratio = f"x{cost / base_cost:.2f}" if cost and base_cost else ""
-            cells = [_format(*found[summary]) for summary in SUMMARIES]
-            rows.append([name, str(len(found["runs"])), *cells, feasible, ratio])
+            rows.append([name, str(len(found["runs"])), *(_format(*found[each]) for each in SUMMARIES), feasible])
         levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
-        metric = self.differences[0].metric
-        title = f"{metric}, mean +- standard deviation over seeds{levels}"
-        note = [found] if (found := self._sigma_note()) else []
-        return "\n".join([title, format_table(rows), *note, "", *map(str, self.differences)])
+        title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}"
+        return "\n".join([title, format_table(rows), self._sigma_note(), *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem)."""
@@ -325,19 +303,19 @@ class Comparison:
             values = np.array([getattr(curve, name) for curve in curves], dtype=float)  # of None: not a number
             found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
         feasible = [run.feasible for run in runs if run.feasible is not None]
-        seconds = [run.summary["step_seconds"] for run in runs if "step_seconds" in run.summary]
-        found["feasible"] = (sum(feasible), len(feasible)) if feasible else None
-        return found | {"step_seconds": float(np.mean(seconds)) if seconds else None}
+        return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None}
 
     def _sigma_note(self) -> str:
-        """That a noise level is not the same noise in all runs, where it is not; else nothing."""
-        sigmas = {name: [run.curve.settings.get("sigma") for run in runs] for name, runs in self.groups.items()}
-        known = [sigma for found in sigmas.values() for sigma in found if sigma]
+        """That the unit of the noise levels differs between runs; empty where it does not."""
+        found = [(name, run.curve.settings.get("sigma")) for name, runs in self.groups.items() for run in runs]
+        known = [sigma for _, sigma in found if sigma]
         if not known or max(known) <= 1.01 * min(known):
             return ""
-        words = {name: " ".join(dict.fromkeys(f"{s:.4g}" for s in found if s)) for name, found in sigmas.items()}
-        named = ", ".join(f"{found} in {name}" for name, found in words.items())
-        return f"A noise level is in units of sigma, which differs: {named}. For one sigma: `evaluate --noise_sigma`."
+        words = dict.fromkeys(f"{sigma:.4g} in {name}" for name, sigma in found if sigma)
+        return (
+            f"A noise level is in units of sigma, which differs: {', '.join(words)}. For one sigma: `evaluate "
+            "--noise_sigma`."
+        )
 
 
 def compare(
@@ -356,8 +334,8 @@ def compare(
         curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
 
     Raises:
-        ValueError: a folder was not evaluated, or is given twice (or a copy of it), fewer than two groups, runs that
-            were not evaluated alike, a confidence that is none.
+        ValueError: a folder was not evaluated, or is given twice (or a copy of it); fewer than two groups; runs that
+            were not evaluated alike; a bad confidence.
     """
     check_confidence(confidence)
     if isinstance(runs, Mapping):

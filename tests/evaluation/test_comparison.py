@@ -336,7 +336,7 @@ def test_the_table_says_where_a_level_is_not_the_same_noise(tmp_path):
         for run, sigma in zip(made, sigmas):
             run.curve.settings["sigma"] = sigma
         groups[name] = [save_run(tmp_path / f"{name}-{run.seed}", run) for run in made]
-    assert "which differs: 1 2 in erm, 2 1 in descent." in str(compare(groups))
+    assert "which differs: 1 in erm, 2 in erm, 2 in descent, 1 in descent." in str(compare(groups))
 
 
 def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
@@ -352,16 +352,15 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     assert comparison.groups["erm"][0].curve.gamma_train == 0.0
 
 
-def test_the_table_counts_cost_and_feasibility_at_the_training_level(tmp_path):
-    erm = make_run([0.5, 0.6], objective="erm", step_seconds=0.2)
-    runs = [make_run([0.5, 0.6], seed, "descent", False, 0.3) for seed in range(3)]
+def test_the_table_counts_feasible_runs_at_the_training_level(tmp_path):
+    erm = make_run([0.5, 0.6], objective="erm")
+    runs = [make_run([0.5, 0.6], seed, "descent", False) for seed in range(3)]
     for run, feasible in zip(runs, (True, False)):  # the third was not profiled at the training level
         run.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, feasible)
     # Its profile is of the problem that "auto" would have given it; it was trained to meet none.
-    supervised = make_run([0.5, 0.6], 0, "deep_supervision", step_seconds=0.3)
+    supervised = make_run([0.5, 0.6], 0, "deep_supervision")
     supervised.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, True)
     comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs, supervised)])
     rows = str(comparison).splitlines()
     row, other = (next(line for line in rows if line.startswith(arm)) for arm in ("descent ", "deep_supervision"))
-    assert row.split()[-4:] == ["1", "of", "2", "x1.50"]
-    assert "of" not in other.split() and other.endswith("x1.50")
+    assert row.split()[-3:] == ["1", "of", "2"] and "of" not in other.split()

@@ -32,15 +32,13 @@ class ConfidenceReport(Result):
     Attributes:
         accuracy, full_accuracy: with early exit, and of the last layer for all samples.
         exit_shares (float64 `[L]`): share of the samples that leave after each layer.
-        seconds, full_seconds, speedup: wall-clock time of one pass over the data, and median ratio, timed in turns.
+        speedup: median ratio of the wall-clock times of a pass over the data, timed in turns.
         threshold, batch_size: the settings.
     """
 
     accuracy: float
     full_accuracy: float
     exit_shares: np.ndarray
-    seconds: float
-    full_seconds: float
     speedup: float
     threshold: float
     batch_size: int
@@ -121,14 +119,15 @@ class ConfidenceExit:
             dataset (`Dataset` or `DataLoader`): labelled validation data, not the test data.
             max_loss (`float`): accuracy that may be lost, as a difference (0.01: 0.90 becomes 0.89).
             confidence (`float`): probability that no more is lost on other such data; in [0.5, 1).
-            settings: `data_collator`, `processing_class` and `batch_size` of [`layer_profile`].
+            settings: `batch_size`, `processing_class`, `data_collator` of [`~evaluation.scoring.Evaluation`].
 
         ValueError as when called, and for no data or a bad `max_loss` or `confidence`.
         """
-        if not max_loss >= 0:
-            raise ValueError(f"`max_loss` is {max_loss}; give the accuracy that may be lost, such as 0.01.")
-        if not 0.5 <= confidence < 1:
-            raise ValueError(f"`confidence` is {confidence}; give a probability from 0.5 to below 1, such as 0.95.")
+        if not (max_loss >= 0 and 0.5 <= confidence < 1):
+            raise ValueError(
+                f"`max_loss` is {max_loss} and `confidence` is {confidence}; give the accuracy that may be lost, such "
+                "as 0.01, and a probability from 0.5 to below 1."
+            )
         logits, labels, first = [], [], None
         with evaluating(self.model):
             for batch in load_batches(self.model, dataset, **settings):
@@ -166,8 +165,6 @@ class ConfidenceExit:
             accuracy=(logits.argmax(-1) == labels)[known].float().mean().item(),
             full_accuracy=(full.argmax(-1) == labels)[known].float().mean().item(),
             exit_shares=np.bincount(exits.cpu().numpy(), minlength=num_layers + 1)[1:] / len(exits),
-            seconds=float(np.median(seconds[0])),
-            full_seconds=float(np.median(seconds[1])),
             speedup=float(np.median(seconds[1] / seconds[0])),
             threshold=float(self.threshold),
             batch_size=rows_of(self.model, batches[0]),
@@ -307,10 +304,8 @@ def _class_logits(outputs) -> torch.Tensor:
 
 def _labels(inputs) -> torch.Tensor:
     labels = labels_of(inputs, ["labels", "label"])
-    if labels is None:
-        raise ValueError(f"A batch has the keys {sorted(inputs)} but no `labels`; give labelled data.")
-    if labels.is_floating_point():
-        raise ValueError("`labels` are numbers; early exit needs classes.")
+    if labels is None or labels.is_floating_point():
+        raise ValueError("The data has no `labels` that are classes; early exit needs them.")
     return labels
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..evaluation import layer_profile
-from ..evaluation.scoring import Evaluation, Metric, Result, evaluating, format_table, greater_is_better
+from ..evaluation.scoring import Evaluation, Result, evaluating, format_table, greater_is_better
 from .truncation import truncate
 
 
@@ -64,8 +64,6 @@ def exit_profile(
     model: nn.Module,
     dataset: Dataset | DataLoader,
     *,
-    metric: Metric = "accuracy",
-    scale: float = 1.0,
     timing_batches: int = 4,
     repeats: int = 3,
     **settings,
@@ -76,15 +74,16 @@ def exit_profile(
 
     Args:
         model (`nn.Module`): a model that [`truncate`] can cut, on its device; one shorter copy at a time is held.
-        dataset, metric, scale: see [`layer_profile`].
+        dataset (`Dataset` or `DataLoader`): labelled held-out data.
         timing_batches (`int`), repeats (`int`): batches that are timed, and timings of each model.
-        settings: `data_collator`, `processing_class` and `batch_size` of [`layer_profile`].
+        settings: `metric`, `batch_size`, `processing_class` and the other arguments of
+            [`~evaluation.scoring.Evaluation`].
 
     ValueError as of [`truncate`] and [`layer_profile`], or for a number below 1.
     """
     if timing_batches < 1 or repeats < 1:
         raise ValueError(f"`timing_batches` is {timing_batches} and `repeats` is {repeats}; both must be at least 1.")
-    profile = layer_profile(model, dataset, metric=metric, scale=scale, **settings)
+    profile = layer_profile(model, dataset, **settings)
     ratios, whole = [], []
     with evaluating(model) as device:
         batches = list(islice(load_batches(model, dataset, **settings), timing_batches))
@@ -101,19 +100,12 @@ def exit_profile(
         np.median(whole) / samples * np.array([*ratios[:-1], 1.0]),
         rows_of(model, batches[0]),
         str(device),
-        greater_is_better(metric),
+        greater_is_better(settings.get("metric", "accuracy")),
     )
 
 
-def load_batches(
-    model: nn.Module,
-    dataset: Dataset | DataLoader,
-    data_collator: Callable | None = None,
-    processing_class: Any | None = None,
-    batch_size: int = 32,
-) -> Iterator[dict[str, Any]]:
+def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Iterator[dict[str, Any]]:
     """Batches of `dataset` in order, collated as `Trainer` does, on the model's device; ValueError for none."""
-    settings = {"data_collator": data_collator, "processing_class": processing_class, "batch_size": batch_size}
     batch = None
     for _, batch in Evaluation(model, dataset, **settings).batches():
         yield dict(batch)

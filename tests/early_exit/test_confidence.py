@@ -241,7 +241,7 @@ def test_bad_arguments_to_confidence_exit_are_named():
     multi_label.config.problem_type = "multi_label_classification"
     with pytest.raises(ValueError, match="several labels a sample"):
         ConfidenceExit(multi_label)
-    with pytest.raises(ValueError, match="`labels` are numbers"):
+    with pytest.raises(ValueError, match="no `labels` that are classes"):
         ConfidenceExit(bert()).calibrate([row | {"labels": torch.rand(3)} for row in toy_rows(4)])
     with pytest.raises(ValueError, match="`dataset` is empty"):
         ConfidenceExit(bert(), threshold=0.5).evaluate([])

@@ -67,7 +67,7 @@ def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):
     run = tmp_path / "descent"
     trainer.create_model_card()
     ExitProfile("accuracy", [0.5, 0.6, 0.7], [1, 1, 1], [1, 2, 3], 8).to_json(run / "exit_profile.json")
-    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 1.0, 2.0, 2.0, 0.1, 8).to_json(run / "confidence_exit.json")
+    ConfidenceReport(0.69, 0.7, [0.5, 0.25, 0.25], 2.0, 0.1, 8).to_json(run / "confidence_exit.json")
     SpeculationProfile([0.5, 0.9], [math.nan, 30], 20, [math.nan, 1]).to_json(run / "speculation_profile.json")
     cli.main(["card", str(run), "--baseline", str(tmp_path / "erm"), "--limits", "A toy.", "--license", "mit"])
     card, text = read(run)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from .commands.arguments import flags_of, parse_recipe, recorded
+from .commands.arguments import parse_recipe
 from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
 
@@ -32,7 +32,6 @@ COMMANDS = {
 }
 
 
-# Told one of these, a command takes none of the others from a record: they say together which rows are measured.
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     """Turns a command line into the command's module and the arguments of its `run`.
 
@@ -67,12 +66,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         return module, parse_recipe(module.argument_types, args.arguments, prog=prog, description=summary)
     command_parser = argparse.ArgumentParser(prog=prog, description=summary, allow_abbrev=False)
     module.add_arguments(command_parser)
-    parsed = command_parser.parse_args(args.arguments)
-    if hasattr(parsed, "model"):
-        known = recorded([parsed.model], flags_of(args.arguments))
-        command_parser.set_defaults(**{name: value for name, value in known.items() if hasattr(parsed, name)})
-        parsed = command_parser.parse_args(args.arguments)
-    return module, (parsed,)
+    return module, (command_parser.parse_args(args.arguments),)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,8 +6,6 @@ import pytest
 import torch
 from accelerate.logging import MultiProcessAdapter
 
-from hf_descent.models import unrolling
-
 
 # No test may reach the network or a tracker.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
@@ -42,43 +40,6 @@ def evaluate_modules(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         yield
-
-
-@pytest.fixture
-def check_bfloat16():
-    """check(model, batch): a denoiser in bfloat16 takes a float32 batch, and answers as in full precision."""
-
-    def check(model, batch):
-        expected = model(**batch).logits
-        outputs = model.bfloat16()(**batch)
-        assert outputs.logits.dtype == torch.bfloat16 and outputs.loss.dtype == torch.float32
-        assert (outputs.logits - expected).abs().max() < 0.03 * expected.abs().max()
-
-    return check
-
-
-@pytest.fixture
-def check_eager_attention(monkeypatch):
-    """check(build, batch): three layers compute the same by the explicit formula, chosen at the start or later."""
-    calls, function = [], unrolling.explicit_symmetric_attention
-
-    def counting(*args, **kwargs):
-        calls.append(function(*args, **kwargs))
-        return calls[-1]
-
-    monkeypatch.setattr(unrolling, "explicit_symmetric_attention", counting)
-
-    def check(build, batch):
-        model = build()
-        expected = model(**batch).logits
-        assert not calls
-        torch.testing.assert_close(build(attn_implementation="eager")(**batch).logits, expected)
-        assert len(calls) == 3
-        model.set_attn_implementation("eager")
-        torch.testing.assert_close(model(**batch).logits, expected)
-        assert len(calls) == 6
-
-    return check
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_answers_are_of_the_instructions_that_are_there(tmp_path, monkeypatch):
         patch.setattr(generate, "atomic_write", killed)  # all are answered, and none of it is in its file
         with pytest.raises(Interrupted):
             job("a bad film").run()
-    assert (first.folder / "answers-0.5.json.partial").exists()
+    assert list(first.folder.glob("answers-0.5.json.*.partial"))
     assert answered(job("the acting")) == ["the acting"]
 
 
@@ -262,7 +262,7 @@ def test_a_table_is_run_interrupted_resumed_and_collected(workplace, started, mo
 @pytest.mark.parametrize("n_trials", ["0", "1"])
 def test_a_failed_start_does_not_bind_its_folder(workplace, started, n_trials):
     argv = figure1(workplace, f"failed-{n_trials}", "--arms", "erm+noise", "--seeds", "0", "--n_trials", n_trials)
-    with pytest.raises(ValueError, match="the tokenizer's limit is 32"):
+    with pytest.raises(ValueError, match="32 tokens at most"):
         reproduce.main([*argv, "max_seq_length=99"])
     started.clear()
     reproduce.main([*argv, "max_steps=2"])

@@ -4,13 +4,15 @@ import argparse
 import dataclasses
 import os
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 
+# Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
     "validation_file", "test_file", "data_layout", "data_dir", "train_files", "test_files",
@@ -64,11 +66,7 @@ def absolute(name: str, value: Any) -> Any:
 
 
 def parse_recipe(
-    argument_types: Sequence[type],
-    argv: Sequence[str],
-    ignore_unknown_keys: bool = False,
-    models: Sequence[str] = (),
-    **parser_kwargs,
+    argument_types: Sequence[type], argv: Sequence[str], models: Sequence[str] = (), **parser_kwargs
 ) -> tuple:
     """Parses flags into dataclasses; a YAML file named by `--config` gives defaults, and flags win over it.
 
@@ -77,15 +75,14 @@ def parse_recipe(
             Dataclasses as `transformers.HfArgumentParser` takes them.
         argv (sequence of `str`):
             The flags.
-        ignore_unknown_keys (`bool`):
-            Pass over what else the file sets, as the recipe of another command does.
         models (sequence of `str`):
-            Finished runs, whose records give what neither flags nor the file do.
+            Finished runs, whose records give what neither flags nor the file do. The file may then be the recipe of
+            their training: what else it sets is left out.
         parser_kwargs:
             Passed to the parser (`prog`, `description`, ...).
 
     Raises:
-        ValueError: the file is missing, is not a mapping, or has keys that no dataclass has; or a flag is unknown.
+        ValueError: the file is not a mapping, or has keys that no dataclass has; or a flag is unknown.
     """
     from transformers import HfArgumentParser  # takes seconds: not for `hf-descent --help`
 
@@ -98,7 +95,7 @@ def parse_recipe(
     fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
     if config_path is not None:
         values = load_recipe(config_path)
-        if ignore_unknown_keys:
+        if models:
             values = {name: value for name, value in values.items() if name in fields}
         elif unknown := sorted(set(values) - fields):
             raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
@@ -111,24 +108,30 @@ def parse_recipe(
     return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
 
 
-def check_least(args: Any, least: Mapping[str, float]) -> None:
-    """ValueError where an argument named in `least` is given, and is not at least that."""
-    for name, bound in least.items():
-        value = getattr(args, name)
-        if value is not None and not value >= bound:
-            raise ValueError(f"`{name}` is {value}; give at least {bound}, or leave it out.")
+def models_of(argv: Sequence[str]) -> list[str]:
+    """The words before the first flag."""
+    return list(takewhile(lambda word: not word.startswith("-"), argv))
 
 
-def writable_folder(argument: str, path: str | Path) -> Path:
-    """The folder `path`, made where it is missing; ValueError where nothing can be written there, to be said before
-    anything is measured."""
-    try:
-        os.makedirs(path, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise ValueError(
-            f"Nothing can be written into {str(path)!r} ({error.strerror}); name another folder by `{argument}`."
-        ) from error
+def parse_models(
+    argument_types: Sequence[type], argv: Sequence[str], prog: str, description: str, most: int | None = 1
+) -> tuple:
+    """Parses `MODEL... [--config RECIPE] [flags]` (see [`parse_recipe`]) into the models and the dataclasses.
+
+    Raises:
+        ValueError: there is no model, or more than `most`.
+    """
+    models, usage = models_of(argv), f"{prog} MODEL{'' if most else '...'} [--config RECIPE] [flags]"
+    if not {"-h", "--help"} & {*argv} and not 0 < len(models) <= (most or len(models)):
+        raise ValueError(f"The models are {models or 'missing'}: `{usage}`.")
+    kwargs = {"prog": prog, "usage": usage, "description": description}
+    return models, *parse_recipe(argument_types, argv[len(models) :], models, **kwargs)
+
+
+def writable_folder(path: str | Path) -> Path:
+    """The folder `path`, made where it is missing; OSError where nothing can be written there."""
+    os.makedirs(path, exist_ok=True)
+    tempfile.TemporaryFile(dir=path).close()
     return Path(path)
 
 
@@ -136,10 +139,8 @@ def load_recipe(path: str) -> dict[str, Any]:
     """Reads a recipe: a YAML mapping of argument names to values.
 
     Raises:
-        ValueError: the file is missing or does not hold a mapping with string keys.
+        ValueError: the file does not hold a mapping with string keys.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"`--config` is {path!r}, and there is no such file.")
     values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError(f"{path} must hold lines of the form `argument: value`.")

@@ -1,12 +1,14 @@
 """`hf-descent classify`: fine-tune a text classifier, then report it per layer and under noise."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from transformers import AutoModelForSequenceClassification, EvalPrediction, PreTrainedModel, set_seed
-from transformers.utils import is_peft_available
+from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig
+from ..data.splits import check_arguments
 from ..data.text import DataArguments, load_text_classification, most_tokens, tokenize
 from ..loading import load_tokenizer
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
@@ -14,56 +16,41 @@ from ..trainer import DescentTrainer
 from .training import OutputArguments, report, resume_choice, train_and_report
 
 
-POOLING = {"head": None, "cls_linear": "cls", "mean_linear": "mean"}
-
-
 @dataclass
 class ModelArguments(OutputArguments):
     """Which model, how its layers are read out, and whether it is adapted by LoRA."""
 
-    model_name_or_path: str = field(metadata={"help": "Model on the Hub or in a local folder."})
-    pooling: str = field(
+    model_name_or_path: str = HfArg(help="Model on the Hub or in a local folder.")
+    pooling: Literal["head", "cls_linear", "mean_linear"] = HfArg(
         default="head",
-        metadata={
-            "help": "Readout of every layer: `head` (the model's own), or one linear layer on the first token "
-            "(`cls_linear`, the paper's) or on the mean of the tokens (`mean_linear`)."
-        },
+        help="Readout of every layer: `head` (the model's own), or one linear layer on the first token (`cls_linear`, "
+        "the paper's) or on the mean of the tokens (`mean_linear`).",
     )
-    unrolled_layers: int | None = field(
-        default=None,
-        metadata={"help": "Train an unrolled transformer (UT) of this depth on the token embeddings of that model."},
+    unrolled_layers: int | None = HfArg(
+        default=None, help="Train an unrolled transformer (UT) of this depth on the token embeddings of that model."
     )
-    freeze_embeddings: bool = field(
-        default=False,
-        metadata={
-            "help": "Leave the token embeddings as they are. Trained at a large rate they outgrow the noise, whose "
-            "scale is theirs before training."
-        },
+    freeze_embeddings: bool = HfArg(
+        default=False, help="Do not train the token embeddings; at a large rate they outgrow the noise."
     )
-    use_peft: bool = field(default=False, metadata={"help": "Train LoRA adapters and the head, not the whole model."})
-    lora_r: int = field(default=8, metadata={"help": "Rank of the adapters."})
-    lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters, divided by their rank."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
+    use_peft: bool = HfArg(default=False, help="Train LoRA adapters and the head, not the whole model.")
+    lora_r: int = HfArg(default=8, help="Rank of the adapters.")
+    lora_alpha: int = HfArg(default=16, help="Scale of the adapters, divided by their rank.")
+    lora_dropout: float = HfArg(default=0.0, help="Dropout before the adapters.")
 
     def __post_init__(self):
-        if self.pooling not in POOLING:
-            raise ValueError(f"`pooling` is {self.pooling!r}; choose one of {', '.join(POOLING)}.")
-        if self.unrolled_layers is not None and (self.unrolled_layers < 1 or self.pooling != "head"):
+        check_arguments(self, {})
+        if self.unrolled_layers is not None and (self.use_peft or self.pooling != "head"):
             raise ValueError(
-                f"`unrolled_layers` is {self.unrolled_layers} and `pooling` {self.pooling!r}; give a depth of at "
-                "least 1 and `head`: a UT reads out the mean of its tokens by one linear layer."
+                "`unrolled_layers` takes neither `use_peft` nor another `pooling`: a UT has no layers to adapt, and "
+                "reads out the mean of its tokens."
             )
-        if self.unrolled_layers is not None and self.use_peft:
-            raise ValueError("`use_peft` with `unrolled_layers`: a UT has no linear layers to adapt. Leave one out.")
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)
 
 
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (metrics and layer losses on
-    the validation and test rows), `noise_curve.json` and `layer_profile.json` (on the test rows where there are any),
-    the latter also at the training level, as `layer_profile_gamma_LEVEL.json`.
+    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`].
 
     Raises:
         ValueError: the data does not fit the arguments, or the output folder is not empty.
@@ -93,11 +80,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
-    """The classifier that `args` names, with one output for each of `classes`.
-
-    Raises:
-        ImportError: `use_peft` without PEFT.
-    """
+    """The classifier that `args` names, with one output for each of `classes`."""
     labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     if args.unrolled_layers is not None:
         model = UTForSequenceClassification.from_embeddings(
@@ -107,14 +90,12 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
         model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **labels)
     else:
         model = LinearReadoutForSequenceClassification.from_encoder(
-            args.model_name_or_path, POOLING[args.pooling], **labels
+            args.model_name_or_path, args.pooling.removesuffix("_linear"), **labels
         )
     if args.freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
     if not args.use_peft:
         return model
-    if not is_peft_available():
-        raise ImportError("`use_peft` needs PEFT: `pip install hf_descent[peft]`.")
     from peft import LoraConfig, get_peft_model
 
     # The head is new, and often more than the one layer that PEFT would think of.

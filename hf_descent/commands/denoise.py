@@ -4,17 +4,18 @@ UT and DUST denoise the patches that the frames of a clip show at one place; a V
 """
 
 import os
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
+from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig
-from ..data.denoising import ImageTask, PatchTask, draw_rows, some_clips
+from ..data.denoising import DenoisingTask, ImageTask, PatchTask
+from ..data.splits import check_arguments
 from ..data.video import VideoArguments, load_clips
 from ..evaluation.plots import plot_strip
 from ..evaluation.scoring import Result
@@ -25,7 +26,6 @@ from ..trainer import DescentTrainer
 from .training import OutputArguments, metrics_of, resume_choice, train_and_report
 
 
-ARCHITECTURES = ("ut", "dust", "vit")
 SIGMA_ROWS = 4096  # rows from which the deviation of the clean signal is measured
 
 
@@ -33,36 +33,27 @@ SIGMA_ROWS = 4096  # rows from which the deviation of the clean signal is measur
 class ModelArguments(OutputArguments):
     """Which denoiser, and how it is reported."""
 
-    architecture: str = field(metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
-    num_layers: int = field(default=5, metadata={"help": "Depth of UT and DUST. A ViT has its own."})
-    attention_step: float | None = field(
+    architecture: Literal["ut", "dust", "vit"] = HfArg(help="Kind of the denoiser.")
+    num_layers: int = HfArg(default=5, help="Depth of UT and DUST. A ViT has its own.")
+    attention_step: float | None = HfArg(
+        default=None, help="UT: share of the way to the attention output that a layer goes (default: 2 / num_layers)."
+    )
+    dictionary_size: int = HfArg(default=512, help="DUST: columns of the dictionary.")
+    shared_dictionary: bool = HfArg(default=False, help="DUST: one dictionary for all layers.")
+    sparsity: float = HfArg(default=0.01, help="DUST: weight of the codes' absolute values.")
+    coupling: float = HfArg(default=5.0, help="DUST: weight of the attention energy.")
+    curvature: float = HfArg(default=3.0, help="DUST: c, the inverse step size.")
+    model_name_or_path: str | None = HfArg(default=None, help="ViT: pretrained encoder, on the Hub or in a folder.")
+    readout: Literal["patches", "linear"] = HfArg(default="patches", help="ViT: `linear` where the sizes differ.")
+    loss_gamma: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "UT: share of the way to the attention output that a layer goes; 2 / `num_layers` where not given."
-        },
+        help="Give losses in units of the noisy input's own at this noise level (default: half the sum of squares).",
     )
-    dictionary_size: int = field(default=512, metadata={"help": "DUST: columns of the dictionary."})
-    shared_dictionary: bool = field(default=False, metadata={"help": "DUST: one dictionary for all layers."})
-    sparsity: float = field(default=0.01, metadata={"help": "DUST: weight of the codes' absolute values."})
-    coupling: float = field(default=5.0, metadata={"help": "DUST: weight of the attention energy."})
-    curvature: float = field(default=3.0, metadata={"help": "DUST: c, the inverse step size."})
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "ViT: pretrained encoder on the Hub or in a local folder."}
-    )
-    readout: str = field(default="patches", metadata={"help": "ViT: `patches`, or `linear` where the sizes differ."})
-    loss_gamma: float | None = field(
-        default=None,
-        metadata={
-            "help": "Give the losses in units of the noisy input's own at this noise level. Where not given, they "
-            "are half the sum of squares over a sample, as in the paper."
-        },
-    )
-    noise_draws: int = field(default=1, metadata={"help": "Draws of the noise at each level of the final report."})
-    picture_gamma: float = field(default=0.25, metadata={"help": "Noise level of the picture."})
+    noise_draws: int = HfArg(default=1, help="Draws of the noise at each level of the final report.")
+    picture_gamma: float = HfArg(default=0.25, help="Noise level of the picture.")
 
     def __post_init__(self):
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(f"`architecture` is {self.architecture!r}; choose one of {', '.join(ARCHITECTURES)}.")
+        check_arguments(self, {"noise_draws": 1, "picture_gamma": 0})
         if (self.architecture == "vit") != (self.model_name_or_path is not None):
             raise ValueError(
                 f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}: a ViT "
@@ -70,9 +61,6 @@ class ModelArguments(OutputArguments):
             )
         if self.loss_gamma is not None and not self.loss_gamma > 0:
             raise ValueError(f"`loss_gamma` is {self.loss_gamma}; give a positive noise level or leave it out.")
-        for name, least in (("num_layers", 1), ("noise_draws", 1), ("picture_gamma", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; give at least {least}.")
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)
@@ -80,23 +68,26 @@ argument_types = (ModelArguments, VideoArguments, DescentConfig)
 
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
-    mean, layer losses); on the test rows where there are any, else on the validation rows, `layer_profile.json` (at
-    the training level), `noise_curve.json` and `strip.png`, a frame of a clip.
+    mean, layer losses). Of the test rows where there are any, else of the validation rows, there are
+    `layer_profile.json` (at the training level), `noise_curve.json` and `strip.png`, a frame of a clip.
 
     Raises:
         ValueError: the videos do not fit the arguments, or the output folder is not empty.
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
     set_seed(args.seed)
-    task = ImageTask(model_args.model_name_or_path) if model_args.architecture == "vit" else PatchTask(data_args)
+    if model_args.architecture == "vit":
+        task = ImageTask(model_args.model_name_or_path)
+    else:
+        task = PatchTask(data_args.frame_size, data_args.patch_size)
     with args.main_process_first(desc="decoding the videos"):
         clips = load_clips(data_args)
-        rows = {name: draw_rows(task.rows(split), name, data_args) for name, split in clips.items()}
+        rows = {name: data_args.draw(name, task.rows(split)) for name, split in clips.items()}
     if args.noise_sigma is None:
         args.noise_sigma = measure_sigma(rows["train"], task)
-    model = build_model(model_args, data_args, task, args.noise_sigma, next(iter(rows["train"])))
+    model = build_model(model_args, task, args.noise_sigma, rows["train"][0])
     model.config.noise_sigma = args.noise_sigma  # also where training is without noise: the tests are not
-    args.remove_unused_columns = False  # there are none, and a stream's cannot be told
+    args.remove_unused_columns = False  # there are none
 
     trainer = DescentTrainer(
         model,
@@ -106,41 +97,34 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         data_collator=task.collate,
         processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
     )
-    report = partial(report_all, trainer, task, rows, clips, model_args)
-    train_and_report(trainer, resume, report, model_args, data_args)
+
+    def report_all():
+        kept = "test" if "test" in rows else "validation"
+        # It comes last, since the trainer's card is of what was measured last.
+        for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
+            results = report(trainer, task, name, rows[name], model_args.noise_draws)
+        draw(trainer, task, clips[kept], model_args.picture_gamma)
+        if trainer.is_world_process_zero():
+            RunFolder(args.output_dir).write(results)
+            print(f"Written to {args.output_dir}")
+
+    train_and_report(trainer, resume, report_all, model_args, data_args)
 
 
-def report_all(trainer: DescentTrainer, task, rows: dict, clips: dict, model_args: ModelArguments) -> None:
-    """Reports on every split but the training one. Of the test split, or else the validation split, there are result
-    files and a picture."""
-    folder, is_main = trainer.args.output_dir, trainer.is_world_process_zero()
-    kept = "test" if "test" in rows else "validation"
-    # It comes last, since the trainer's card is of what was measured last.
-    for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
-        results = report(trainer, task, name, rows[name], model_args.noise_draws)
-    if is_main:
-        RunFolder(folder).write(results)
-    draw(trainer, task, clips[kept], model_args.picture_gamma)
-    if is_main:
-        print(f"Written to {folder}")
-
-
-def measure_sigma(rows: Dataset | IterableDataset, task: PatchTask | ImageTask) -> float:
+def measure_sigma(rows: Dataset, task: DenoisingTask) -> float:
     """Deviation of the clean signal in the model's units, from the first rows."""
-    batches = (task.collate(list(batch))["pixel_values"] for batch in _batched(islice(rows, SIGMA_ROWS), 64))
-    return deviation_from_moments(sum(moments_of(batch) for batch in batches))
+    rows = rows.select(range(min(SIGMA_ROWS, len(rows))))
+    return deviation_from_moments(sum(moments_of(task.batch(batch["pixel_values"])) for batch in rows.iter(64)))
 
 
-def build_model(
-    args: ModelArguments, data_args: VideoArguments, task: PatchTask | ImageTask, sigma: float, row: dict
-) -> PreTrainedModel:
+def build_model(args: ModelArguments, task: DenoisingTask, sigma: float, row: dict) -> PreTrainedModel:
     """The denoiser that `args` names, for rows like `row`."""
     num_values = task.collate([row])["pixel_values"].numel()
     loss_scale = 0.5 if args.loss_gamma is None else 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
     if args.architecture == "vit":
         model = ViTForDenoising.from_encoder(args.model_name_or_path, readout=args.readout, loss_scale=loss_scale)
         return model.train()
-    sizes = {"hidden_size": data_args.patch_size**2, "num_hidden_layers": args.num_layers, "loss_scale": loss_scale}
+    sizes = {"hidden_size": task.patch_size**2, "num_hidden_layers": args.num_layers, "loss_scale": loss_scale}
     if args.architecture == "ut":
         # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.
         step = min(1.0, 2 / args.num_layers) if args.attention_step is None else args.attention_step
@@ -149,7 +133,9 @@ def build_model(
     return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
 
 
-def report(trainer: DescentTrainer, task, split: str, rows, noise_draws: int) -> dict[str, Result]:
+def report(
+    trainer: DescentTrainer, task: DenoisingTask, split: str, rows: Dataset, noise_draws: int
+) -> dict[str, Result]:
     """Measures the model on a split at every noise level and at every layer, and prints the tables."""
     args = trainer.args
     shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
@@ -166,24 +152,15 @@ def report(trainer: DescentTrainer, task, split: str, rows, noise_draws: int) ->
     return results
 
 
-def draw(trainer: DescentTrainer, task, clips, gamma: float) -> None:
+@torch.no_grad()
+def draw(trainer: DescentTrainer, task: DenoisingTask, clips: Dataset, gamma: float) -> None:
     """Draws the middle frame of one clip at the noise level `gamma`: `strip.png`."""
-    clip = task.preprocess(some_clips(clips, 1)[0]["frames"])  # [frames, height, width]
+    clip = task.preprocess(clips.with_format("numpy")[len(clips) // 2]["frames"])  # [frames, height, width]
     deviation = gamma * trainer.args.noise_sigma / task.pixel_range
     noisy = clip + deviation * np.random.default_rng(trainer.args.seed).standard_normal(clip.shape)
-    denoised = _denoise(trainer.accelerator.unwrap_model(trainer.model).eval(), task, noisy)
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    denoised = task.frames(model(task.inputs(noisy).to(model.device)).logits.float().cpu())
     if trainer.is_world_process_zero():  # a sharded model runs on all processes together
         middle = len(clip) // 2
         strip = plot_strip(clip[middle], noisy[middle], denoised[middle], f"noise level {gamma:g}")
         strip.savefig(os.path.join(trainer.args.output_dir, "strip.png"), dpi=120)
-
-
-@torch.no_grad()
-def _denoise(model, task, noisy: np.ndarray) -> np.ndarray:
-    return task.frames(model(task.inputs(noisy).to(model.device)).logits.float().cpu())
-
-
-def _batched(rows, size: int):
-    rows = iter(rows)
-    while batch := list(islice(rows, size)):
-        yield batch

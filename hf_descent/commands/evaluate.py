@@ -10,23 +10,19 @@ the same noise, so that `hf-descent compare` can pair them. Results go into each
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from transformers import (
-    AutoModelForImageToImage,
-    DataCollatorForSeq2Seq,
-    PreTrainedModel,
-)
-from transformers.utils import logging
+from transformers import DataCollatorForSeq2Seq, PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig, upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
-from ..data.denoising import ImageTask, PatchTask, draw_rows
+from ..data.denoising import load_denoiser
+from ..data.splits import check_arguments
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import certify, layer_profiles, noise_curve
@@ -36,10 +32,8 @@ from ..loading import architecture_of, best_device, load_model, load_tokenizer, 
 from ..privacy import privacy_curve
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
-from .arguments import check_least, parse_recipe, record_of, writable_folder
+from .arguments import models_of, parse_models, record_of, writable_folder
 
-
-logger = logging.get_logger(__name__)
 
 CURVES = ("noise_curve", "privacy_curve", *(f"{kind.name}_curve" for kind in (Typos, salt_and_pepper)))
 
@@ -48,56 +42,41 @@ CURVES = ("noise_curve", "privacy_curve", *(f"{kind.name}_curve" for kind in (Ty
 class EvaluateArguments:
     """What is measured."""
 
-    eval_gammas: list[float] = field(
-        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0],
-        metadata={"help": "Noise levels of the curve."},
+    eval_gammas: list[float] = HfArg(
+        default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0], help="Noise levels of the curve."
     )
-    draws: int = field(default=3, metadata={"help": "Draws of the noise at each level."})
-    noise_seed: int = field(
-        default=0, metadata={"help": "Seed of the noise. Not `seed`: runs that differ by that share their noise."}
+    draws: int = HfArg(default=3, help="Draws of the noise at each level.")
+    noise_seed: int = HfArg(default=0, help="Seed of the noise. Not `seed`: runs that differ in it share their noise.")
+    noise_sigma: float | None = HfArg(
+        default=None, help="Deviation of the clean signal, for all models (default: the one saved with each)."
     )
-    noise_sigma: float | None = field(
-        default=None,
-        metadata={"help": "Deviation of the clean signal, for all models; the one saved with each where not given."},
+    profile_gammas: list[float] | None = HfArg(
+        default=None, help="Noise levels of the layer profiles (default: 0, the training's, the largest of the curve)."
     )
-    profile_gammas: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "Noise levels of the layer profiles. Without noise, at the training level and at the largest of "
-            "`eval_gammas` where not given."
-        },
+    perturbation_rates: list[float] | None = HfArg(
+        default=None, help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."
     )
-    perturbation_rates: list[float] | None = field(
-        default=None,
-        metadata={"help": "Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."},
+    epsilons: list[float] | None = HfArg(
+        default=None, help="Also measure the metric where the embeddings are noisy enough for these epsilons."
     )
-    epsilons: list[float] | None = field(
-        default=None,
-        metadata={"help": "Also measure the metric where the embeddings are noisy enough for these epsilons."},
+    delta: float = HfArg(default=1e-5, help="Delta of that (epsilon, delta) privacy.")
+    private_tokens: int = HfArg(default=1, help="Tokens that an epsilon protects together.")
+    confidence: float = HfArg(default=0.95, help="Confidence of the certificates.")
+    per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
+    feasibility_tolerance: float | None = HfArg(
+        default=None, help="Largest violation of a feasible layer, as a fraction of f_0 (default: as in the training)."
     )
-    delta: float = field(default=1e-5, metadata={"help": "Delta of that (epsilon, delta) privacy."})
-    private_tokens: int = field(default=1, metadata={"help": "Tokens that an epsilon protects together."})
-    confidence: float = field(default=0.95, metadata={"help": "Confidence of the certificates."})
-    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Rows in a batch; it fixes the noise."})
-    feasibility_tolerance: float | None = field(
-        default=None,
-        metadata={
-            "help": "A layer is feasible when its violation is at most this fraction of f_0; as in the model's "
-            "training where not given."
-        },
-    )
-    results_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folder for the results, one folder a model in it; the models' own if not given."},
+    results_dir: str | None = HfArg(
+        default=None, help="Folder for a folder of results a model (default: the models')."
     )
 
     def __post_init__(self):
         check_confidence(self.confidence)
-        check_least(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
-        check_least(self, {"noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST})
+        check_arguments(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
+        check_arguments(self, {"noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST})
         for name, most in (("eval_gammas", LARGEST), ("profile_gammas", LARGEST), ("perturbation_rates", 1)):
-            levels = getattr(self, name)
-            if levels is not None and not all(0 <= level <= most for level in levels):
+            levels = getattr(self, name) or []
+            if not all(0 <= level <= most for level in levels):
                 raise ValueError(f"`{name}` is {levels}; give numbers from 0 to {most:g}.")
 
 
@@ -123,8 +102,7 @@ def classification_task(name: str, args: DataArguments) -> Task:
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
-    tokenizer = load_tokenizer(name)
-    model = load_model(name)
+    tokenizer, model = load_tokenizer(name), load_model(name)
     rows = _held_out(load_alpaca(args, tokenizer))
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
@@ -135,11 +113,8 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
 
 def denoising_task(name: str, args: VideoArguments) -> Task:
     """RMSE of a denoiser on the 0-255 scale."""
-    model = AutoModelForImageToImage.from_pretrained(name)
-    task = ImageTask(name) if model.config.model_type.startswith("vit") else PatchTask(args)
-    clips = load_clips(args)
-    split = "test" if "test" in clips else "validation"
-    rows = draw_rows(task.rows(clips[split]), split, args)
+    model, task = load_denoiser(name, args.frame_size)
+    rows = args.draw("test", task.rows(_held_out(load_clips(args))))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
     return Task(model, rows, settings, rows, dead_pixels)
 
@@ -168,27 +143,16 @@ def task_of(model: str) -> tuple[type, Any]:
         if architecture.endswith(ending):
             return task
     raise ValueError(
-        f"{model} is a {architecture}; `hf-descent evaluate` serves architectures that end in {', '.join(TASKS)}. Use "
-        "`noise_curve` and `layer_profile` in a script of your own."
+        f"{model} is a {architecture}; `hf-descent evaluate` takes architectures that end in {', '.join(TASKS)}. Use "
+        "`noise_curve` and `layer_profile` in a script."
     )
 
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], EvaluateArguments, Any]:
-    """Models up to the first flag, then flags and `--config`; a recipe's training arguments are passed over."""
-    names = list(takewhile(lambda word: not word.startswith("-"), argv))
+    """The models, what is measured, and the data of the first model's task."""
+    names = models_of(argv)
     data_arguments = task_of(names[0])[0] if names else DataArguments
-    args, data_args = parse_recipe(
-        (EvaluateArguments, data_arguments),
-        argv[len(names) :],
-        ignore_unknown_keys=True,
-        models=names,
-        prog=prog,
-        usage=f"{prog} MODEL... [--config RECIPE] [flags]",
-        description=description,
-    )
-    if not names:
-        raise ValueError(f"No models: `{prog} MODEL... --config RECIPE`.")
-    return names, args, data_args
+    return parse_models((EvaluateArguments, data_arguments), argv, prog, description, most=None)
 
 
 def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
@@ -204,7 +168,7 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
     if len(set(folders)) < len(folders):
         raise ValueError(f"Models of one name would overwrite each other's results: {folders}; evaluate them apart.")
     for folder in folders:
-        writable_folder("results_dir", folder)
+        writable_folder(folder)
     for name, folder in zip(names, folders):
         print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
 
@@ -252,14 +216,9 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         model, task.rows, args.eval_gammas, gamma_train=gamma_train, draws=args.draws, **shared
     )
     if args.perturbation_rates is not None:
-        results[f"{task.perturbation.name}_curve"] = noise_curve(
-            model,
-            task.perturbed_rows,
-            args.perturbation_rates,
-            perturbation=task.perturbation,
-            draws=args.draws,
-            **shared,
-        )
+        settings = shared | {"perturbation": task.perturbation, "draws": args.draws}
+        curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)
+        results[f"{task.perturbation.name}_curve"] = curve
 
     problem, tolerance = DescentProblem.saved_in(summary), 0.0
     if problem is not None:

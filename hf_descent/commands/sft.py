@@ -21,9 +21,7 @@ argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)
 
 
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (metrics and layer losses on
-    the validation and test rows), `layer_profile.json` and, where noise levels are given, `noise_curve.json` (on the
-    test rows where there are any).
+    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`].
 
     Raises:
         ValueError: the data does not fit the arguments, or the output folder is not empty.

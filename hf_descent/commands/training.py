@@ -3,10 +3,11 @@
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import DatasetDict
+from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig
 from ..evaluation.scoring import Result
@@ -27,9 +28,8 @@ AFTER_TRAINING = (
 class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
 
-    overwrite_output_dir: bool = field(
-        default=False,
-        metadata={"help": "Train from scratch into a folder that is not empty; nothing in it is deleted."},
+    overwrite_output_dir: bool = HfArg(
+        default=False, help="Train from scratch into a folder that is not empty; nothing in it is deleted."
     )
 
 
@@ -83,7 +83,12 @@ def train_and_report(
 
 
 def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accuracy") -> None:
-    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables."""
+    """Evaluates on the validation and test rows, writes the result files, and prints them as short tables.
+
+    `all_results.json` has the metrics and layer losses on both. Of the test rows where there are any there is
+    `layer_profile.json`, also at the training level (`layer_profile_gamma_LEVEL.json`) and, where noise levels are
+    given, `noise_curve.json`.
+    """
     args = trainer.args
     scores = f"{'':10} {'accuracy':>10} {'loss':>10}"
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})

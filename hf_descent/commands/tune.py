@@ -1,10 +1,9 @@
 """`hf-descent tune COMMAND --config RECIPE`: search the settings of a recipe on validation rows, by Optuna.
 
-Every trial is a whole run of the command (`classify`, ...) in a folder of its own, judged by the metric at one stated
-noise level on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output
-folder, under a name that tells their settings: the same search goes on after an interruption (one process at a time),
-another one starts from the beginning. Feasible trials rank before infeasible ones, but for baselines, which have no
-constraints.
+Every trial is a whole run of the command (`classify`, ...) in its own folder, judged by the metric at one noise level
+on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output folder, under a
+name made of their settings: the same search goes on after an interruption (one process at a time), another one starts
+from the beginning. Feasible trials rank before infeasible ones; baselines have no constraints.
 
 The paper searched with 5 runs for language (Bayesian), and by a grid for video (section 4, appendix B).
 """
@@ -16,12 +15,15 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from operator import index
-from typing import Any
+from typing import Any, Literal
+
+from transformers.hf_argparser import HfArg
 
 from ..constraints.problem import LARGEST
+from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
 from ..files import atomic_write
 from ..runs import training_arguments
@@ -36,32 +38,35 @@ GRID = {
     "dual_learning_rate": (1e-3, 1e-2, 1e-1),
     "resilience": (0.001, 0.05),
 }
-PENALTY_RANGE, PENALTY_GRID = (0.03, 10.0), (0.1, 1.0, 10.0)  # of the baselines with a `penalty_coefficient`
+PENALTY_RANGE, PENALTY_GRID = (0.03, 10.0), (0.1, 1.0, 10.0)
+# The settings of each objective that have a range; of the others the learning rate alone.
+PENALTY_SETTINGS = ("learning_rate", "descent_alpha", "initial_loss_bound", "penalty_coefficient")
+SEARCHED = {
+    "descent": tuple(RANGES),
+    "hinge": PENALTY_SETTINGS,
+    "quadratic": PENALTY_SETTINGS,
+    "deep_supervision": ("penalty_coefficient", "learning_rate"),
+}
 
 
 @dataclass
 class TuneArguments:
     """How settings are searched."""
 
-    n_trials: int = field(default=5, metadata={"help": "Runs to make in all; a resumed study makes the rest."})
-    search: str = field(
+    n_trials: int = HfArg(default=5, help="Runs to make in all; a resumed study makes the rest.")
+    search: Literal["bayes", "grid"] = HfArg(
         default="bayes",
-        metadata={"help": "`bayes` (Gaussian process), or `grid` (`n_trials` of all combinations, in random order)."},
+        help="`bayes` (Gaussian process), or `grid` (`n_trials` of all combinations, in random order).",
     )
-    search_space: str | None = field(
-        default=None,
-        metadata={"help": "Ranges (or values, for a grid) as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'."},
+    search_space: str | None = HfArg(
+        default=None, help="Ranges (or values, for a grid) as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'."
     )
-    tune_gamma: float | None = field(
-        default=None,
-        metadata={"help": "Noise level at which trials are judged; the (largest) training level where not given."},
+    tune_gamma: float | None = HfArg(
+        default=None, help="Noise level at which trials are judged (default: the largest level of the training)."
     )
 
     def __post_init__(self):
-        if self.search not in ("bayes", "grid"):
-            raise ValueError(f"`search` is {self.search!r}; choose 'bayes' or 'grid'.")
-        if self.n_trials < 1:
-            raise ValueError(f"`n_trials` is {self.n_trials}; make at least one.")
+        check_arguments(self, {"n_trials": 1})
         if self.tune_gamma is not None and not 0 <= self.tune_gamma <= LARGEST:
             raise ValueError(f"`tune_gamma` is {self.tune_gamma}; give a noise level from 0 to {LARGEST:g}.")
 
@@ -87,13 +92,11 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     Raises:
         ValueError: a search space that is no JSON mapping, or has settings or values that the command does not take;
-            the command leaves no noise curve; no trial has a finite metric.
-        ImportError: no Optuna.
+            no trial has a finite metric.
+        ImportError: no Optuna (`pip install hf_descent[tune]`).
     """
-    try:
-        import optuna
-    except ImportError:
-        raise ImportError("Tuning needs Optuna: `pip install hf_descent[tune]`.") from None
+    import optuna
+
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
     data_args = without_test_rows(data_args)
@@ -102,22 +105,15 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         folder = os.path.join(args.output_dir, f"trial-{trial.number}")
         settings = hp_space(trial, ranges) | {"output_dir": folder, "eval_gammas": sorted({0.0, gamma})}
         module.run(replace(model_args, overwrite_output_dir=True), data_args, replace(args, **settings))
-        result = judge(folder, gamma)
-        trial.set_user_attr("clean", result["clean"])
-        trial.set_user_attr("feasible", result["feasible"])
-        if not math.isfinite(result["value"]):
+        value, facts = judge(folder, gamma)
+        for name, fact in facts.items():
+            trial.set_user_attr(name, fact)
+        if not math.isfinite(value):
             raise optuna.TrialPruned("the metric is not finite")
-        trial.set_user_attr("greater_is_better", result["greater_is_better"])
-        return result["value"] if result["greater_is_better"] else -result["value"]
+        return value if facts["greater_is_better"] else -value
 
-    setup = {
-        "gamma": gamma,
-        "search": tune_args.search,
-        "search_space": ranges,
-        **asdict(model_args),
-        **asdict(data_args),
-        **training_arguments(args),
-    }
+    setup = {"gamma": gamma, "search": tune_args.search, "search_space": ranges}
+    setup |= asdict(model_args) | asdict(data_args) | training_arguments(args)
     os.makedirs(args.output_dir, exist_ok=True)
     digest = hashlib.sha256(json.dumps(setup, sort_keys=True, default=str).encode()).hexdigest()[:12]
     storage = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}"
@@ -171,15 +167,10 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
     """The ranges of a search: those given, checked against the settings `args` of the command, or the package's for
     the objective."""
     if tune_args.search_space is None:
-        ranges, penalty = (GRID, PENALTY_GRID) if tune_args.search == "grid" else (RANGES, PENALTY_RANGE)
-        rate = {"learning_rate": RANGES["learning_rate"]}
-        without_duals = {name: ranges[name] for name in ranges if name not in ("dual_learning_rate", "resilience")}
-        spaces = {
-            "descent": ranges,
-            **dict.fromkeys(("hinge", "quadratic"), without_duals | {"penalty_coefficient": penalty}),
-            "deep_supervision": {"penalty_coefficient": penalty} | (rate if ranges is RANGES else {}),
-        }
-        return spaces.get(args.objective, rate)
+        is_grid = tune_args.search == "grid"
+        ranges = {**(GRID if is_grid else RANGES), "penalty_coefficient": PENALTY_GRID if is_grid else PENALTY_RANGE}
+        ranges = {name: ranges[name] for name in SEARCHED.get(args.objective, ()) if name in ranges}
+        return ranges or {"learning_rate": RANGES["learning_rate"]}
     whole = whole_settings(args)
     try:
         ranges = {
@@ -202,16 +193,12 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
     return ranges
 
 
-def judge(folder: str, gamma: float) -> dict[str, Any]:
-    """What a trial's folder says: metric at `gamma` and without noise, whether it is feasible (see [`Run`])."""
+def judge(folder: str, gamma: float) -> tuple[float, dict[str, Any]]:
+    """The metric at `gamma` in a trial's folder, and the metric without noise, feasibility (see [`Run`]) and order."""
     found = Run.load(folder)
     values = dict(zip(found.curve.gammas.tolist(), found.curve.mean.tolist()))
-    return {
-        "value": values[gamma],
-        "clean": values[0.0],
-        "feasible": found.feasible,
-        "greater_is_better": found.curve.greater_is_better,
-    }
+    facts = {"clean": values[0.0], "feasible": found.feasible, "greater_is_better": found.curve.greater_is_better}
+    return values[gamma], facts
 
 
 def rank(trials) -> list:

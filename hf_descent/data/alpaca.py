@@ -1,16 +1,15 @@
 """Instructions and outputs in the form of Alpaca (Taori et al. 2023), as prompts and completions for fine-tuning."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Literal
 
 from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.hf_argparser import HfArg
 
 from ..readout.labels import IGNORE_INDEX
-from .splits import SplitArguments, check_texts, hold_out, load_splits
+from .splits import SplitArguments, check_texts, drop_missing, hold_out, load_splits, select_columns
 
-
-logger = logging.get_logger(__name__)
 
 # Alpaca's own two templates, as its data set's column `text` has them.
 TEMPLATE = (
@@ -22,43 +21,33 @@ TEMPLATE_WITH_INPUT = (
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-PROMPT_FORMATS = ("auto", "alpaca", "chat")
+PromptFormat = Literal["auto", "alpaca", "chat"]
 
 
 @dataclass
 class AlpacaArguments(SplitArguments):
     """Where the instructions come from, and how they become prompts."""
 
-    dataset_name: str | None = field(
-        default="tatsu-lab/alpaca", metadata={"help": "Data set on the Hub. Not used where `train_file` is given."}
-    )
-    prompt_format: str = field(
+    dataset_name: str = HfArg(default="tatsu-lab/alpaca", help="Data set on the Hub, unless `train_file` is given.")
+    prompt_format: PromptFormat = HfArg(
         default="auto",
-        metadata={
-            "help": "`alpaca` (its two templates), `chat` (the tokenizer's template, one message of the user), or "
-            "`auto`: chat where the tokenizer has a template."
-        },
+        help="`alpaca`: its two templates; `chat`: the tokenizer's template, with one message of the user; `auto`: "
+        "chat where the tokenizer has a template.",
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.prompt_format not in PROMPT_FORMATS:
-            raise ValueError(f"`prompt_format` is {self.prompt_format!r}; choose one of {', '.join(PROMPT_FORMATS)}.")
 
 
 def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False) -> DatasetDict:
     """Loads rows of `instruction`, `output` and, where there are any, `input`.
 
-    Rows without an output are dropped, and their number is logged. `gets_template` says that the tokenizer will be
-    given a chat template, as TRL's trainer does under `chat_template_path`.
+    Rows without an output are dropped, and their number is logged. `gets_template`: TRL's trainer will give the
+    tokenizer a chat template (`chat_template_path`).
 
     Returns:
         `DatasetDict`: "train", "validation" and, where it is given, "test", with the columns `prompt` and `completion`
         as TRL takes them: strings, or lists of messages under a chat template.
 
     Raises:
-        ValueError: no data is named; a file or column is missing; a text is none; no row has an output;
-            `prompt_format` is "chat" without a template.
+        ValueError: a column is missing, a text is not a string, or `prompt_format` is "chat" without a template.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
     as_chat = is_chat(args.prompt_format, gets_template or tokenizer.chat_template is not None)
@@ -94,20 +83,13 @@ def is_chat(prompt_format: str, has_template: bool) -> bool:
 
 
 def _instructions(rows: Dataset, split: str) -> Dataset:
-    if missing := {"instruction", "output"}.difference(rows.column_names):
-        raise ValueError(
-            f"The {split} split has no column {sorted(missing)}; it has {rows.column_names}. Rename its columns to "
-            "`instruction`, `input` (optional) and `output`."
-        )
-    keep = [index for index, output in enumerate(rows["output"]) if output not in (None, "")]
-    if dropped := len(rows) - len(keep):
-        logger.info(f"Dropped {dropped} of the {len(rows)} {split} rows: they have no output.")
-        rows = rows.select(keep)
-    if not keep:
-        raise ValueError(f"The {split} split has no row with an output.")
+    optional = ["input"] if "input" in rows.column_names else []
+    columns = {name: name for name in ("instruction", *optional, "output")}
+    rows = select_columns(rows, columns, split, "Rename its columns to `instruction`, `input` (optional), `output`.")
+    rows = drop_missing(rows, "output", (None, ""), split, "an output")
     check_texts(rows, "output", f"The {split} split")
     check_prompts(rows, f"The {split} split")
-    return rows.select_columns([name for name in ("instruction", "input", "output") if name in rows.column_names])
+    return rows
 
 
 def check_prompts(rows: Dataset, source: str) -> None:

@@ -1,40 +1,55 @@
 """Converts videos to the inputs of a denoiser, and its outputs back to frames."""
 
-from functools import partial
-from itertools import islice
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from datasets import Dataset, IterableDataset
-from transformers import AutoImageProcessor
+from datasets import Dataset
+from transformers import AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel
 
-from .patches import check_patch_size, collate, collate_images, frame_rows, from_patches, patch_rows, to_patches
-from .video import VideoArguments
-
-
-SHUFFLE_BUFFER = 10_000  # rows held to draw from where videos are streamed
+from ..models import ViTForDenoising
+from .patches import frame_rows, from_patches, patch_rows, to_patches
 
 
-class PatchTask:
-    """Rows are the patches `[frames, values]` of a clip at one place; a clip is a batch of them."""
+class DenoisingTask:
+    """The form in which a denoiser takes frames."""
 
     pixel_range = 1.0  # of the model's input
 
-    def __init__(self, data_args: VideoArguments):
-        self.patch_size, self.frame_size = data_args.patch_size, data_args.frame_size
-        check_patch_size(self.frame_size, self.patch_size)
-        self.collate = collate
+    def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """A batch of rows: `pixel_values` and the clean `labels`, of one shape.
 
-    def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
-        """The rows of a split of clips."""
-        return patch_rows(clips, self.patch_size)
+        The trainer's noise perturbs `pixel_values` alone. A row that is perturbed itself has its clean pixels as
+        `labels`.
+        """
+        given = self.batch([torch.as_tensor(row["pixel_values"]) for row in rows])
+        clean = self.batch([row["labels"] for row in rows]) if "labels" in rows[0] else given
+        return {"pixel_values": given, "labels": clean}
 
     def preprocess(self, frames: np.ndarray) -> np.ndarray:
         """The clean frames in [0, 1] that the model should restore, `[frames, height, width]`, from uint8 frames."""
         return frames / 255
 
+
+class PatchTask(DenoisingTask):
+    """Rows are the patches `[frames, values]` of a clip at one place; a clip is a batch of them."""
+
+    def __init__(self, frame_size: int, patch_size: int):
+        self.patch_size, self.frame_size = patch_size, frame_size
+        if frame_size % patch_size:
+            raise ValueError(f"`frame_size` {frame_size} must be a multiple of the patch size, {patch_size}.")
+
+    def rows(self, clips: Dataset) -> Dataset:
+        """The rows of a split of clips."""
+        return patch_rows(clips, self.patch_size)
+
+    def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The model's input for the pixels of rows, `[batch, frames, values]`."""
+        return torch.stack(list(pixels)).float() / 255
+
     def inputs(self, clip: np.ndarray) -> torch.Tensor:
-        """The model's input for a clip of such frames, noisy or not."""
+        """The model's input for a clip of clean or noisy frames in [0, 1]."""
         return to_patches(torch.from_numpy(clip).float(), self.patch_size)
 
     def frames(self, outputs: torch.Tensor) -> np.ndarray:
@@ -42,7 +57,7 @@ class PatchTask:
         return from_patches(outputs, self.frame_size).numpy()
 
 
-class ImageTask:
+class ImageTask(DenoisingTask):
     """Rows are frames, made into images by the model's own processor; a clip is a batch of them. As [`PatchTask`]."""
 
     def __init__(self, model_name_or_path: str):
@@ -53,14 +68,17 @@ class ImageTask:
             self.mean, self.std = float(np.mean(processor.image_mean)), float(np.mean(processor.image_std))
             processor.image_mean, processor.image_std = [self.mean] * 3, [self.std] * 3
         self.pixel_range = 1 / self.std
-        self.collate = partial(collate_images, image_processor=self.processor)
 
-    def rows(self, clips: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    def rows(self, clips: Dataset) -> Dataset:
         return frame_rows(clips)
+
+    def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        images = [frame[None].expand(3, -1, -1) for frame in pixels]  # [3, height, width] each
+        return self.processor(images, return_tensors="pt", input_data_format="channels_first")["pixel_values"]
 
     def preprocess(self, frames: np.ndarray) -> np.ndarray:
         # A processor sets the size of its images: they are restored in that.
-        return self.frames(self.collate([{"pixel_values": frame} for frame in torch.tensor(frames)])["pixel_values"])
+        return self.frames(self.batch(torch.tensor(frames)))
 
     def inputs(self, clip: np.ndarray) -> torch.Tensor:
         images = (torch.from_numpy(clip).float() - self.mean) / self.std  # [frames, height, width]
@@ -70,19 +88,9 @@ class ImageTask:
         return (outputs.mean(1) * self.std + self.mean).numpy()
 
 
-def draw_rows(rows: Dataset | IterableDataset, split: str, args: VideoArguments) -> Dataset | IterableDataset | list:
-    """The rows of a split in random order, as many as the arguments allow."""
-    limit = args.max_train_samples if split == "train" else args.max_eval_samples
-    if isinstance(rows, Dataset):
-        rows = rows.shuffle(seed=args.split_seed)
-        return rows if limit is None else rows.select(range(min(limit, len(rows))))
-    rows = rows.shuffle(seed=args.split_seed, buffer_size=SHUFFLE_BUFFER)
-    # A list, since a stream is shuffled anew for every epoch and would begin with other rows.
-    return rows if limit is None else list(rows.take(limit))
-
-
-def some_clips(clips: Dataset | IterableDataset, count: int) -> list[dict]:
-    """Rows spread evenly over a split; the first ones of a stream."""
-    if isinstance(clips, Dataset):
-        clips = clips.select(np.linspace(0, len(clips), 2 * min(count, len(clips)) + 1).astype(int)[1::2])
-    return list(islice(clips.with_format("numpy"), count))
+def load_denoiser(name: str, frame_size: int) -> tuple[PreTrainedModel, DenoisingTask]:
+    """A saved denoiser in eval mode, and the form in which it takes frames of that height and width."""
+    model = AutoModelForImageToImage.from_pretrained(name)
+    if isinstance(model, ViTForDenoising):
+        return model, ImageTask(name)
+    return model, PatchTask(frame_size, math.isqrt(model.config.hidden_size))

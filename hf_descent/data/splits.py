@@ -1,73 +1,86 @@
 """Splits of a data set: from a Hub name or local files to training, validation and test rows."""
 
 import glob
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
+from transformers.hf_argparser import HfArg
+from transformers.utils import logging
 
+
+logger = logging.get_logger(__name__)
 
 FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-@dataclass
-class SplitArguments:
-    """Where the rows come from, which are held out, and how many are used."""
+def check_arguments(args: Any, least: Mapping[str, float]) -> None:
+    """ValueError where an argument is less than `least` gives for its name, or is none of the choices of its type."""
+    for name, bound in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= bound:
+            raise ValueError(f"`{name}` is {value}; give at least {bound}.")
+    for argument in fields(args) if is_dataclass(args) else ():
+        value, choices = getattr(args, argument.name), get_args(argument.type)
+        if get_origin(argument.type) is Literal and value not in choices:
+            raise ValueError(f"`{argument.name}` is {value!r}; choose one of {', '.join(choices)}.")
 
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Data set on the Hub. Not used where `train_file` is given."}
+
+@dataclass
+class RowArguments:
+    """How many rows are used, and which seed draws them."""
+
+    split_seed: int = HfArg(
+        default=0, help="Seed of all draws of rows. Not `seed`: runs that differ in it share rows."
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the data set."})
-    train_split: str = field(default="train", metadata={"help": "Split of the data set to train on."})
-    validation_split: str | None = field(
-        default=None, metadata={"help": "Split of the data set to choose settings and checkpoints on."}
-    )
-    test_split: str | None = field(
-        default=None, metadata={"help": "Split of the data set for the final report, read once, after training."}
-    )
-    train_file: str | None = field(
-        default=None, metadata={"help": "Local csv, json or parquet file in place of `train_split`."}
-    )
-    validation_file: str | None = field(default=None, metadata={"help": "The same for `validation_split`."})
-    test_file: str | None = field(default=None, metadata={"help": "The same for `test_split`."})
-    validation_split_percentage: float = field(
-        default=5.0,
-        metadata={"help": "Share of the training rows, in percent, held out where no validation rows are given."},
-    )
-    split_seed: int = field(
-        default=0,
-        metadata={
-            "help": "Seed of that draw and of `max_*_samples`. Not `seed`: runs that differ by it share their data."
-        },
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many rows, drawn at random."})
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on this many validation and test rows, drawn at random."}
+    max_train_samples: int | None = HfArg(default=None, help="Train on this many rows, drawn at random.")
+    max_eval_samples: int | None = HfArg(
+        default=None, help="Evaluate on this many rows of each split, drawn at random."
     )
 
     def __post_init__(self):
+        check_arguments(self, dict.fromkeys(("max_train_samples", "max_eval_samples"), 1))
+
+    def limit(self, split: str, rows: Dataset) -> int:
+        """How many of the rows of a split are used."""
+        limit = self.max_train_samples if split == "train" else self.max_eval_samples
+        return len(rows) if limit is None else min(limit, len(rows))
+
+    def draw(self, split: str, rows: Dataset) -> Dataset:
+        """The rows of a split in random order, as many as are used."""
+        return rows.shuffle(seed=self.split_seed).select(range(self.limit(split, rows)))
+
+
+@dataclass
+class SplitArguments(RowArguments):
+    """Where the rows come from, and which are held out."""
+
+    dataset_name: str | None = HfArg(default=None, help="Data set on the Hub. Not used where `train_file` is given.")
+    dataset_config_name: str | None = HfArg(default=None, help="Configuration of the data set.")
+    train_split: str = HfArg(default="train", help="Split of the data set to train on.")
+    validation_split: str | None = HfArg(default=None, help="Split to choose settings and checkpoints on.")
+    test_split: str | None = HfArg(default=None, help="Split for the final report, read after training.")
+    train_file: str | None = HfArg(default=None, help="Local csv, json or parquet file in place of `train_split`.")
+    validation_file: str | None = HfArg(default=None, help="The same for `validation_split`.")
+    test_file: str | None = HfArg(default=None, help="The same for `test_split`.")
+    validation_split_percentage: float = HfArg(
+        default=5.0, help="Share of the training rows, in percent, to hold out where no validation rows are given."
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.train_file is None and (self.validation_file or self.test_file):
             raise ValueError("`validation_file` and `test_file` need `train_file`: files and Hub splits do not mix.")
-        for name in ("train_file", "validation_file", "test_file"):
-            if getattr(self, name) is not None:
-                _file_type(name, getattr(self, name))
-        if not 0 < self.validation_split_percentage < 100:
-            raise ValueError(
-                f"`validation_split_percentage` is {self.validation_split_percentage}; it must lie between 0 and 100."
-            )
-        for name in ("max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; give a positive number or leave it out.")
 
 
 def load_splits(args: SplitArguments) -> dict[str, Dataset]:
     """The splits that are given: "train" and, where there are any, "validation" and "test".
 
     Raises:
-        ValueError: no data is named, or a file is missing or cannot be read.
+        ValueError: no data is named, or a file cannot be read.
     """
     if args.train_file is not None:
         files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
@@ -91,14 +104,11 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
         ValueError: there are too few training rows to hold some out.
     """
     if "validation" not in splits:
-        share = args.validation_split_percentage / 100
-        halves = splits["train"].train_test_split(share, seed=args.split_seed)
+        halves = splits["train"].train_test_split(args.validation_split_percentage / 100, seed=args.split_seed)
         splits = {**splits, "train": halves["train"], "validation": halves["test"]}
     for name, rows in splits.items():
-        limit = args.max_train_samples if name == "train" else args.max_eval_samples
-        limit = len(rows) if limit is None else min(limit, len(rows))
-        if name != "train" or limit < len(rows):
-            splits[name] = rows.shuffle(seed=args.split_seed).select(range(limit))
+        if name != "train" or args.limit(name, rows) < len(rows):
+            splits[name] = args.draw(name, rows)
     return DatasetDict(splits)
 
 
@@ -106,13 +116,13 @@ def load_file(argument: str, path: str) -> Dataset:
     """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`).
 
     Raises:
-        ValueError: `path`, which `argument` gives, has another ending, is missing, cannot be read or has no row.
+        ValueError: `path`, which `argument` gives, has another ending, cannot be read or has no row.
     """
-    file_type = _file_type(argument, path)
-    if "://" not in path and not Path(path).is_file():
-        raise ValueError(f"`{argument}` is {path!r}, and there is no such file.")
-    # By default pandas reads the texts "null" and "NA" as missing values.
-    options = {"keep_default_na": False} if file_type == "csv" else {}
+    file_type = FILE_TYPES.get(Path(path).suffix)
+    if file_type is None:
+        raise ValueError(f"`{argument}` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}.")
+    # By default pandas reads the texts "null" and "NA" as missing, and `a, b` as a value with a blank.
+    options = {"keep_default_na": False, "skipinitialspace": True} if file_type == "csv" else {}
     try:
         # Brackets and the like in a name would make it a pattern, which other files match.
         return load_dataset(file_type, data_files=glob.escape(path), split="train", **options)
@@ -123,13 +133,26 @@ def load_file(argument: str, path: str) -> Dataset:
         ) from error
 
 
+def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
+    """The columns `columns.values()` under the names `columns.keys()`; ValueError where one is missing."""
+    if missing := [column for column in columns.values() if column not in rows.column_names]:
+        raise ValueError(f"The {split} split has no column {missing}; it has {rows.column_names}. {remedy}")
+    rows = rows.select_columns(list(columns.values()))
+    return rows.rename_columns({column: name for name, column in columns.items() if column != name})
+
+
+def drop_missing(rows: Dataset, name: str, missing: tuple, split: str, what: str) -> Dataset:
+    """The rows whose column `name` is not one of `missing`; ValueError where there are none."""
+    keep = [index for index, value in enumerate(rows[name]) if value not in missing]
+    if not keep:
+        raise ValueError(f"The {split} split has no row with {what}.")
+    if len(keep) < len(rows):
+        logger.info(f"Dropped {len(rows) - len(keep)} of the {len(rows)} {split} rows: they are without {what}.")
+        rows = rows.select(keep)
+    return rows
+
+
 def check_texts(rows: Dataset, name: str, source: str, kind: Any = str) -> None:
     """ValueError where a row of the column `name` holds no string; `kind` may be `str | None`."""
     if broken := sum(not isinstance(text, kind) for text in rows[name]):
         raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")
-
-
-def _file_type(argument: str, path: str) -> str:
-    if Path(path).suffix not in FILE_TYPES:
-        raise ValueError(f"`{argument}` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}.")
-    return FILE_TYPES[Path(path).suffix]

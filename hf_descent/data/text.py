@@ -1,18 +1,24 @@
 """Text classification data (IMDb, MNLI, or your own): from a Hub name or local files to tokenised splits."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.hf_argparser import HfArg
 
 from ..loading import has_position_table, position_limit
-from .splits import SplitArguments, check_texts, hold_out, load_splits
+from .splits import (
+    SplitArguments,
+    check_arguments,
+    check_texts,
+    drop_missing,
+    hold_out,
+    load_splits,
+    select_columns,
+)
 
-
-logger = logging.get_logger(__name__)
 
 UNLABELLED = (None, -1, "")  # -1 among the named classes of a `ClassLabel`; an empty field of a csv file
 
@@ -21,25 +27,14 @@ UNLABELLED = (None, -1, "")  # -1 among the named classes of a `ClassLabel`; an 
 class DataArguments(SplitArguments):
     """Where the texts and labels come from, which columns hold them, and how many are used."""
 
-    text_column: str = field(default="text", metadata={"help": "Column of the text."})
-    text_pair_column: str | None = field(
-        default=None, metadata={"help": "Column of the second text, where there is one."}
-    )
-    label_column: str = field(default="label", metadata={"help": "Column of the class: integers or strings."})
-    max_seq_length: int | None = field(
-        default=None,
-        metadata={"help": "Longer texts are cut to this many tokens; the tokenizer's limit where not given."},
-    )
+    text_column: str = HfArg(default="text", help="Column of the text.")
+    text_pair_column: str | None = HfArg(default=None, help="Column of the second text, where there is one.")
+    label_column: str = HfArg(default="label", help="Column of the class: integers or strings.")
+    max_seq_length: int | None = HfArg(default=None, help="Tokens to keep of a text (default: the tokenizer's limit).")
 
     def __post_init__(self):
         super().__post_init__()
-        if self.max_seq_length is not None and self.max_seq_length < 1:
-            raise ValueError(f"`max_seq_length` is {self.max_seq_length}; give a positive number or leave it out.")
-        columns = [self.text_column, self.text_pair_column, self.label_column]
-        if len(set(columns)) < len(columns):
-            raise ValueError(
-                f"`text_column`, `text_pair_column` and `label_column` are {columns}; give different columns."
-            )
+        check_arguments(self, {"max_seq_length": 1})
 
 
 def load_text_classification(args: DataArguments) -> DatasetDict:
@@ -53,17 +48,14 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
         (only for pairs) and `labels` (a `ClassLabel`).
 
     Raises:
-        ValueError: no data is named; a file or column is missing; a text is missing; the labels are not classes, or
-            hold a -1 that may be one; a class of another split does not occur in training.
+        ValueError: no data is named; a column or a text is missing; the labels are not classes, or hold a -1 that may
+            be one; a class of another split does not occur in training.
     """
-    splits = load_splits(args)
     columns = {"text": args.text_column, "text_pair": args.text_pair_column, "labels": args.label_column}
     columns = {name: column for name, column in columns.items() if column is not None}
-    splits = {name: _labelled_rows(_select_columns(rows, columns, name), name, args) for name, rows in splits.items()}
+    splits = {name: _labelled_rows(rows, columns, name) for name, rows in load_splits(args).items()}
     classes = _class_names(splits["train"])
-    splits = {name: _encode_labels(rows, classes, name) for name, rows in splits.items()}
-
-    return hold_out(splits, args)
+    return hold_out({name: _encode_labels(rows, classes, name) for name, rows in splits.items()}, args)
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
@@ -101,14 +93,13 @@ def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_
         ValueError: `max_seq_length` is beyond a limit, or nothing gives one.
     """
     limit, positions = tokenizer.model_max_length, position_limit(model)
-    max_seq_length = max_seq_length or min(limit, positions or limit)
-    if max_seq_length > limit:
-        raise ValueError(f"`max_seq_length` is {max_seq_length}, and the tokenizer's limit is {limit} tokens.")
-    if positions and max_seq_length > positions and has_position_table(model):
-        raise ValueError(f"`max_seq_length` is {max_seq_length}, and the model has {positions} positions.")
-    if max_seq_length > 10**6:  # transformers' way to say that a tokenizer states no limit
+    chosen = max_seq_length or min(limit, positions or limit)
+    most = min(limit, positions) if positions and has_position_table(model) else limit
+    if chosen > most:
+        raise ValueError(f"`max_seq_length` is {chosen}; the tokenizer and the model take {most} tokens at most.")
+    if chosen > 10**6:  # transformers' way to say that a tokenizer states no limit
         raise ValueError("`max_seq_length` is not given, and neither tokenizer nor model states a limit.")
-    return max_seq_length
+    return chosen
 
 
 def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
@@ -128,38 +119,19 @@ def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_lengt
     return dataset.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
 
 
-def _select_columns(rows: Dataset, columns: dict[str, str], split: str) -> Dataset:
-    """Renames the columns to `text`, `text_pair` and `labels`, and drops all others."""
-    if missing := [column for column in columns.values() if column not in rows.column_names]:
-        raise ValueError(
-            f"The {split} split has no column {missing}; it has {rows.column_names}. Name the right ones by "
-            "`text_column`, `text_pair_column` and `label_column`."
-        )
-    rows = rows.select_columns(list(columns.values()))
-    return rows.rename_columns({column: name for name, column in columns.items() if column != name})
-
-
-def _labelled_rows(rows: Dataset, split: str, args: DataArguments) -> Dataset:
-    for name in (name for name in rows.column_names if name != "labels"):
+def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dataset:
+    """The columns `text`, `text_pair` and `labels` of the rows that have a label."""
+    remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
+    rows = select_columns(rows, columns, split, remedy)
+    for name in columns.keys() - {"labels"}:
         check_texts(rows, name, f"The {split} split")
-    if any(isinstance(label, str) and label != label.strip() for label in rows["labels"]):
-        # As of `a, b` in a csv file; the same class is not to be two.
-        rows = rows.map(lambda row: {"labels": row["labels"] and row["labels"].strip()}, desc="Stripping labels")
-    named = isinstance(rows.features["labels"], ClassLabel)  # -1 is not one of its classes
-    marked = [label for label in rows["labels"] if str(label) in ("-1", "-100")]
-    if marked and not named:
-        source = getattr(args, f"{split}_file") or args.dataset_name
+    is_named = isinstance(rows.features["labels"], ClassLabel)  # -1 is not one of its classes
+    if not is_named and (marked := {str(label) for label in rows["labels"]} & {"-1", "-100"}):
         raise ValueError(
-            f"The column `{args.label_column}` of the {split} split ({source}) is {marked[0]} in {len(marked)} rows, "
-            "which may mean 'no label', as on the Hub, or be a class: drop those rows, or give the class another name."
+            f"The column `{columns['labels']}` of the {split} split holds {marked.pop()}, which may mean 'no label' "
+            "or be a class: drop those rows, or give the class another name."
         )
-    keep = [index for index, label in enumerate(rows["labels"]) if label not in UNLABELLED]
-    if dropped := len(rows) - len(keep):
-        logger.info(f"Dropped {dropped} of the {len(rows)} {split} rows: they have no label.")
-        rows = rows.select(keep)
-    if not keep:
-        raise ValueError(f"The {split} split has no labelled row.")
-    return rows
+    return drop_missing(rows, "labels", UNLABELLED, split, "a label")
 
 
 def _class_names(train: Dataset) -> list[str]:
@@ -169,8 +141,8 @@ def _class_names(train: Dataset) -> list[str]:
     values = train["labels"][:]
     if odd := [value for value in values if not isinstance(value, str | int)]:
         raise ValueError(
-            f"The labels must be classes, integers or strings, and are such as {odd[0]!r}: name another "
-            "`label_column`, or cast it (whole numbers with gaps become fractions in pandas)."
+            f"Labels are integers or strings, and {odd[0]!r} is neither: name another `label_column`, or cast it "
+            "(pandas makes fractions of whole numbers with gaps)."
         )
     values = set(values)
     if len(values) < 2:

@@ -10,19 +10,21 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from datasets import Array3D, Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
+from datasets import Array3D, Dataset, DatasetDict, Features, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
 from PIL import Image
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from .patches import rows_at_once
+from .splits import RowArguments, check_arguments
 
 
 logger = logging.get_logger(__name__)
@@ -37,84 +39,50 @@ LAYOUTS = {
 
 
 @dataclass
-class VideoArguments:
+class VideoArguments(RowArguments):
     """Which videos, how they are split, and how they are cut into clips."""
 
-    data_layout: str | None = field(
-        default=None,
-        metadata={"help": f"Published layout of `data_dir`: {', '.join(LAYOUTS)} (UCSDped1 or UCSDped2 itself)."},
+    data_layout: str | None = HfArg(
+        default=None, help=f"Published layout of `data_dir`: {', '.join(LAYOUTS)} (UCSDped1 or UCSDped2 itself)."
     )
-    data_dir: str | None = field(default=None, metadata={"help": "Folder of that data set."})
-    train_files: list[str] | None = field(
-        default=None,
-        metadata={"help": "In place of a layout: video files or folders of frames to train on, or patterns of them."},
+    data_dir: str | None = HfArg(default=None, help="Folder of that data set.")
+    train_files: list[str] | None = HfArg(
+        default=None, help="In place of a layout: videos (files, folders of frames, or patterns of them) to train on."
     )
-    test_files: list[str] | None = field(
-        default=None, metadata={"help": "The same for the final report, read once, after training."}
+    test_files: list[str] | None = HfArg(default=None, help="Videos for the final report, read after training.")
+    split_by: Literal["video", "time"] = HfArg(
+        default="video", help="Hold out whole training videos for validation (`video`), or the end of each (`time`)."
     )
-    split_by: str = field(
-        default="video",
-        metadata={
-            "help": "What is held out of the training videos for validation: whole videos (`video`), or the end of "
-            "each (`time`)."
-        },
+    validation_percentage: float = HfArg(default=10.0, help="Share of the videos, or of their frames, to hold out.")
+    later_percentage: float = HfArg(
+        default=0.0, help="With `split_by` time: share of the frames at the very end for a test split `later`."
     )
-    validation_percentage: float = field(
-        default=10.0, metadata={"help": "Share of the videos, or of the frames of each, that is held out so."}
-    )
-    later_percentage: float = field(
-        default=0.0,
-        metadata={"help": "With `split_by` time: share of the frames at the very end for a test split `later`."},
-    )
-    split_gap: int = field(default=50, metadata={"help": "Frames left out between parts of one video."})
-    split_seed: int = field(
-        default=0,
-        metadata={"help": "Seed of the draws of this data. Not `seed`: runs that differ by it share their data."},
-    )
-    num_frames: int = field(default=10, metadata={"help": "Frames T in a clip."})
-    frame_size: int = field(default=160, metadata={"help": "Height and width of a frame, in pixels."})
-    patch_size: int = field(default=16, metadata={"help": "Height and width of a patch, in pixels."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on this many rows, drawn at random."})
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Evaluate on this many rows of every other split, drawn at random."}
-    )
-    without_tests: bool = field(
-        default=False, metadata={"help": "Leave out the splits `later` and `test`, as `hf-descent tune` does."}
-    )
-    streaming: bool = field(default=False, metadata={"help": "Decode the videos at every pass; nothing is cached."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Folder for the decoded clips."})
+    split_gap: int = HfArg(default=50, help="Frames left out between parts of one video.")
+    num_frames: int = HfArg(default=10, help="Frames T in a clip.")
+    frame_size: int = HfArg(default=160, help="Height and width of a frame, in pixels.")
+    patch_size: int = HfArg(default=16, help="Height and width of a patch, in pixels.")
+    without_tests: bool = HfArg(default=False, help="Leave out the splits `later` and `test`, as when tuning.")
+    cache_dir: str | None = HfArg(default=None, help="Folder for the decoded clips.")
 
     def __post_init__(self):
-        given = tuple(name for name in ("data_layout", "data_dir", "train_files", "test_files") if getattr(self, name))
-        if given not in (("data_layout", "data_dir"), ("train_files",), ("train_files", "test_files")):
+        super().__post_init__()
+        check_arguments(self, {"split_gap": 0, "num_frames": 1, "frame_size": 1, "patch_size": 1})
+        given = [name for name in ("data_layout", "data_dir", "train_files", "test_files") if getattr(self, name)]
+        if given not in (["data_layout", "data_dir"], ["train_files"], ["train_files", "test_files"]):
             raise ValueError(
                 f"The videos are named by {', '.join(given) or 'nothing'}; give `data_layout` with `data_dir`, or "
                 "`train_files` and perhaps `test_files`."
             )
-        if self.data_layout is not None and self.data_layout not in LAYOUTS:
+        if self.data_layout not in (None, *LAYOUTS):
             raise ValueError(f"`data_layout` is {self.data_layout!r}; choose one of {', '.join(LAYOUTS)}.")
-        if self.split_by not in ("video", "time"):
-            raise ValueError(f"`split_by` is {self.split_by!r}; choose 'video' or 'time'.")
-        if not 0 < self.validation_percentage <= self.validation_percentage + self.later_percentage < 100:
-            raise ValueError(
-                f"`validation_percentage` is {self.validation_percentage} and `later_percentage` "
-                f"{self.later_percentage}; the first must be positive, and something must be left to train on."
-            )
         if self.later_percentage and self.split_by != "time":
             raise ValueError("`later_percentage` needs `split_by` time: it is the end of every training video.")
-        for name in ("num_frames", "frame_size", "patch_size", "max_train_samples", "max_eval_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; give a positive number or leave it out.")
-        if self.split_gap < 0:
-            raise ValueError(f"`split_gap` is {self.split_gap}; give 0 or more frames.")
         for name in ("train_files", "test_files"):
             if isinstance(getattr(self, name), str):  # of a YAML file
                 setattr(self, name, [getattr(self, name)])
 
 
-@dataclass(frozen=True)
-class VideoPart:
+class VideoPart(NamedTuple):
     """The frames `first` to `last` (not included) of one video; `stamp` differs where its files do."""
 
     path: str
@@ -123,36 +91,33 @@ class VideoPart:
     stamp: str
 
 
-def load_clips(args: VideoArguments) -> DatasetDict | IterableDatasetDict:
+def load_clips(args: VideoArguments) -> DatasetDict:
     """Decodes the videos into clips; once, as the result is cached.
 
     Returns:
         The splits "train", "validation" and, where they are given, "later" (the end of each training video) and
         "test" (the layout's, or `test_files`). A row is a clip: `frames` (uint8 `[num_frames, frame_size,
-        frame_size]`), `video` (its path) and `start` (number of its first frame). With `streaming`, an
-        `IterableDatasetDict`, decoded anew at every pass.
+        frame_size]`), `video` (its path) and `start` (number of its first frame).
 
     Raises:
         ValueError: a folder or file is missing or unreadable, or a split holds no clip.
     """
-    parts = split_videos(args)
-    features = Features(
-        {
-            "frames": Array3D((args.num_frames, args.frame_size, args.frame_size), "uint8"),
-            "video": Value("string"),
-            "start": Value("int64"),
-        }
-    )
-    splits = IterableDatasetDict() if args.streaming else DatasetDict()
-    for name, of_split in parts.items():
-        fields = {"parts": list(map(astuple, of_split)), "num_frames": args.num_frames, "size": args.frame_size}
-        settings = {"features": features, "gen_kwargs": fields}
-        if args.streaming:
-            splits[name] = IterableDataset.from_generator(read_clips, **settings)
-            continue
-        settings |= {"cache_dir": args.cache_dir, "writer_batch_size": rows_at_once(features["frames"].shape)}
+    shape = (args.num_frames, args.frame_size, args.frame_size)
+    features = Features({"frames": Array3D(shape, "uint8"), "video": Value("string"), "start": Value("int64")})
+    splits = DatasetDict()
+    for name, parts in split_videos(args).items():
         try:
-            splits[name] = Dataset.from_generator(read_clips, **settings)
+            splits[name] = Dataset.from_generator(
+                read_clips,
+                features=features,
+                gen_kwargs={
+                    "parts": [tuple(p) for p in parts],
+                    "num_frames": args.num_frames,
+                    "size": args.frame_size,
+                },
+                cache_dir=args.cache_dir,
+                writer_batch_size=rows_at_once(shape),
+            )
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # the cause names the file
     return splits
@@ -174,8 +139,8 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     for video in whole.get("test", ()):
         if os.path.realpath(video.path) in trained_on:
             raise ValueError(
-                f"`test_files` has {video.path}, which `train_files` has too. Leave it out of one of the two, or hold "
-                "out its end (`split_by` time, `later_percentage`)."
+                f"{video.path} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
+                "(`split_by` time, `later_percentage`)."
             )
     validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
     if args.split_by == "time":
@@ -193,7 +158,8 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
             "train": [video for i, video in enumerate(videos) if i not in held_out],
             "validation": [video for i, video in enumerate(videos) if i in held_out],
         }
-    parts |= {split: videos for split, videos in whole.items() if split == "test"}
+    if "test" in whole:
+        parts["test"] = whole["test"]
     if args.without_tests:
         parts.pop("later", None)
     return {name: _long_enough(name, of_split, args.num_frames) for name, of_split in parts.items()}
@@ -257,16 +223,14 @@ def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[d
             yield {"frames": np.stack(clip), "video": path, "start": start}
             start += num_frames
         if start == first:
-            raise ValueError(
-                f"{path}: of its frames {first} to {last}, fewer than `num_frames` {num_frames} can be decoded."
-            )
+            raise ValueError(f"{path}: fewer than {num_frames} of its frames {first} to {last} can be decoded.")
 
 
 def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPart]:
     """Consecutive parts of a video, with `gap` frames between them."""
     borders = np.round(np.cumsum([0, *shares]) * (video.last - gap * (len(shares) - 1))).astype(int).tolist()
     parts = enumerate(pairwise(borders))
-    return [VideoPart(video.path, first + gap * i, last + gap * i, video.stamp) for i, (first, last) in parts]
+    return [video._replace(first=first + gap * i, last=last + gap * i) for i, (first, last) in parts]
 
 
 def _long_enough(split: str, parts: list[VideoPart], num_frames: int) -> list[VideoPart]:

@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .unrolling import PatchDenoiser, attention_function, orthonormal_dct
+from .unrolling import PatchDenoiser, check_config, orthonormal_dct, symmetric_attention
 
 
 @strict
@@ -69,12 +69,8 @@ class DustConfig(PreTrainedConfig):
     loss_scale: float | int = 0.5
 
     def __post_init__(self, **kwargs):
-        for name in ("hidden_size", "num_hidden_layers", "curvature", "loss_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive.")
-        for name in ("sparsity", "coupling"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must not be negative.")
+        positive = ("hidden_size", "num_hidden_layers", "curvature", "loss_scale")
+        check_config(self, positive, nonnegative=("sparsity", "coupling"))
         if self.dictionary_size < self.hidden_size:
             raise ValueError(
                 f"`dictionary_size` is {self.dictionary_size}; give at least `hidden_size` = {self.hidden_size} "
@@ -101,7 +97,6 @@ class DustLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: DustConfig):
         super().__init__()
-        self.config = config
         self.sparsity, self.coupling, self.curvature = config.sparsity, config.coupling, config.curvature
         self.dictionary = nn.Parameter(torch.empty(config.hidden_size, config.dictionary_size))
 
@@ -118,8 +113,7 @@ class DustLayer(GradientCheckpointingLayer):
             The new reconstruction and the new code.
         """
         if self.coupling:
-            attention = attention_function(self.config._attn_implementation)
-            code = attention(reconstruction, code, self_weight=self.curvature / (2 * self.coupling))
+            code = symmetric_attention(reconstruction, code, self_weight=self.curvature / (2 * self.coupling))
         residual = pixel_values - code @ self.dictionary.T  # [batch, frames, hidden]
         code = code + residual @ self.dictionary / self.curvature
         code = F.softshrink(code, self.sparsity / self.curvature)  # [batch, frames, dictionary_size]

@@ -1,5 +1,7 @@
 """Any encoder of transformers under one linear layer: the text classifiers of the paper (section 5)."""
 
+from typing import Literal
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
@@ -7,9 +9,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
-
-
-POOLING = ("cls", "mean")
 
 
 @strict
@@ -21,21 +20,13 @@ class LinearReadoutConfig(PreTrainedConfig):
             Configuration of the encoder, of any type that `AutoModel` builds. `None`: BERT's.
         pooling (`str`, *optional*, defaults to `"cls"`):
             What the linear layer reads: "cls" (the first token) or "mean" (the mean of all tokens but padding).
-
-    Raises:
-        ValueError: another `pooling`.
     """
 
     model_type = "linear_readout"
     sub_configs_defaults = {"encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="bert")}
 
     encoder_config: dict | PreTrainedConfig | None = None
-    pooling: str = "cls"
-
-    def __post_init__(self, **kwargs):
-        if self.pooling not in POOLING:
-            raise ValueError(f"`pooling` is {self.pooling!r}; choose one of {', '.join(POOLING)}.")
-        super().__post_init__(**kwargs)
+    pooling: Literal["cls", "mean"] = "cls"
 
     def get_text_config(self, decoder=None, encoder=None) -> PreTrainedConfig:
         return self.encoder_config.get_text_config(decoder=decoder, encoder=encoder)

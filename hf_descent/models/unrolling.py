@@ -7,10 +7,12 @@ Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix C.2.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 
@@ -58,12 +60,9 @@ class PatchDenoiser:
         Raises:
             ValueError: the patches do not have `hidden_size` values, or the labels have another shape.
         """
-        size = self.config.hidden_size
-        if pixel_values.dim() != 3 or pixel_values.shape[-1] != size:
-            raise ValueError(
-                f"`pixel_values` has shape {list(pixel_values.shape)}; give [batch, frames, {size}], or set "
-                "`hidden_size` to the number of values in a patch (channels x height x width)."
-            )
+        shape, size = list(pixel_values.shape), self.config.hidden_size
+        if len(shape) != 3 or shape[-1] != size:
+            raise ValueError(f"`pixel_values` has shape {shape}; give [batch, frames, `hidden_size` = {size}].")
         reconstruction = self.reconstruct(pixel_values.to(self.dtype))
         loss = denoising_loss(reconstruction, labels, self.config.loss_scale)
         return DenoisingOutput(loss=loss, logits=reconstruction)
@@ -117,31 +116,6 @@ def symmetric_attention(
     )[:, 0]
 
 
-def explicit_symmetric_attention(
-    projected: torch.Tensor,
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    self_weight: float = 0.0,
-    null_weight: float = 0.0,
-) -> torch.Tensor:
-    """The reference for [`symmetric_attention`]: computed from the distances, with memory `[batch, seq, seq, width]`.
-
-    A masked token that resembles no other becomes zero.
-    """
-    distances = (projected[:, :, None] - projected[:, None]).square().sum(-1)  # [batch, seq, seq]
-    weights = (-distances / 2).exp()
-    if attention_mask is not None:
-        weights = weights * (attention_mask != 0)[:, None]
-    averaged = weights @ tokens + self_weight * tokens  # [batch, seq, hidden]
-    total = weights.sum(-1, keepdim=True) + self_weight + null_weight  # [batch, seq, 1]
-    return averaged / total.clamp(min=torch.finfo(total.dtype).tiny)
-
-
-def attention_function(attn_implementation: str | None):
-    """The attention for a config's `attn_implementation`: explicit for "eager", else SDPA."""
-    return explicit_symmetric_attention if attn_implementation == "eager" else symmetric_attention
-
-
 def orthonormal_dct(size: int) -> torch.Tensor:
     """The orthonormal DCT-II matrix `[size, size]`: row k is the cosine of frequency k."""
     index = torch.arange(size, dtype=torch.float64)
@@ -155,19 +129,20 @@ def denoising_loss(
 ) -> torch.Tensor | None:
     """`loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the batch (paper, section 4); `None` without labels.
 
-    Args:
-        reconstruction (`torch.Tensor`): the model's output, `[batch, frames, values]` or an image's shape.
-        labels (`torch.Tensor`, *optional*): the clean input, of the same shape and in the same units.
-        loss_scale (`float`): see [`UTConfig`].
-
-    Raises:
-        ValueError: the shapes differ.
+    The clean `labels` have the shape and units of the `reconstruction`: `[batch, frames, values]`, or an image's.
     """
     if labels is None:
         return None
-    if labels.shape != reconstruction.shape:
+    if labels.shape != reconstruction.shape:  # which `mse_loss` would broadcast
         raise ValueError(
-            f"`labels` has shape {list(labels.shape)} and the reconstruction {list(reconstruction.shape)}; give the "
-            "clean input in the shape of `pixel_values`."
+            f"`labels` has shape {list(labels.shape)}; give that of the input, {list(reconstruction.shape)}."
         )
     return loss_scale * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum") / len(labels)
+
+
+def check_config(config: PreTrainedConfig, positive: Sequence[str], nonnegative: Sequence[str] = ()) -> None:
+    """ValueError where a field of a model's configuration is out of its range."""
+    for name in (*positive, *nonnegative):
+        value = getattr(config, name)
+        if not (value > 0 or (value == 0 and name in nonnegative)):
+            raise ValueError(f"`{name}` is {value}; it must be {'at least 0' if name in nonnegative else 'positive'}.")

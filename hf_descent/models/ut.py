@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
-from .unrolling import PatchDenoiser, attention_function, orthonormal_dct
+from .unrolling import PatchDenoiser, check_config, orthonormal_dct, symmetric_attention
 
 
 @strict
@@ -63,9 +63,7 @@ class UTConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if not 0 < self.attention_step <= 1:
             raise ValueError(f"`attention_step` is {self.attention_step}; it must be in (0, 1] (1: plain attention).")
-        for name in ("hidden_size", "num_hidden_layers", "loss_scale", "vocab_size"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; it must be positive.")
+        check_config(self, ("hidden_size", "num_hidden_layers", "loss_scale", "vocab_size"))
         super().__post_init__(**kwargs)
 
 
@@ -81,7 +79,7 @@ class UTLayer(GradientCheckpointingLayer):
     def __init__(self, config: UTConfig):
         super().__init__()
         shape = (config.hidden_size, config.hidden_size)
-        self.config, self.attention_step = config, config.attention_step
+        self.attention_step = config.attention_step
         self.null_weight = 0.5 if config.norm_energy else 0.0
         self.projection = nn.Parameter(torch.empty(shape))
         self.mixing = nn.Parameter(torch.empty(shape))
@@ -95,8 +93,7 @@ class UTLayer(GradientCheckpointingLayer):
     def attend(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """The first half-step, from X to Y; both `[batch, seq, hidden]`."""
         projected = hidden_states @ self.projection  # [batch, seq, hidden]
-        attention = attention_function(self.config._attn_implementation)
-        attended = attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
+        attended = symmetric_attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
         # Under autocast the first iterate, the input, stays in float32, and torch.lerp takes one dtype.
         return torch.lerp(hidden_states, attended.to(hidden_states.dtype), self.attention_step)
 

@@ -3,6 +3,8 @@
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix B.2.
 """
 
+from typing import Literal
+
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
@@ -10,10 +12,9 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils.generic import can_return_tuple
 
-from .unrolling import DenoisingOutput, denoising_loss
+from .unrolling import DenoisingOutput, check_config, denoising_loss
 
 
-READOUTS = ("patches", "linear")
 # Poolers and final norms, as the vision transformers of the library name them.
 UNUSED = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")
 
@@ -33,21 +34,18 @@ class ViTDenoiserConfig(PreTrainedConfig):
             Factor of an image's sum of squared errors in the loss. 1/2 is the paper's loss.
 
     Raises:
-        ValueError: another `readout`, or a `loss_scale` that is not positive.
+        ValueError: a `loss_scale` that is not positive.
     """
 
     model_type = "vit_denoiser"
     sub_configs_defaults = {"encoder_config": SubConfigSpec(config_class=AutoConfig, model_type="vit")}
 
     encoder_config: dict | PreTrainedConfig | None = None
-    readout: str = "patches"
+    readout: Literal["patches", "linear"] = "patches"
     loss_scale: float | int = 0.5
 
     def __post_init__(self, **kwargs):
-        if self.readout not in READOUTS:
-            raise ValueError(f"`readout` is {self.readout!r}; choose one of {', '.join(READOUTS)}.")
-        if not self.loss_scale > 0:
-            raise ValueError(f"`loss_scale` is {self.loss_scale}; it must be positive.")
+        check_config(self, ("loss_scale",))
         super().__post_init__(**kwargs)
 
 
@@ -138,8 +136,8 @@ class ViTForDenoising(PreTrainedModel):
         tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
         if tokens.dim() != 3 or len(tokens) != len(pixel_values) or tokens.shape[1] < rows * columns:
             raise ValueError(
-                f"The encoder gives hidden states of shape {list(tokens.shape)} for {len(pixel_values)} images of "
-                f"{rows} x {columns} patches; use one with one token per patch, such as ViT, DeiT or DINOv2."
+                f"The encoder gives hidden states {list(tokens.shape)} for {len(pixel_values)} images of {rows} x "
+                f"{columns} patches; use one with one token per patch, such as ViT, DeiT or DINOv2."
             )
         patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, channels * size * size]
         patches = patches.unflatten(2, (channels, size, size)).unflatten(1, (rows, columns))

@@ -126,10 +126,8 @@ class Job:
         """Runs the command from where it was; its record says with what it was last started and, in the end, how long
         that took."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.kind.startswith("answers"):  # `generate` writes over none, and goes on with no other command's
+        if self.kind.startswith("answers"):  # `generate` writes over none
             (self.folder / f"{self.kind}.json").unlink(missing_ok=True)
-            if not self.is_that_of(self.last()):
-                (self.folder / f"{self.kind}.json.partial").unlink(missing_ok=True)
         record = {"words": self.words, "files": self.files, "finished": False, **facts()}
         _write(self.record, record)
         start = time.perf_counter()

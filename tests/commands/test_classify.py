@@ -13,5 +13,5 @@ def test_accuracy_is_that_of_the_logits(extra):
 
 
 def test_a_ut_has_no_layers_for_adapters():
-    with pytest.raises(ValueError, match="`use_peft` with `unrolled_layers`"):
+    with pytest.raises(ValueError, match="`unrolled_layers` takes neither `use_peft`"):
         ModelArguments("encoder", unrolled_layers=2, use_peft=True)

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -18,7 +17,7 @@ from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor,
 from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, measure_sigma
 from hf_descent.commands.tune import without_test_rows
-from hf_descent.data.denoising import ImageTask, PatchTask, draw_rows, some_clips
+from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser
 from hf_descent.data.patches import patch_rows
 from hf_descent.data.video import VideoArguments, load_clips, split_videos
 from hf_descent.evaluation.perturbations import salt_and_pepper
@@ -34,6 +33,7 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("hf-descent denoise")
 ]
+SIZES = {"split_by": "time", "split_gap": 0, "num_frames": 4, "frame_size": 32, "patch_size": 8}
 RECIPES = sorted(path.relative_to(ROOT) for path in SMOKE.glob("video-*/*.yaml"))
 
 
@@ -99,10 +99,7 @@ def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     assert results_of(folder, "noise_curve")["values"][0][0] == results_of(folder)["test_rmse@0"]
     assert results_of(folder, "layer_profile")["losses"][2] == results_of(folder)["test_layer_loss_3"]
     model = AutoModelForImageToImage.from_pretrained(folder).eval()
-    args = VideoArguments(
-        train_files=[str(workplace / "test.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
-        split_gap=0, validation_percentage=34,
-    )  # fmt: skip
+    args = VideoArguments(train_files=[str(workplace / "test.avi")], validation_percentage=34, **SIZES)
     errors = []
     for split in load_clips(args).values():
         clean = patch_rows(split, 8)[:]["pixel_values"].float() / 255
@@ -119,45 +116,31 @@ def test_training_beats_the_noisy_input_and_constraints_hold(smoke):
     assert results["validation_rmse@0.15"] < 0.8 * noisy_rmse
 
 
-def test_streaming(smoke):
-    folder = smoke("recipes/smoke/video-ut/descent.yaml", "--streaming", "true", "--max_eval_samples", "20")
-    results = results_of(folder)
-    assert results["epoch"] > 0 and results["test_rmse@0.15"] > 0
-
-
 @pytest.mark.parametrize("limit", [None, 10])
-def test_rows_of_a_stream_are_those_that_are_drawn_of_cached_ones(workplace, limit):
+def test_rows_are_drawn_at_random(workplace, limit):
     args = VideoArguments(
-        train_files=[str(workplace / "train.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
-        split_gap=0, max_train_samples=limit, max_eval_samples=limit,
-    )  # fmt: skip
-    cached = load_clips(args)
-    for split, clips in load_clips(replace(args, streaming=True)).items():
-        wanted, in_order = (draw_rows(patch_rows(cached[split], 8), split, args), patch_rows(cached[split], 8))
-        wanted, in_order = (rows[:]["pixel_values"] for rows in (wanted, in_order))
-        drawn = draw_rows(patch_rows(clips, 8), split, args)
-        for epoch in range(3 if limit else 1):  # as accelerate announces them
-            if hasattr(drawn, "set_epoch"):
-                drawn.set_epoch(epoch)
-            rows = torch.stack([row["pixel_values"] for row in drawn])
-            assert torch.equal(rows, wanted) and not torch.equal(rows, in_order[: len(rows)])
+        train_files=[str(workplace / "train.avi")], max_train_samples=limit, max_eval_samples=limit, **SIZES
+    )
+    for split, clips in load_clips(args).items():
+        rows = patch_rows(clips, 8)
+        drawn, in_order = (each[:]["pixel_values"] for each in (args.draw(split, rows), rows))
+        places = np.random.default_rng(0).permutation(len(rows))[:limit]
+        assert torch.equal(drawn, in_order[places]) and not torch.equal(drawn, in_order[: len(drawn)])
 
 
 @pytest.mark.parametrize("recipe", ["video-ut", "video-vit"])
 def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, recipe):
     folder = smoke(f"recipes/smoke/{recipe}/descent.yaml", "--max_steps", "2")
     videos = {f"{name}_files": [str(workplace / f"{name}.avi")] for name in ("train", "test")}
-    sizes = {"split_by": "time", "split_gap": 0, "num_frames": 4, "frame_size": 32, "patch_size": 8}
     flags = [
-        word for name, value in {**videos, **sizes}.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))
+        word for name, value in {**videos, **SIZES}.items() for word in (f"--{name}", *map(str, np.atleast_1d(value)))
     ]
     cli.main(["evaluate", str(folder), *flags, "--perturbation_rates", "0", "0.5", "--draws", "1"])
     found = results_of(folder, "salt_and_pepper_curve")["values"]
 
-    args = VideoArguments(**videos, **sizes)
-    task = ImageTask(str(folder)) if recipe == "video-vit" else PatchTask(args)
-    rows = draw_rows(task.rows(load_clips(args)["test"]), "test", args)
-    model = AutoModelForImageToImage.from_pretrained(folder).eval()
+    args = VideoArguments(**videos, **SIZES)
+    model, task = load_denoiser(str(folder), 32)
+    rows = args.draw("test", task.rows(load_clips(args)["test"]))
     for rate, value in zip((0.0, 0.5), found):
         errors = []
         for number, row in enumerate(rows):
@@ -202,21 +185,18 @@ def test_tuning_reads_no_test_videos(workplace, tmp_path):
 
 def test_inputs_and_frames_are_inverse(workplace, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 32, 32), dtype=np.uint8)
-    args = VideoArguments(train_files=["x"], num_frames=4, frame_size=32, patch_size=8, split_by="time")
     ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=False).save_pretrained(tmp_path)
-    for task in (PatchTask(args), ImageTask(str(workplace / "vit")), ImageTask(str(tmp_path))):
+    for task in (PatchTask(32, 8), ImageTask(str(workplace / "vit")), ImageTask(str(tmp_path))):
         clip = task.preprocess(pixels)
         np.testing.assert_allclose(clip, pixels / 255, atol=1e-6)
         noisy = 2 * clip - 0.5  # noise leaves the range of pixels
         np.testing.assert_allclose(task.frames(task.inputs(noisy)), noisy, atol=1e-6)
 
 
-def test_frames_that_cannot_be_cut_are_refused_where_they_are_to_be_cut(workplace):
-    args = VideoArguments(train_files="x", frame_size=32, patch_size=7)
-    assert args.train_files == ["x"]  # as a recipe may have it
-    with pytest.raises(ValueError, match="32 pixels .* `patch_size` 7"):
-        PatchTask(args)
-    ImageTask(str(workplace / "vit"))  # whose patches are the model's
+def test_frames_that_cannot_be_cut_are_refused_where_they_are_to_be_cut():
+    assert VideoArguments(train_files="x", frame_size=32, patch_size=7).train_files == ["x"]  # as a recipe may have it
+    with pytest.raises(ValueError, match="`frame_size` 32 must be a multiple of the patch size, 7"):
+        PatchTask(32, 7)
 
 
 def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
@@ -234,18 +214,14 @@ def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
 
 
 def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
-    args = VideoArguments(
-        train_files=[str(workplace / "train.avi")], num_frames=4, frame_size=32, patch_size=8, split_by="time",
-        split_gap=4,
-    )  # fmt: skip
+    args = VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES | {"split_gap": 4})
     clips = load_clips(args)["train"]
     expected = np.stack(clips.with_format("numpy")["frames"][:]).astype(float).std() / 255
-    assert measure_sigma(patch_rows(clips, 8), PatchTask(args)) == pytest.approx(expected, rel=1e-5)
+    assert measure_sigma(patch_rows(clips, 8), PatchTask(32, 8)) == pytest.approx(expected, rel=1e-5)
     assert clips["start"][-1] == 44  # 12 clips
     black = patch_rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}), 8)
     with pytest.raises(ValueError, match="clean signal has variance 0"):
-        measure_sigma(black, PatchTask(args))
-    assert [row["start"] for row in some_clips(clips, 2)] == [12, 36]
+        measure_sigma(black, PatchTask(32, 8))
 
 
 def test_the_strip_says_the_errors_of_a_frame():
@@ -264,7 +240,6 @@ def test_the_strip_says_the_errors_of_a_frame():
         ({"architecture": "ut", "model_name_or_path": "x"}, "the others take none"),
         ({"architecture": "ut", "loss_gamma": 0.0}, "`loss_gamma` is 0"),
         ({"architecture": "ut", "noise_draws": 0}, "`noise_draws` is 0"),
-        ({"architecture": "ut", "num_layers": 0}, "`num_layers` is 0"),
     ],
 )
 def test_bad_arguments_are_refused(values, match):

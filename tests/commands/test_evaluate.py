@@ -254,12 +254,12 @@ def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
 
 
 def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
-    with pytest.raises(ValueError, match="No models"):
+    with pytest.raises(ValueError, match="The models are missing"):
         cli.main(["evaluate", "--config", str(workplace / "recipe.yaml")])
     model = bert()
     model.config.architectures = None
     model.bert.save_pretrained(tmp_path / "encoder")
-    with pytest.raises(ValueError, match="is a BertModel; `hf-descent evaluate` serves"):
+    with pytest.raises(ValueError, match="is a BertModel; `hf-descent evaluate` takes"):
         cli.main(["evaluate", str(tmp_path / "encoder")])
     run = str(workplace / "run-0")
     with pytest.raises(ValueError, match="overwrite each other"):

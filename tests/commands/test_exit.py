@@ -29,26 +29,9 @@ def test_the_exit_command_reports_a_classifier_and_saves_the_cut_model(tmp_path,
     (get_peft_model(base, lora) if adapter else base).save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written_rows(tmp_path / "rows.jsonl")
-    cli.main(
-        [
-            "exit",
-            str(tmp_path / "model"),
-            "--train_file",
-            data,
-            "--validation_file",
-            data,
-            "--test_file",
-            data,
-            "--save_layer",
-            "2",
-            "--repeats",
-            "1",
-            "--max_seq_length",
-            "12",
-            "--max_loss",
-            "0.1",
-        ]
-    )
+    words = [word for name in ("train", "validation", "test") for word in (f"--{name}_file", data)]
+    words += ["--save_layer", "2", "--repeats", "1", "--max_seq_length", "12", "--max_loss", "0.1"]
+    cli.main(["exit", str(tmp_path / "model"), *words])
     printed = capsys.readouterr().out
     profile = ExitProfile.from_json(str(tmp_path / "model" / "exit_profile.json"))
     report = ConfidenceReport.from_json(str(tmp_path / "model" / "confidence_exit.json"))
@@ -106,10 +89,10 @@ def test_padding_is_masked_and_has_no_label(tmp_path, monkeypatch):
     monkeypatch.setattr(exit, "exit_profile", lambda model, rows, **kwargs: seen.append((rows, kwargs)))
     monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: None)
     rows = written_rows(tmp_path / "texts.jsonl", 2, labels=False)
-    _, (args,) = cli.parse_arguments(["exit", "model", "--text_file", rows, "--prompt_length", "4"])
+    _, (_, *args) = cli.parse_arguments(["exit", "model", "--text_file", rows, "--prompt_length", "4"])
     tokenizer = word_tokenizer()
     tokenizer.padding_side = "left"
-    exit._language_model(llama(), tokenizer, args)
+    exit._language_model(llama(), tokenizer, *args)
     ((rows, settings),) = seen
     first, second = rows[0]["input_ids"], rows[1]["input_ids"][:2]
     batch = settings["data_collator"]([rows[0], {"input_ids": second, "labels": second}])
@@ -122,24 +105,8 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
     spread(llama(num_layers=3)).save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
-    cli.main(
-        [
-            "exit",
-            str(tmp_path / "model"),
-            "--text_file",
-            data,
-            "--prompts",
-            "2",
-            "--prompt_length",
-            "4",
-            "--max_new_tokens",
-            "6",
-            "--repeats",
-            "1",
-            "--output_dir",
-            str(tmp_path / "out"),
-        ]
-    )
+    words = ["--text_file", data, "--prompts", "2", "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
+    cli.main(["exit", str(tmp_path / "model"), *words, "--output_dir", str(tmp_path / "out")])
     assert "best: assistant_early_exit=" in capsys.readouterr().out
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
     speculation = SpeculationProfile.from_json(str(tmp_path / "out" / "speculation_profile.json"))
@@ -187,12 +154,12 @@ def test_no_more_is_generated_than_the_model_has_positions_for(tmp_path, monkeyp
     seen = []
     monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: seen.append(kwargs["max_new_tokens"]))
     args = ["--text_file", written_rows(tmp_path / "texts.jsonl", 6, labels=False), "--prompt_length", "4"]
-    _, (args,) = cli.parse_arguments(["exit", "model", *args])
+    _, (_, *args) = cli.parse_arguments(["exit", "model", *args])
     model = llama()
-    exit._language_model(model, word_tokenizer(), args)
+    exit._language_model(model, word_tokenizer(), *args)
     model.config.max_position_embeddings = -1  # as XLNet says that it has no limit
-    exit._language_model(model, word_tokenizer(), args)
-    assert seen == [60, args.max_new_tokens]
+    exit._language_model(model, word_tokenizer(), *args)
+    assert seen == [60, args[0].max_new_tokens]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(com
     assert noisy["losses"] != json.loads((folder / "layer_profile.json").read_text())["losses"]
     noisy["feasible"] = not noisy["feasible"]
     (folder / "layer_profile_gamma_0.5.json").write_text(json.dumps(noisy))
-    assert tune.judge(str(folder), 0.0)["feasible"] is noisy["feasible"] is not trial["feasible"]
+    assert tune.judge(str(folder), 0.0)[1]["feasible"] is noisy["feasible"] is not trial["feasible"]
 
     problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]
     cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
@@ -143,7 +143,7 @@ def judged_by_settings(monkeypatch, stop_at=None, value=None, greater_is_better=
     def judge(folder, gamma):
         distance = abs(math.log(seen[-1]["learning_rate"] / 2e-4)) + abs(math.log(seen[-1]["resilience"] / 0.01))
         found = (-distance if greater_is_better else distance) if value is None else value
-        return {"value": found, "clean": 0.0, "feasible": None, "greater_is_better": greater_is_better}
+        return found, {"clean": 0.0, "feasible": None, "greater_is_better": greater_is_better}
 
     monkeypatch.setattr("hf_descent.commands.classify.run", run)
     monkeypatch.setattr(tune, "judge", judge)

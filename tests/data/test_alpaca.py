@@ -5,7 +5,6 @@ import pytest
 from datasets import Dataset
 from tiny import tokenizer
 
-from hf_descent.data import alpaca
 from hf_descent.data.alpaca import AlpacaArguments, format_prompt, load_alpaca
 
 
@@ -20,22 +19,17 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.fixture(params=["json", "parquet"])
-def train_file(tmp_path, request):
-    path = tmp_path / f"train.{request.param}"
-    if request.param == "json":
-        path.write_text(json.dumps(ROWS))
-    else:
-        Dataset.from_list(ROWS).to_parquet(path)
-    return str(path)
+@pytest.fixture
+def train_file(tmp_path):
+    (tmp_path / "train.json").write_text(json.dumps(ROWS))
+    return str(tmp_path / "train.json")
 
 
-def test_rows_become_alpacas_prompts(train_file, monkeypatch):
-    said = []
-    monkeypatch.setattr(alpaca.logger, "info", said.append)
+def test_rows_become_alpacas_prompts(train_file, caplog):
+    caplog.set_level("INFO", "hf_descent.data")
     splits = load_alpaca(AlpacaArguments(train_file=train_file, validation_split_percentage=25), tokenizer(chat=False))
     assert [len(splits[name]) for name in ("train", "validation")] == [30, 10]
-    assert said == ["Dropped 1 of the 41 train rows: they have no output."]
+    assert "Dropped 1 of the 41 train rows" in caplog.text
     rows = {row["completion"]: row["prompt"] for name in splits for row in splits[name]}
     assert rows["6"] == (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -62,17 +56,6 @@ def test_a_chat_template_takes_the_place_of_alpacas(train_file):
         load_alpaca(AlpacaArguments(train_file=train_file, prompt_format="chat"), tokenizer(chat=False))
 
 
-def test_the_held_out_rows_are_drawn_by_the_split_seed_alone(train_file):
-    def held_out(**arguments):
-        args = AlpacaArguments(train_file=train_file, validation_split_percentage=25, **arguments)
-        splits = load_alpaca(args, tokenizer(chat=False))
-        assert not set(splits["train"]["completion"]) & set(splits["validation"]["completion"])
-        return splits["validation"]["completion"]
-
-    assert held_out() == held_out() != held_out(split_seed=1)
-    assert len(held_out(max_eval_samples=4)) == 4
-
-
 def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
     rows = Dataset.from_list([{"instruction": f"Double {i}.", "output": str(2 * i), "more": 1} for i in range(1, 21)])
     opened = []
@@ -89,20 +72,14 @@ def test_input_is_optional_and_the_hub_has_a_default(monkeypatch):
         ({"instruction": None, "output": "a"}, "1 rows whose instruction is not a string"),
         ({"instruction": "a", "output": 0}, "1 rows whose output is not a string"),
         ({"instruction": "a", "input": 0, "output": "b"}, "1 rows whose input is not a string"),
-        ({"instruction": "a", "output": ""}, "the train split has no row with an output"),
+        ({"instruction": "a", "output": ""}, "no row with an output"),
+        ({"question": "a", "answer": "b"}, r"no column \['instruction', 'output'\]; it has \['question', 'answer'\]"),
     ],
 )
 def test_rows_that_are_no_texts_are_refused(tmp_path, row, message):
     path = tmp_path / "train.json"
     path.write_text(json.dumps([row]))
-    with pytest.raises(ValueError, match=f"(?i){message}"):
-        load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer())
-
-
-def test_refusals_name_the_remedy(tmp_path):
-    path = tmp_path / "train.json"
-    path.write_text(json.dumps([{"question": "a", "answer": "b"}]))
-    with pytest.raises(ValueError, match=r"no column \['instruction', 'output'\]; it has \['question', 'answer'\]"):
+    with pytest.raises(ValueError, match=message):
         load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer())
     with pytest.raises(ValueError, match="`prompt_format` is 'llama'"):
         AlpacaArguments(prompt_format="llama")

@@ -1,33 +1,11 @@
 import pytest
 import torch
 from sklearn.linear_model import Lasso
-from transformers import AutoConfig, AutoModelForImageToImage, Trainer, TrainingArguments
+from test_all_models import batch_of, build
 
-from hf_descent import layer_logits, layer_losses
-from hf_descent.models import DustConfig, DustForVideoDenoising
+from hf_descent.models import DustConfig
 from hf_descent.models.dust import DustLayer, dct_dictionary
 from hf_descent.models.unrolling import symmetric_attention
-
-
-SHARED = [False, True]
-
-
-def tiny(**config):
-    torch.manual_seed(0)
-    return DustForVideoDenoising(
-        DustConfig(**{"hidden_size": 16, "dictionary_size": 24, "num_hidden_layers": 3, **config})
-    )
-
-
-def clips(n=8, frames=5, size=16):
-    generator = torch.Generator().manual_seed(0)
-    clean = torch.rand(n, 1, size, generator=generator).expand(n, frames, size)
-    noisy = clean + 0.1 * torch.randn(n, frames, size, generator=generator)
-    return [{"pixel_values": x, "labels": y} for x, y in zip(noisy, clean)]
-
-
-def collate(samples):
-    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 @pytest.mark.parametrize("size", [16, 24, 64])
@@ -79,8 +57,8 @@ def test_one_frame_without_attention_is_ista_and_reaches_the_lasso():
         best = lasso_objective(x, code, dictionary, sparsity)
         objectives = []
         for depth in depths:
-            model = tiny(
-                dictionary_size=size, num_hidden_layers=depth, sparsity=sparsity, coupling=0, shared_dictionary=True
+            model = build(
+                "dust-shared", dictionary_size=size, num_hidden_layers=depth, sparsity=sparsity, coupling=0
             ).double()
             codes = []
             model.layers[-1].register_forward_hook(lambda module, args, output, codes=codes: codes.append(output[1]))
@@ -120,97 +98,12 @@ def test_both_half_steps_never_raise_their_energy():
         assert objectives[1] <= objectives[0] + 1e-9
 
 
-@pytest.mark.parametrize("shared", SHARED)
-def test_layers_are_iterates_that_the_readout_reads(shared):
-    model, batch = tiny(shared_dictionary=shared), collate(clips())
-    assert len(list(model.parameters())) == (1 if shared else 3)
-    for parameter in model.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    outputs = model(**batch, output_hidden_states=True)
-    assert len(outputs.hidden_states) == 4
-    assert torch.equal(outputs.hidden_states[0], batch["pixel_values"])
-    assert torch.equal(outputs.hidden_states[-1], outputs.logits)
-    for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
-        torch.testing.assert_close(state, logits)
-    # Layer 2 of the whole model is the last of the model with two layers.
-    cut = tiny(shared_dictionary=shared, num_hidden_layers=2)
-    cut.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("layers.2")})
-    torch.testing.assert_close(layer_losses(model, batch)[1], cut(**batch).loss)
-    expected = sum((x - y).square().sum() / 2 for x, y in zip(outputs.logits, batch["labels"])) / 8
-    torch.testing.assert_close(outputs.loss, expected)
+def test_a_dictionary_may_be_shared():
+    assert [len(list(build(name).parameters())) for name in ("dust", "dust-shared")] == [3, 1]
 
 
 def test_untrained_model_moves_towards_the_clean_clip():
     # With c = 1 and a tight frame every LISTA step starts from the noisy patches again.
-    batch, model = collate(clips()), tiny(curvature=4, coupling=10)
+    batch, model = batch_of("dust"), build("dust", curvature=4, coupling=10)
     noise, error = (x - batch["labels"] for x in (batch["pixel_values"], model(batch["pixel_values"]).logits))
     assert error.square().mean() < 0.5 * noise.square().mean()
-
-
-def test_a_denoiser_in_bfloat16_takes_float32_clips(check_bfloat16):
-    check_bfloat16(tiny(), collate(clips()))
-
-
-def test_eager_attention_is_the_explicit_formula(check_eager_attention):
-    check_eager_attention(tiny, collate(clips()))
-
-
-@pytest.mark.parametrize("shared", SHARED)
-def test_save_and_load(shared, tmp_path):
-    model = tiny(shared_dictionary=shared, sparsity=0.03)
-    for parameter in model.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForImageToImage.from_pretrained(tmp_path)
-    assert type(loaded) is DustForVideoDenoising
-    assert AutoConfig.from_pretrained(tmp_path).sparsity == 0.03
-    batch = collate(clips())
-    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-
-
-@pytest.mark.parametrize("shared", SHARED)
-def test_gradient_checkpointing_gives_the_same_gradients(shared):
-    gradients = []
-    for checkpointing in (False, True):
-        model = tiny(shared_dictionary=shared).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model(**collate(clips())).loss.backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for plain, checkpointed in zip(*gradients):
-        torch.testing.assert_close(plain, checkpointed)
-        assert plain.isfinite().all() and plain.any()
-
-
-def test_stock_trainer_lowers_the_loss(tmp_path):
-    args = TrainingArguments(
-        tmp_path, max_steps=30, learning_rate=1e-2, report_to="none", use_cpu=True, disable_tqdm=True,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, logging_steps=1,
-    )  # fmt: skip
-    trainer = Trainer(tiny(), args, train_dataset=clips(), eval_dataset=clips())
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(before, rel=1e-4)  # of one step, in two parts
-    assert trainer.evaluate()["eval_loss"] < 0.9 * before
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"curvature": 0.0}, "curvature"),
-        ({"sparsity": -0.1}, "sparsity"),
-        ({"coupling": -1}, "coupling"),
-        ({"loss_scale": 0}, "loss_scale"),
-        ({"hidden_size": 32, "dictionary_size": 31}, "`dictionary_size` is 31.*32 columns"),
-    ],
-)
-def test_bad_config_is_refused(config, match):
-    with pytest.raises(ValueError, match=match):
-        DustConfig(**config)
-
-
-def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match=r"\[8, 5, 15\].*hidden_size"):
-        tiny()(torch.rand(8, 5, 15))

@@ -155,8 +155,6 @@ class DescentMixin:
             return (loss, measured.outputs) if return_outputs else loss
 
         step, world_size = self.state.global_step, self.args.world_size
-        if self._dual.needs_labels and (self.state.epoch or 0) < self._dual.labels_until:
-            self._dual.constant_predictor.update(self._task.answers(inputs))
         share = self._step.share(self._task.count(inputs))
         items = share.new_ones(()) if self._step.items is None else self._step.items
         key = (self.args.process_index, step, self._step.micro_batches)
@@ -440,7 +438,7 @@ class DescentMixin:
         with checkpoints.own_names(self, best):
             super()._load_best_model()
         if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
-            self._dual.load(best, is_main=self.args.process_index == 0)
+            self._dual.load(best)
 
     def _load_callback_state(self):
         # The readable copy is no callback; Trainer would report it as missing.

@@ -34,6 +34,9 @@ ALLOWED = {
     "*tied, erm*": "plain training of GPT-2 counts no first label as an item, since nothing predicts it",
     "*smoothing*/*layers/*": "the losses of samples are smoothed as the task loss is",
     "untied, many classes, auto/layers/violations/*": "evaluations read heads in tiles, which sum in another order",
+    "*label_moments*": "f_0 is measured before the first step, with no statistics of labels in a checkpoint",
+    "untied, many classes, auto/*": "f_0 is measured before the first step, on more labels by another estimator",
+    "dust denoiser, auto, accumulation/*": "f_0 of a denoiser is the loss of its noisy input",
 }
 TOLERANCE = 1e-6  # of numbers above 1 relative, else absolute
 TIMES = ("runtime", "per_second", "seconds", "flos")

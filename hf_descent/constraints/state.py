@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from safetensors.torch import save
 
 from ..files import atomic_write
 from . import objectives
-from .auto import ConstantPredictor, geometric_alpha
+from .auto import geometric_alpha
 from .multipliers import Multipliers
 from .problem import LARGEST, MIN_ROWS, DescentProblem, check_alpha, check_constrained_layers
 
@@ -45,9 +45,6 @@ class DescentState:
         num_layers (`int`): number of layers L.
         max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
         start_step (`int`): the step at which the duals start; warm-up is counted from here.
-        constant_predictor (`ConstantPredictor`, *optional*): takes the label statistics of warm-up; `None` where no
-            f_0 can be measured for the loss.
-        reduce (`Callable`): sums a tensor over processes.
         device (`torch.device`): where the losses arrive.
         fixed_run (`dict`, *optional*): `descent_config.json` of the run that `fixed_multipliers` names.
     """
@@ -58,17 +55,12 @@ class DescentState:
         num_layers: int,
         max_steps: int,
         start_step: int,
-        constant_predictor: ConstantPredictor | None,
-        reduce: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device | str = "cpu",
         fixed_run: Mapping[str, Any] | None = None,
     ):
-        self.args, self.num_layers, self.max_steps, self.device, self.reduce = (
-            args, num_layers, max_steps, device, reduce,
-        )  # fmt: skip
+        self.args, self.num_layers, self.max_steps, self.device = args, num_layers, max_steps, device
         warmup = args.dual_warmup_steps
         self.active_from = start_step + (math.ceil(warmup * max_steps) if warmup < 1 else int(warmup))
-        self.labels_until = 1.0  # the epoch until which labels are counted: each row once
         check_constrained_layers(args.constrained_layers, num_layers)
         if args.descent_alpha != "auto":
             check_alpha(args.descent_alpha, num_layers)
@@ -77,7 +69,7 @@ class DescentState:
                 f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
                 "never act. Lower `dual_warmup_steps` or train longer."
             )
-        self.constant_predictor = constant_predictor
+        self.chance: float | None = None  # the measured loss of the best constant prediction
         self.multipliers = Multipliers(
             num_layers,
             args.dual_learning_rate,
@@ -89,10 +81,6 @@ class DescentState:
             device=device,
         )
         self.problem: DescentProblem | None = None
-        # Whether warm-up is to find the problem, for which a given f_0 needs no statistics of labels.
-        self._warmed_up = args.objective not in objectives.MEASURING
-        given = max_steps > 0 and args.initial_loss_bound != "auto" and not self._warmed_up
-        self.awaits_problem = given or constant_predictor is not None
         self._index: torch.Tensor | None = None
         if args.objective == "fixed":
             self._set_fixed_multipliers(fixed_run)
@@ -116,9 +104,9 @@ class DescentState:
         return self.problem is None or step < self.active_from
 
     @property
-    def needs_labels(self) -> bool:
-        """Whether the label statistics of this step are taken: for f_0, or to judge one that was given."""
-        return self.constant_predictor is not None and not self._warmed_up
+    def awaits_problem(self) -> bool:
+        """Whether warm-up is to find the problem."""
+        return self.problem is None and self.max_steps > 0 and self.args.objective in objectives.MEASURING
 
     @property
     def trained_layers(self) -> list[int]:
@@ -189,9 +177,7 @@ class DescentState:
                 violations = violations / self.problem.initial_loss_bound
             self.multipliers.step(torch.where(usable, violations, torch.nan))
             self._released = None
-        # The labels of a short warm-up tell too little of the loss at chance, by which a given problem is judged.
-        measured_from = self.active_from if self.args.is_auto else math.ceil(self.max_steps / 4)
-        if step + 1 >= max(self.active_from, measured_from) and not self._warmed_up:
+        if step + 1 >= self.active_from and self.awaits_problem:
             self._end_warmup()
 
     def restart_slacks(self) -> None:
@@ -204,37 +190,33 @@ class DescentState:
         """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
         return self.averages / self.average_weight
 
-    def _end_warmup(self) -> None:
-        """Fix a schedule that was to be measured, and the loss at chance by which the model is judged."""
-        predictor, bound, alpha = self.constant_predictor, self.args.initial_loss_bound, self.args.descent_alpha
-        try:
-            chance = None if predictor is None else predictor.loss(self.reduce)
-        except ValueError:
-            if bound == "auto":
-                raise
-            chance = None  # it would only judge the f_0 that was given
-        if self.problem is None:
-            bound = chance if bound == "auto" else bound
-            last = self.mean_losses[-1].item()
-            if alpha == "auto":
-                layers = self.args.constrained_layers or range(self.num_layers)
-                alpha = geometric_alpha(bound, last, len(layers), self.args.descent_strength)
-            self._set_problem(alpha, bound)
-            logger.info(
-                f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha if isinstance(alpha, list) else f'{alpha:.4g}'}"
-                f", measured in the warm-up up to step {self.active_from}, at f_L = {last:.4g}."
-            )
-        self.problem.chance_loss = chance
-        if chance is not None and bound > 1.001 * chance:
+    def take_chance(self, chance: float) -> None:
+        """The measured loss of the best constant prediction: f_0 where that is "auto", else what it is judged by."""
+        self.chance, bound = chance, self.args.initial_loss_bound
+        if bound == "auto" and self.awaits_problem and self.args.descent_alpha != "auto":
+            self._set_problem(self.args.descent_alpha, chance)
+        if self.problem is not None and self.problem.chance_loss is None:
+            self.problem.chance_loss = chance
+        if bound != "auto" and bound > 1.001 * chance:
             logger.info(
                 f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
                 "prediction: a layer at chance can meet the first constraint, though no verdict calls that feasible."
             )
-        self._warmed_up = True
+
+    def _end_warmup(self) -> None:
+        """Fix the schedule that was to be measured."""
+        bound = self.chance if self.args.initial_loss_bound == "auto" else self.args.initial_loss_bound
+        last, layers = self.mean_losses[-1].item(), self.args.constrained_layers or range(self.num_layers)
+        alpha = geometric_alpha(bound, last, len(layers), self.args.descent_strength)
+        self._set_problem(alpha, bound)
+        logger.info(
+            f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha:.4g}, measured in the warm-up up to step "
+            f"{self.active_from}, at f_L = {last:.4g}."
+        )
 
     def _set_problem(self, alpha, initial_loss_bound) -> None:
         layers = self.args.constrained_layers
-        self._take_problem(DescentProblem(alpha, initial_loss_bound, self.num_layers, layers))
+        self._take_problem(DescentProblem(alpha, initial_loss_bound, self.num_layers, layers, self.chance))
 
     def _take_problem(self, problem: DescentProblem) -> None:
         self.problem, self._index = problem.to(self.device), None
@@ -245,6 +227,7 @@ class DescentState:
         saved = DescentProblem.saved_in(summary)
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
+        self.chance = saved.chance_loss
         if self.problem is None:
             self._take_problem(saved)
         elif self.problem.initial_loss_bound == saved.initial_loss_bound:
@@ -324,7 +307,7 @@ class DescentState:
             shortfall = self.problem.shortfall(losses, self.tolerance) / self.problem.initial_loss_bound
             score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -shortfall
             metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score + last) else UNKNOWN_SCORE
-        if self.needs_labels or (self.problem is None and self.awaits_problem):
+        if self.awaits_problem:
             metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
         return metrics
 
@@ -391,6 +374,8 @@ class DescentState:
     def summary(self) -> dict:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
         summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
+        if self.chance is not None:
+            summary["chance_loss"] = self.chance
         if self.problem is not None:
             summary |= self.problem.state_dict()
         if self.average_weight.item():
@@ -401,11 +386,9 @@ class DescentState:
         """Write the state into a checkpoint folder by an atomic write. All processes call, one writes."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
         tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
-        if self.needs_labels and self.constant_predictor.moments is not None:
-            tensors["label_moments"] = self.reduce(self.constant_predictor.moments).cpu()
         meta = {
             "active_from": self.active_from,
-            "labels_until": self.labels_until,
+            "chance": self.chance,
             "problem": None if self.problem is None else self.problem.state_dict(),
             "schedule": self._schedule(),
         }
@@ -413,11 +396,8 @@ class DescentState:
             with atomic_write(os.path.join(folder, STATE_NAME), "wb") as file:
                 file.write(save(tensors, metadata={"state": json.dumps(meta)}))
 
-    def load(self, folder: str, is_main: bool = True) -> None:
-        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match.
-
-        The label statistics, a sum over processes, go to the main one.
-        """
+    def load(self, folder: str) -> None:
+        """Take over the state of a checkpoint; ValueError where layer count or schedule do not match."""
         path = os.path.join(folder, STATE_NAME)
         tensors, meta = read_state(folder)
         for name, value in self._schedule().items():
@@ -437,13 +417,10 @@ class DescentState:
             raise ValueError(
                 f"{path} does not hold a complete dual state ({error}); resume from another one."
             ) from error
-        self.active_from, self.labels_until = meta["active_from"], meta["labels_until"]
+        self.active_from, self.chance = meta["active_from"], meta["chance"]
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
-        self._warmed_up |= meta["problem"] is not None and "label_moments" not in tensors
-        if self.constant_predictor is not None and "label_moments" in tensors:
-            # Zeros elsewhere rather than nothing, so that all processes have a part in the next sum.
-            self.constant_predictor.moments = tensors["label_moments"].to(self.device) * is_main
+            self.chance = self.problem.chance_loss
 
     def _schedule(self) -> dict:
         return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in SCHEDULE}
@@ -455,23 +432,20 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            meta = {"labels_until": 1.0} | json.loads(file.metadata()["state"])  # which older files do not name
-            return tensors, {name: meta[name] for name in ("active_from", "labels_until", "problem", "schedule")}
+            meta = {"chance": None} | json.loads(file.metadata()["state"])  # which older files do not name
+            return tensors, {name: meta[name] for name in ("active_from", "chance", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 
 
 def _check_values(tensors: dict[str, torch.Tensor], meta: dict) -> None:
     """ValueError where what a state file holds beside the multipliers cannot come from training."""
-    averages, weight = tensors["averages"], tensors["average_weight"]
-    moments = tensors.get("label_moments", torch.zeros(1))
-    counts = moments if moments.dim() == 1 else moments[[0, -1]]  # between those of numbers: sums, of either sign
+    averages, weight, chance = tensors["averages"], tensors["average_weight"], meta["chance"]
     holds = {
         "averages": averages.shape == tensors["multipliers.values"].shape and averages.isfinite().all(),
         "average_weight": weight.shape == (1,) and 0 <= weight < math.inf,
-        "label_moments": moments.isfinite().all() and (counts >= 0).all(),
         "active_from": isinstance(meta["active_from"], int) and meta["active_from"] >= 0,
-        "labels_until": isinstance(meta["labels_until"], int | float) and meta["labels_until"] >= 0,
+        "chance": chance is None or (isinstance(chance, int | float) and 0 < chance < math.inf),
     }
     for name in (name for name, is_sound in holds.items() if not is_sound):
         raise ValueError(f"'{name}' is {tensors[name].tolist() if name in tensors else meta[name]}")

@@ -1,24 +1,113 @@
-"""Whether, and in which units, the loss of the best constant prediction can be measured for a task.
+"""The loss of the best constant prediction on the training labels, measured before the first step.
 
 That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was given. It is known in closed form for
 the cross-entropy, the binary cross-entropy and the squared error, so a loss is compared with these on a real batch.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
+from datasets import Dataset
+from torch.utils.data import IterableDataset, Subset
+from transformers import Trainer
+from transformers.trainer_utils import has_length
 from transformers.utils import ModelOutput
 
-from ..constraints.auto import ConstantPredictor
+from ..configs import levels_of
+from ..losses.constant import ConstantPredictor
 from ..losses.task import TaskLoss
 from ..readout.labels import aligned, labels_of
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
+from ..readout.stack import inner_model
 
 
 MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
+FEW_CLASSES, FEW_LABELS, MANY_LABELS = 1000, 2_000, 100_000  # read for as many classes as that, and for more
+SEED = 0  # of the rows, and of what a collator draws: runs that differ by their seed have the same f_0
+
+
+def is_readable_once(dataset) -> bool:
+    """Whether what is read of a data set is gone, as from a generator."""
+    return not has_length(dataset) and iter(dataset) is iter(dataset)
+
+
+def measure_chance(
+    trainer: Trainer,
+    task: TaskLoss,
+    inputs: Mapping[str, Any],
+    outputs: Any,
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+    dataset=None,
+) -> float:
+    """The loss of the best constant prediction on the labels as the trainer's collator makes them.
+
+    2,000 labels are read, of more than 1,000 classes 100,000; of a data set with a length from rows drawn at random,
+    else from its first ones. The model is not run on them. A denoiser's loss is that of its noisy input, where that
+    is less.
+
+    Args:
+        trainer (`Trainer`): its noise level is that of a denoiser's input.
+        task ([`TaskLoss`]): the task's loss.
+        inputs: a batch with labels.
+        outputs: the model's outputs on it.
+        reduce (`Callable`): sums a tensor over processes, each of which reads the same rows.
+        dataset (*optional*): `train_dataset` where not given.
+
+    Raises:
+        ValueError: the loss is none of those whose least value is known; the data cannot be read a second time; it has
+            no labels, or all are alike.
+    """
+    data = trainer.train_dataset if dataset is None else dataset
+    predictor = constant_predictor(task, inputs, outputs, trainer.args.label_smoothing_factor)
+    if data is None or is_readable_once(data):
+        raise _unmeasurable("data that can be read only once")
+    name = _denoised_input(task, inputs)
+    if name is not None and trainer.args.gamma_train > 0:
+        low, high = (2 * levels_of("noise_gamma", trainer.args.noise_gamma))[:2]
+        mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
+        predictor.noise_variance = mean_square * trainer.noise_sigma() ** 2
+    many = predictor.num_classes > FEW_CLASSES and not predictor.positions
+    missing = MANY_LABELS if many else FEW_LABELS
+    with probing(task.model):
+        transformers.set_seed(SEED)
+        for batch in _collated(trainer, data, missing):
+            missing -= predictor.update(task.answers(batch), None if name is None else batch[name])
+            if missing <= 0:
+                break
+    # One value for all, also where each process has a part of a stream to itself.
+    return reduce(torch.tensor(predictor.loss(), dtype=torch.float64)).item() / trainer.args.world_size
+
+
+def rows_at(dataset, indices: list[int]):
+    """Some rows of a data set with a length."""
+    return dataset.select(indices) if isinstance(dataset, Dataset) else Subset(dataset, indices)
+
+
+def _collated(trainer, data, most_rows) -> Iterator[Mapping[str, Any]]:
+    """Batches of at most `most_rows` rows, as training collates them."""
+    is_stream = isinstance(data, IterableDataset) or not has_length(data)
+    if not is_stream:
+        # In random order, since data may be sorted and its first rows may do.
+        size = min(len(data), most_rows)
+        data = rows_at(data, np.random.default_rng(SEED).choice(len(data), size, replace=False).tolist())
+    loader = trainer.get_test_dataloader(data)  # which leaves columns out that the model does not take
+    rows = islice(data, most_rows) if is_stream else map(loader.dataset.__getitem__, range(len(data)))
+    while batch := list(islice(rows, trainer.args.train_batch_size)):
+        yield loader.collate_fn(batch)
+
+
+def _denoised_input(task, inputs) -> str | None:
+    """The name of the model's main input, if the labels are numbers of its shape."""
+    labels, name = labels_of(inputs, task.label_names), getattr(inner_model(task.model), "main_input_name", None)
+    signal = inputs.get(name)
+    is_same = isinstance(signal, torch.Tensor) and signal.is_floating_point() and signal.shape == labels.shape
+    return name if is_same and labels.is_floating_point() else None
 
 
 def _unmeasurable(what: str) -> ValueError:

@@ -10,13 +10,11 @@ import torch
 import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device
-from datasets import Dataset
 from torch import nn
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from ..constraints.auto import ConstantPredictor
 from ..constraints.objectives import MEASURING
 from ..constraints.state import STATE_NAME, DescentState
 from ..losses.label_checks import check_labels
@@ -26,18 +24,13 @@ from ..noise.embedding_noise import deviation_from_moments, signal_moments
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import output_logits, output_loss, probing
 from ..runs import RunFolder
-from .initial_loss import constant_predictor
+from .initial_loss import is_readable_once, measure_chance, rows_at
 
 
 logger = get_logger(__name__)
 
 SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estimated
 PROBED_TOKENS = 64  # of each of the documents that are tried packed and apart
-
-
-def is_readable_once(dataset) -> bool:
-    """Whether what is read of a data set is gone, as from a generator."""
-    return not has_length(dataset) and iter(dataset) is iter(dataset)
 
 
 def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
@@ -207,33 +200,22 @@ def make_dual(
         layers.num_layers,
         state.max_steps,
         0 if saved else state.global_step,
-        _constant_predictor(trainer, task, inputs, outputs),
-        reduce,
         args.device,
         RunFolder(fixed).summary if isinstance(fixed, str) else None,
     )
     if saved:
-        dual.load(checkpoint, is_main=args.process_index == 0)
+        dual.load(checkpoint)
     elif checkpoint is not None:
         logger.warning(f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up.")
-        dual.labels_until += state.epoch
     elif not trainer.is_in_train:
         dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
+    if trainer.is_in_train and dual.chance is None:
+        try:
+            dual.take_chance(measure_chance(trainer, task, inputs, outputs, reduce))
+        except ValueError:
+            if args.initial_loss_bound == "auto" and args.objective in MEASURING:
+                raise
     return dual
-
-
-def _constant_predictor(trainer, task, inputs, outputs) -> ConstantPredictor | None:
-    """What measures f_0; `None` where that is neither needed nor possible. ValueError where it is needed."""
-    args = trainer.args
-    given = args.initial_loss_bound != "auto"
-    if args.objective not in MEASURING or not trainer.is_in_train:
-        return None
-    try:
-        return constant_predictor(task, inputs, outputs, args.label_smoothing_factor)
-    except ValueError:
-        if not given:
-            raise
-        return None
 
 
 def loaded_from(model: nn.Module) -> str:
@@ -276,7 +258,7 @@ def _measure_sigma(trainer, model, reduce) -> float:
     elif len(data) > (rows := math.ceil(SIGMA_ROWS / rows_together) * rows_together):
         # Over all of it, since data may be sorted, and in whole batches, or rows would be dropped or repeated.
         chosen = np.linspace(0, len(data) - 1, rows).astype(int).tolist()
-        data = data.select(chosen) if isinstance(data, Dataset) else Subset(data, chosen)
+        data = rows_at(data, chosen)
     # In dataset order and with a seed of its own, so that a resumed run finds the same value.
     with probing(model):
         transformers.set_seed(trainer.args.seed)

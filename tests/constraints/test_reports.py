@@ -41,7 +41,7 @@ def test_evaluation_reports_the_losses_of_truncated_models(tmp_path):
 
 
 def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path):
-    state = DescentState(config(tmp_path), 3, 6, 0, None, lambda tensor: tensor)
+    state = DescentState(config(tmp_path), 3, 6, 0)
 
     def score(*losses):
         return state.evaluation(torch.tensor(losses), "eval")["eval_feasible_score"]
@@ -52,14 +52,14 @@ def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path
 
 
 def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(tmp_path):
-    state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, None, lambda tensor: tensor)
+    state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0)
     found = state.evaluation(torch.tensor([0.5, 0.4, float("nan")]), "eval")
     assert found["eval_feasible"] == 0 and found["eval_feasible_score"] < -1e8
 
 
 def test_tolerance_and_score_are_in_units_of_f_0(tmp_path):
     args = config(tmp_path, initial_loss_bound=4.0, feasibility_tolerance=0.1)
-    state = DescentState(args, 3, 6, 0, None, lambda tensor: tensor)
+    state = DescentState(args, 3, 6, 0)
     # The first layer's bound is 2.8, and the tolerance 0.4.
     near, far = (state.evaluation(torch.tensor([first, 0.0, 0.0]), "eval") for first in (3.1, 3.3))
     assert (near["eval_feasible"], far["eval_feasible"]) == (1.0, 0.0)

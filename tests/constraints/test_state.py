@@ -127,7 +127,7 @@ def test_auto_bound_counts_every_row_once(tmp_path):
 
 
 def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
-    state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0, None, lambda tensor: tensor)
+    state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0)
     assert state.objective_at(0).value(torch.tensor([1.0, math.inf, 0.5]), torch.ones(())) == 0.5
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -15,7 +16,8 @@ import pytest
 import torch
 from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny import VOCAB, bert, classification_data, config
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -105,17 +107,26 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
 
-def test_after_a_checkpoint_of_plain_trainer_every_row_is_counted_once(tmp_path):
-    args = TrainingArguments(str(tmp_path), max_steps=5, save_steps=1, report_to="none", use_cpu=True)
-    Trainer(bert(), args, train_dataset=classification_data(40)).train()  # an epoch
-    changes = SETTINGS["auto"] | {"dual_warmup_steps": 7, "max_steps": 14}
-    labels = torch.tensor([row["labels"] for row in classification_data(40)])
-    for start in (5, 8):  # the second time within the epoch of counting
-        resumed = make(arguments(tmp_path, **changes))
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{start}"))
-        moments = load_file(tmp_path / "checkpoint-11" / STATE_NAME)["label_moments"]
-        assert torch.equal(moments, labels.bincount().double())
-        assert resumed.problem is not None and resumed.multipliers.steps == 2  # those from step 12 on
+@pytest.mark.parametrize("step", [3, 8])  # within the warm-up and after it
+def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, step):
+    make(arguments(tmp_path, **SETTINGS["auto"], max_steps=8)).train()
+    folder = tmp_path / f"checkpoint-{step}"
+    tensors, path = load_file(folder / STATE_NAME), folder / STATE_NAME
+    with safe_open(path, framework="pt") as file:
+        meta = json.loads(file.metadata()["state"])
+    (folder / CHECKSUMS_NAME).unlink()
+    measured, other = meta["chance"], 0.875
+    assert measured == pytest.approx(math.log(3), rel=0.02)
+    if step == 8:
+        meta["problem"] |= {"chance_loss": other, "initial_loss_bound": other}
+    older = {name: value for name, value in meta.items() if name != "chance"} | {"labels_until": 1.0}
+    counts = {"label_moments": torch.tensor([30.0, 1.0, 1.0], dtype=torch.float64)} if step == 3 else {}
+    expected = measured if step == 3 else other  # an older version had measured nothing for good within its warm-up
+    for state, more, chance in ((meta | {"chance": other}, {}, other), (older, counts, expected)):
+        save_file(tensors | more, path, metadata={"state": json.dumps(state)})
+        resumed = make(arguments(tmp_path, **SETTINGS["auto"], max_steps=10))
+        resumed.train(resume_from_checkpoint=str(folder))
+        assert resumed.problem.initial_loss_bound == resumed.problem.chance_loss == chance
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,134 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.special import entr
+
+from hf_descent.losses.constant import ConstantPredictor
+
+
+def best_constant_loss(loss, shape):
+    """The least loss over constant logits, found numerically."""
+    logits = torch.zeros(shape, requires_grad=True, dtype=torch.float64)
+    optimizer = torch.optim.LBFGS([logits], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(logits)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    return loss(logits).item()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_classification_is_the_best_constant_prediction(smoothing):
+    labels = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([1800, 900, 300]))
+    predictor = ConstantPredictor(3, smoothing)
+    for chunk in labels.split(500):
+        predictor.update(chunk)
+    expected = best_constant_loss(
+        lambda logits: F.cross_entropy(logits.expand(3000, 3), labels, label_smoothing=smoothing), 3
+    )
+    assert predictor.loss() == pytest.approx(expected, rel=1e-3)
+
+
+def zipf(classes, power=1.0):
+    return 1 / np.arange(1, classes + 1) ** power
+
+
+def few(probabilities, classes):
+    """Of `classes` known to the model only the first ones occur."""
+    return np.concatenate([probabilities, np.zeros(classes - len(probabilities))])
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "size"),
+    [
+        (np.ones(2), 80),
+        (np.ones(2), 2_000),
+        (few(np.ones(2), 20), 80),
+        (few(np.ones(2), 1000), 2_000),
+        (np.ones(77), 300),
+        (np.ones(1000), 2_000),
+        (zipf(10), 2_000),
+        (zipf(150), 2_000),
+        (zipf(1000), 2_000),
+        (zipf(1000, 1.5), 2_000),
+        (np.random.default_rng(0).exponential(size=1000), 2_000),
+        (few(np.ones(300), 1000), 2_000),
+        (zipf(30_000), 50_000),
+        (zipf(128_000), 50_000),
+        (few(zipf(30_000), 128_000), 50_000),
+        (few(np.ones(30_000), 128_000), 50_000),
+        (np.ones(128_000), 50_000),
+    ],
+)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_tell_the_loss_within_one_percent(probabilities, size, smoothing):
+    probabilities = probabilities / probabilities.sum()
+    smoothed = (1 - smoothing) * probabilities + smoothing / len(probabilities)
+    truth, found = entr(smoothed).sum(), []
+    for seed in range(20 if size <= 2000 else 4):
+        counts = np.random.default_rng(seed).multinomial(size, probabilities)
+        predictor = ConstantPredictor(len(probabilities), smoothing)
+        predictor.update(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
+        found.append(predictor.loss())
+    assert max(found) <= math.log(len(probabilities)) + 1e-9
+    # All probabilities known, another draw of 2,000 labels alone would move their mean loss by up to 2 %.
+    surprise = -np.log(smoothed, where=smoothed > 0, out=np.zeros_like(smoothed))
+    variance = probabilities @ surprise**2 - (probabilities @ surprise) ** 2
+    assert found == pytest.approx(
+        [truth] * len(found), abs=0.02 * truth + 3 * np.sqrt(abs(variance) / size) + 3 / size
+    )
+
+
+def test_ignored_labels_do_not_count():
+    predictors = ConstantPredictor(2), ConstantPredictor(2)
+    assert predictors[0].update(torch.tensor([[0, 1, -100], [-100, -100, 1]]).repeat(20, 1)) == 60
+    assert predictors[1].update(torch.tensor([0, 1, 1]).repeat(20)) == 60
+    assert predictors[0].loss() == predictors[1].loss() == pytest.approx(0.6365, rel=0.02)
+
+
+@pytest.mark.parametrize("labels", [[], [-100, -100], [1, 1, 1]])
+def test_labels_that_are_missing_or_all_alike_are_an_error(labels):
+    predictor = ConstantPredictor(3)
+    predictor.update(torch.tensor(labels, dtype=torch.long))
+    with pytest.raises(ValueError, match="initial_loss_bound"):
+        predictor.loss()
+
+
+def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
+    labels = torch.randn(200, 2) * torch.tensor([1.0, 3.0]) + 5
+    predictor = ConstantPredictor(2)
+    predictor.update(labels)
+    expected = best_constant_loss(lambda constant: F.mse_loss(constant.expand(200, 2), labels.double()), 2)
+    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+
+    labels = (torch.rand(200, 3) < torch.tensor([0.2, 0.5, 0.9])).float()
+    predictor = ConstantPredictor(3, multi_label=True)
+    predictor.update(labels)
+    expected = best_constant_loss(
+        lambda logits: F.binary_cross_entropy_with_logits(logits.expand(200, 3), labels.double()), 3
+    )
+    assert predictor.loss() == pytest.approx(expected, rel=1e-5)
+
+
+def test_both_ends_of_an_answer_count():
+    predictor = ConstantPredictor(64, positions=True)
+    predictor.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
+    predictor.update(torch.full((100, 2), 64))  # beyond the text
+    assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
+
+
+def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one():
+    clean = torch.randn(3000, 4) + torch.tensor([0.0, 1.0, 2.0, 3.0])
+    noisy = clean + 0.3 * torch.randn(3000, 4)
+    for given, expected in ((noisy, 2 * F.mse_loss(noisy, clean)), (clean + 5, 2 * clean.var(0).mean()), (clean, 2.0)):
+        predictor = ConstantPredictor(4, scale=2.0)
+        for rows, signal in zip(clean.split(1000), given.split(1000)):
+            predictor.update(rows, signal)
+        assert predictor.loss() == pytest.approx(float(expected), rel=0.05)

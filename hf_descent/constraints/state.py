@@ -199,19 +199,17 @@ class DescentState:
             self.problem.chance_loss = chance
         if bound != "auto" and bound > 1.001 * chance:
             logger.info(
-                f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
-                "prediction: a layer at chance can meet the first constraint, though no verdict calls that feasible."
+                f"`initial_loss_bound`={bound:.4g} lies above the best constant prediction's loss, {chance:.4g}."
             )
 
     def _end_warmup(self) -> None:
         """Fix the schedule that was to be measured."""
         bound = self.chance if self.args.initial_loss_bound == "auto" else self.args.initial_loss_bound
         last, layers = self.mean_losses[-1].item(), self.args.constrained_layers or range(self.num_layers)
-        alpha = geometric_alpha(bound, last, len(layers), self.args.descent_strength)
-        self._set_problem(alpha, bound)
+        self._set_problem(geometric_alpha(bound, last, len(layers), self.args.descent_strength), bound)
         logger.info(
-            f"Descent schedule: f_0 = {bound:.4g}, alpha = {alpha:.4g}, measured in the warm-up up to step "
-            f"{self.active_from}, at f_L = {last:.4g}."
+            f"Descent schedule: f_0 = {bound:.4g}, alpha = {self.problem.alpha[-1]:.4g}, measured in the warm-up up "
+            f"to step {self.active_from}, at f_L = {last:.4g}."
         )
 
     def _set_problem(self, alpha, initial_loss_bound) -> None:
@@ -374,10 +372,7 @@ class DescentState:
     def summary(self) -> dict:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
         summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
-        if self.chance is not None:
-            summary["chance_loss"] = self.chance
-        if self.problem is not None:
-            summary |= self.problem.state_dict()
+        summary |= {"chance_loss": self.chance} if self.problem is None else self.problem.state_dict()
         if self.average_weight.item():
             summary["train_layer_losses"] = self.mean_losses.tolist()
         return summary | self.train_feasibility
@@ -420,7 +415,6 @@ class DescentState:
         self.active_from, self.chance = meta["active_from"], meta["chance"]
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
-            self.chance = self.problem.chance_loss
 
     def _schedule(self) -> dict:
         return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in SCHEDULE}
@@ -432,7 +426,8 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            meta = {"chance": None} | json.loads(file.metadata()["state"])  # which older files do not name
+            meta = json.loads(file.metadata()["state"])
+            meta = {"chance": (meta["problem"] or {}).get("chance_loss")} | meta  # older files do not name it
             return tensors, {name: meta[name] for name in ("active_from", "chance", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error

@@ -1,7 +1,7 @@
 """The loss of the best constant prediction on the training labels, measured before the first step.
 
-That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was given. It is known in closed form for
-the cross-entropy, the binary cross-entropy and the squared error, so a loss is compared with these on a real batch.
+That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was given. It is known for the (binary)
+cross-entropy and the squared error, so a loss is compared with these on a real batch.
 """
 
 import math
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
-from datasets import Dataset
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -22,13 +21,13 @@ from transformers.utils import ModelOutput
 from ..configs import levels_of
 from ..losses.constant import ConstantPredictor
 from ..losses.task import TaskLoss
-from ..readout.labels import aligned, labels_of
+from ..readout.labels import labels_of
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model
 
 
 MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
-FEW_CLASSES, FEW_LABELS, MANY_LABELS = 1000, 2_000, 100_000  # read for as many classes as that, and for more
+FEW_CLASSES, FEW_LABELS, MANY_LABELS = 1000, 2_000, 100_000  # of as many classes, and of more
 SEED = 0  # of the rows, and of what a collator draws: runs that differ by their seed have the same f_0
 
 
@@ -45,69 +44,48 @@ def measure_chance(
     reduce: Callable[[torch.Tensor], torch.Tensor],
     dataset=None,
 ) -> float:
-    """The loss of the best constant prediction on the labels as the trainer's collator makes them.
+    """The loss of the best constant prediction of the labels of `dataset` (`train_dataset` where not given), as the
+    trainer's collator makes them; of a denoiser that of its noisy input, where it is less.
 
-    2,000 labels are read, of more than 1,000 classes 100,000; of a data set with a length from rows drawn at random,
-    else from its first ones. The model is not run on them. A denoiser's loss is that of its noisy input, where that
-    is less.
-
-    Args:
-        trainer (`Trainer`): its noise level is that of a denoiser's input.
-        task ([`TaskLoss`]): the task's loss.
-        inputs: a batch with labels.
-        outputs: the model's outputs on it.
-        reduce (`Callable`): sums a tensor over processes, each of which reads the same rows.
-        dataset (*optional*): `train_dataset` where not given.
+    2,000 labels are read, of more than 1,000 classes 100,000: from rows drawn at random, of a stream its first ones.
+    The model has `outputs` on the batch `inputs`, and is not run on those. `reduce` sums a tensor over processes.
 
     Raises:
         ValueError: the loss is none of those whose least value is known; the data cannot be read a second time; it has
             no labels, or all are alike.
     """
-    data = trainer.train_dataset if dataset is None else dataset
-    predictor = constant_predictor(task, inputs, outputs, trainer.args.label_smoothing_factor)
+    args, data = trainer.args, trainer.train_dataset if dataset is None else dataset
+    predictor = _predictor(task, inputs, outputs, args.label_smoothing_factor)
     if data is None or is_readable_once(data):
         raise _unmeasurable("data that can be read only once")
-    name = _denoised_input(task, inputs)
-    if name is not None and trainer.args.gamma_train > 0:
-        low, high = (2 * levels_of("noise_gamma", trainer.args.noise_gamma))[:2]
+    labels, name = labels_of(inputs, task.label_names), getattr(inner_model(task.model), "main_input_name", None)
+    signal = inputs.get(name) if predictor.kind == "numbers" else None
+    is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
+    if is_denoiser and args.gamma_train > 0:
+        low, high = (2 * levels_of("noise_gamma", args.noise_gamma))[:2]
         mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
         predictor.noise_variance = mean_square * trainer.noise_sigma() ** 2
-    many = predictor.num_classes > FEW_CLASSES and not predictor.positions
-    missing = MANY_LABELS if many else FEW_LABELS
+    missing = MANY_LABELS if predictor.kind == "classes" and predictor.num_classes > FEW_CLASSES else FEW_LABELS
     with probing(task.model):
         transformers.set_seed(SEED)
         for batch in _collated(trainer, data, missing):
-            missing -= predictor.update(task.answers(batch), None if name is None else batch[name])
+            missing -= predictor.update(task.answers(batch), batch[name] if is_denoiser else None)
             if missing <= 0:
                 break
     # One value for all, also where each process has a part of a stream to itself.
-    return reduce(torch.tensor(predictor.loss(), dtype=torch.float64)).item() / trainer.args.world_size
-
-
-def rows_at(dataset, indices: list[int]):
-    """Some rows of a data set with a length."""
-    return dataset.select(indices) if isinstance(dataset, Dataset) else Subset(dataset, indices)
+    return reduce(torch.tensor(predictor.loss(), dtype=torch.float64)).item() / args.world_size
 
 
 def _collated(trainer, data, most_rows) -> Iterator[Mapping[str, Any]]:
     """Batches of at most `most_rows` rows, as training collates them."""
     is_stream = isinstance(data, IterableDataset) or not has_length(data)
-    if not is_stream:
-        # In random order, since data may be sorted and its first rows may do.
-        size = min(len(data), most_rows)
-        data = rows_at(data, np.random.default_rng(SEED).choice(len(data), size, replace=False).tolist())
-    loader = trainer.get_test_dataloader(data)  # which leaves columns out that the model does not take
-    rows = islice(data, most_rows) if is_stream else map(loader.dataset.__getitem__, range(len(data)))
+    if not is_stream:  # in random order, since data may be sorted and its first rows may do
+        chosen = np.random.default_rng(SEED).choice(len(data), min(len(data), most_rows), replace=False)
+        data = Subset(data, chosen.tolist())
+    collate = trainer.get_test_dataloader(data).collate_fn  # leaves columns out that the model does not take
+    rows = islice(data, most_rows) if is_stream else map(data.__getitem__, range(len(data)))
     while batch := list(islice(rows, trainer.args.train_batch_size)):
-        yield loader.collate_fn(batch)
-
-
-def _denoised_input(task, inputs) -> str | None:
-    """The name of the model's main input, if the labels are numbers of its shape."""
-    labels, name = labels_of(inputs, task.label_names), getattr(inner_model(task.model), "main_input_name", None)
-    signal = inputs.get(name)
-    is_same = isinstance(signal, torch.Tensor) and signal.is_floating_point() and signal.shape == labels.shape
-    return name if is_same and labels.is_floating_point() else None
+        yield collate(batch)
 
 
 def _unmeasurable(what: str) -> ValueError:
@@ -117,65 +95,49 @@ def _unmeasurable(what: str) -> ValueError:
 
 
 @torch.no_grad()
-def constant_predictor(
-    task: TaskLoss, inputs: Mapping[str, Any], outputs: Any, label_smoothing: float = 0.0
-) -> ConstantPredictor:
-    """What measures the loss of the best constant prediction, from the labels of training.
-
-    Args:
-        task ([`TaskLoss`]): the task's loss.
-        inputs: a batch with labels.
-        outputs: the model's outputs on it.
-        label_smoothing (`float`): the factor of Trainer's smoother.
-
-    Raises:
-        ValueError: the loss is none of those whose least value is known.
-    """
+def _predictor(task, inputs, outputs, label_smoothing) -> ConstantPredictor:
+    """ValueError where the loss is none of those whose least value is known."""
     logits, labels = output_logits(outputs), labels_of(inputs, task.label_names)
-    problem_type = getattr(getattr(task.model, "config", None), "problem_type", None)
-    multi_label = problem_type == "multi_label_classification"
-    positions = "start_positions" in inputs  # the classes of extractive question answering
-    given = [name for name in task.label_names if inputs.get(name) is not None]
-    if len(given) > 1 and not positions:
+    given, classes = [name for name in task.label_names if inputs.get(name) is not None], logits.shape[-1]
+    if "start_positions" in inputs:  # of extractive question answering; Trainer's smoother knows nothing of it
+        if task.loss_fn is not None:
+            raise _unmeasurable("a custom loss of answers")
+        return ConstantPredictor(MAX_POSITIONS, "positions")
+    if len(given) > 1:
         raise _unmeasurable(f"a loss of several labels ({', '.join(given)})")
     if labels.is_floating_point() and labels.numel() != logits.numel():
         raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
-    if logits.shape[-1] == 1 and not (labels.is_floating_point() or positions):
+    if classes == 1 and not labels.is_floating_point():
         raise _unmeasurable("whole labels of a single logit, which models take for numbers (give them as floats)")
-    numbers = labels.is_floating_point() and not multi_label
-    if positions:  # of which Trainer's smoother knows nothing
-        if task.loss_fn is not None:
-            raise _unmeasurable("a custom loss of answers")
-        return ConstantPredictor(MAX_POSITIONS, positions=True)
-    if numbers:
-        return ConstantPredictor(logits.shape[-1], scale=_loss_scale(task, inputs, labels, logits))
+    problem_type = getattr(getattr(task.model, "config", None), "problem_type", None)
+    multi_label = problem_type == "multi_label_classification"
+    if labels.is_floating_point() and not multi_label:
+        return ConstantPredictor(classes, "numbers", scale=_loss_scale(task, inputs, labels, logits))
     label_smoothing = 0.0 if task.loss_fn is not None else label_smoothing
     if not has_router_loss(outputs):
         _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
-    return ConstantPredictor(logits.shape[-1], label_smoothing, multi_label)
+    return ConstantPredictor(classes, "multi_label" if multi_label else "classes", label_smoothing)
 
 
 def _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
-    logits, labels = output_logits(outputs).float(), labels_of(inputs, task.label_names)
     if task.loss_fn is not None:
         # Of a fresh model all losses are alike, weighted ones too: the custom loss is tried on logits far apart.
-        logits = 3 * torch.arange(logits.numel(), device=logits.device).sin().view_as(logits)
-        outputs = ModelOutput(logits=logits)
+        logits = output_logits(outputs).float()
+        outputs = ModelOutput(logits=3 * torch.arange(logits.numel(), device=logits.device).sin().view_as(logits))
     try:
         loss = task(outputs, inputs, task.count(inputs) if task.loss_fn is not None else None)
     except TypeError:  # it is no loss at all, whatever f_0 is
         raise
     except Exception as error:
         raise _unmeasurable(f"a custom loss that fails on logits of its own ({error})") from error
+    logits, labels = task.predictions(outputs, inputs)
     if multi_label:
-        expected = F.binary_cross_entropy_with_logits(logits, labels.float())
+        expected = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+    elif logits.shape[:-1] != labels.shape:
+        raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
     else:
-        if logits.dim() == 3 and labels.dim() == 2:
-            logits, labels = aligned(task.model, logits, labels, task.shifts_labels)
-        if logits.shape[:-1] != labels.shape:
-            raise _unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
-        expected = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=label_smoothing)
+        expected = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), label_smoothing=label_smoothing)
     if abs(loss - expected) > (1e-3 if task.loss_fn is not None else 0.02) * expected:
         raise _unmeasurable(f"a loss that is {loss:.4g} where the cross-entropy is {expected:.4g}")
 

@@ -10,8 +10,9 @@ import torch
 import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device
+from datasets import Dataset
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -24,7 +25,7 @@ from ..noise.embedding_noise import deviation_from_moments, signal_moments
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import output_logits, output_loss, probing
 from ..runs import RunFolder
-from .initial_loss import is_readable_once, measure_chance, rows_at
+from .initial_loss import is_readable_once, measure_chance
 
 
 logger = get_logger(__name__)
@@ -258,7 +259,7 @@ def _measure_sigma(trainer, model, reduce) -> float:
     elif len(data) > (rows := math.ceil(SIGMA_ROWS / rows_together) * rows_together):
         # Over all of it, since data may be sorted, and in whole batches, or rows would be dropped or repeated.
         chosen = np.linspace(0, len(data) - 1, rows).astype(int).tolist()
-        data = rows_at(data, chosen)
+        data = data.select(chosen) if isinstance(data, Dataset) else Subset(data, chosen)
     # In dataset order and with a seed of its own, so that a resumed run finds the same value.
     with probing(model):
         transformers.set_seed(trainer.args.seed)

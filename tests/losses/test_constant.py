@@ -27,7 +27,7 @@ def best_constant_loss(loss, shape):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_classification_is_the_best_constant_prediction(smoothing):
     labels = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([1800, 900, 300]))
-    predictor = ConstantPredictor(3, smoothing)
+    predictor = ConstantPredictor(3, label_smoothing=smoothing)
     for chunk in labels.split(500):
         predictor.update(chunk)
     expected = best_constant_loss(
@@ -74,7 +74,7 @@ def test_labels_tell_the_loss_within_one_percent(probabilities, size, smoothing)
     truth, found = entr(smoothed).sum(), []
     for seed in range(20 if size <= 2000 else 4):
         counts = np.random.default_rng(seed).multinomial(size, probabilities)
-        predictor = ConstantPredictor(len(probabilities), smoothing)
+        predictor = ConstantPredictor(len(probabilities), label_smoothing=smoothing)
         predictor.update(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)))
         found.append(predictor.loss())
     assert max(found) <= math.log(len(probabilities)) + 1e-9
@@ -103,13 +103,13 @@ def test_labels_that_are_missing_or_all_alike_are_an_error(labels):
 
 def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
     labels = torch.randn(200, 2) * torch.tensor([1.0, 3.0]) + 5
-    predictor = ConstantPredictor(2)
+    predictor = ConstantPredictor(2, "numbers")
     predictor.update(labels)
     expected = best_constant_loss(lambda constant: F.mse_loss(constant.expand(200, 2), labels.double()), 2)
     assert predictor.loss() == pytest.approx(expected, rel=1e-5)
 
     labels = (torch.rand(200, 3) < torch.tensor([0.2, 0.5, 0.9])).float()
-    predictor = ConstantPredictor(3, multi_label=True)
+    predictor = ConstantPredictor(3, "multi_label")
     predictor.update(labels)
     expected = best_constant_loss(
         lambda logits: F.binary_cross_entropy_with_logits(logits.expand(200, 3), labels.double()), 3
@@ -118,7 +118,7 @@ def test_regression_is_the_variance_and_multi_label_the_binary_entropy():
 
 
 def test_both_ends_of_an_answer_count():
-    predictor = ConstantPredictor(64, positions=True)
+    predictor = ConstantPredictor(64, "positions")
     predictor.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
     predictor.update(torch.full((100, 2), 64))  # beyond the text
     assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
@@ -128,7 +128,7 @@ def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one
     clean = torch.randn(3000, 4) + torch.tensor([0.0, 1.0, 2.0, 3.0])
     noisy = clean + 0.3 * torch.randn(3000, 4)
     for given, expected in ((noisy, 2 * F.mse_loss(noisy, clean)), (clean + 5, 2 * clean.var(0).mean()), (clean, 2.0)):
-        predictor = ConstantPredictor(4, scale=2.0)
+        predictor = ConstantPredictor(4, "numbers", scale=2.0)
         for rows, signal in zip(clean.split(1000), given.split(1000)):
             predictor.update(rows, signal)
         assert predictor.loss() == pytest.approx(float(expected), rel=0.05)

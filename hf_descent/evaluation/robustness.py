@@ -43,19 +43,17 @@ class NoiseCurve(Result):
 
     Attributes:
         metric (`str`): name of the metric.
-        gammas (float64 `[G]`): increasing noise levels, in units of the clean signal's standard deviation (rates in
-            [0, 1] for another perturbation).
+        gammas (float64 `[G]`): increasing noise levels, in units of the clean signal's standard deviation, or rates.
         values (float64 `[G, draws]`): the metric; level 0 repeats its one value.
         losses (float64 `[G, draws]`): the task loss.
-        gamma_train (`float`, *optional*): the training level; up to it a level is in-distribution (ID), above it
+        gamma_train (`float`, *optional*): the training level; levels up to it are in-distribution (ID), others
             out-of-distribution (OOD).
-        blocks (float64 `[B, G, draws, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to
-            32 blocks of the data, the source of every confidence interval.
+        blocks (float64 `[B, G, draws, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each block of
+            the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         greater_is_better (`bool`): whether more of the metric is better.
-        settings (`dict`): seed, draws, batch size, samples (of data whose length says them), sigma, perturbation and
-            a fingerprint of the data (main input and labels). Curves with equal seed, batch size and data have common
-            random numbers.
+        settings (`dict`): seed, draws, batch size, samples (where the data has a length), sigma, perturbation and a
+            fingerprint of the data. Curves with equal seed, batch size and data have common random numbers.
     """
 
     metric: str
@@ -190,27 +188,25 @@ def noise_curve(
 ) -> NoiseCurve:
     """Metric and loss of `model` at every noise level, each with `draws` draws of the noise.
 
-    The noise depends on (seed, draw, level, batch) and the kind of device alone, so models that embed the same batches
-    to the same shape are compared under common random numbers. Each batch is collated once, used for all levels and
-    dropped. The model is evaluated in eval mode, which is undone afterwards.
+    The noise depends on (seed, draw, level, batch) and the kind of device alone: models that embed the same batches to
+    the same shape are compared under common random numbers. Each batch is collated once. The model's mode is restored.
 
     Args:
         model, dataset: see [`~evaluation.scoring.Evaluation`].
-        gammas (`float` or sequence of `float`): noise levels >= 0, in units of `sigma`; an array or a tensor, too.
+        gammas (`float` or sequence of `float`): noise levels >= 0, in units of `sigma`.
         draws (`int`): noise draws per level (level 0 is evaluated once).
         seed, sigma: see [`EmbeddingNoise`].
-        gamma_train (`float` or `(float, float)`, *optional*): the training level, of a range the upper end, to tell ID
-            from OOD.
+        gamma_train (`float` or `(float, float)`, *optional*): the training level, of a range the upper end.
         perturbation (function, *optional*): perturbation(row, level, generator) -> row, in place of the Gaussian noise
-            (see [`~evaluation.perturbations`]); the rows of `dataset` are then collated for every level and draw.
-            Results call it by its attribute `name`, or else by the function's name.
-        noise ([`EmbeddingNoise`], *optional*): the kind of noise, with its own seed and sigma; its level is not used.
+            (see [`~evaluation.perturbations`]); rows are collated for every level and draw. Results call it by its
+            attribute `name`, or else by the function's name.
+        noise ([`EmbeddingNoise`], *optional*): noise with its own seed and sigma; its level is not used.
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
     Raises:
-        ValueError: no levels, negative levels, no draws, an empty dataset, labels that do not suit the metric, a
-            `perturbation` beside `noise`.
+        ValueError: no levels or draws, an empty dataset, labels that do not suit the metric, `perturbation` and
+            `noise` at once.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
@@ -266,14 +262,13 @@ def noise_curve(
 
 def _check(dataset, gammas, draws, perturbation, noise):
     """ValueError for arguments of a noise curve that do not go together."""
-    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf:
-        raise ValueError(f"`gammas` is {gammas}; give at least one noise level, finite and not negative.")
-    if draws < 1:
-        raise ValueError(f"`draws` is {draws}; give at least one.")
-    if perturbation is not None and isinstance(dataset, DataLoader):
-        raise ValueError("`perturbation` changes rows before they are collated; give a data set, not a `DataLoader`.")
-    if perturbation is not None and noise is not None:
-        raise ValueError("`perturbation` and `noise` are given, and would both change the inputs; give one of them.")
+    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
+        raise ValueError(
+            f"`gammas` is {gammas} and `draws` is {draws}; give at least one of both, and levels that are finite and "
+            "not negative."
+        )
+    if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
+        raise ValueError("`perturbation` changes rows before they are collated; give a data set, and no `noise`.")
     if noise is not None and noise.is_attached:
         raise ValueError("`noise` is attached to the model, and would perturb every level; remove it first.")
 

@@ -36,14 +36,13 @@ CUSTOM = "a function (logits, labels) -> (sum, count)"
 
 
 def greater_is_better(metric: Metric) -> bool:
-    """Whether a greater value is better, as the attribute of this name says of the function, or of that of a partial;
-    of functions without it yes, of "rmse" no."""
+    """The function's attribute of this name, also in a partial; without it yes, but for "rmse"."""
     function = getattr(metric, "func", metric)
     return getattr(metric, "greater_is_better", getattr(function, "greater_is_better", metric != "rmse"))
 
 
 def name_of(function: str | Callable) -> str:
-    """What results call a metric or another function: by its own name, that of a partial's function or its class."""
+    """The name of a function, in a partial too, or of its class; what results call it."""
     function = getattr(function, "func", function)
     return function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
 
@@ -57,10 +56,9 @@ class Evaluation:
     Args:
         model (`nn.Module`): unwrapped, on its device (a `PeftModel`, too).
         dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
-        metric (`str` or function): "accuracy" (integer labels, of samples or tokens; of multi-label classification,
-            each of its labels), "rmse" (floating labels), or a function (logits `[..., classes]`, labels `[...]` with
-            -100 where there is none) -> (sum, count); its attribute `greater_is_better` says whether more is better
-            (yes where it has none).
+        metric (`str` or function): "accuracy" (integer labels of samples or tokens, or multi-label ones), "rmse"
+            (floating labels), or a function (logits `[..., classes]`, labels `[...]` with -100 where there is none) ->
+            (sum, count), whose attribute `greater_is_better` may be False.
         scale (`float`): factor of the rmse, such as 255 for images in [0, 1].
         data_collator, processing_class, remove_unused_columns: as in `Trainer`.
         batch_size (`int`): samples per batch; the noise depends on it.
@@ -165,9 +163,8 @@ class Evaluation:
         `outputs` are the model's, or [`TokenStatistics`] where no logits are made.
         """
         if isinstance(outputs, TokenStatistics):
-            count = len(outputs.losses)
-            sums = [float(outputs.hits.sum()), count, float(outputs.losses.sum()), count]
-            return torch.tensor(sums, dtype=torch.float64)
+            hits, losses, count = float(outputs.hits.sum()), float(outputs.losses.sum()), len(outputs.losses)
+            return torch.tensor([hits, count, losses, count], dtype=torch.float64)
         logits, labels = self.task.predictions(outputs, inputs)
         items = self.task.count(inputs)
         # As Trainer gives a custom loss the items of the batch. The mean over none is not a number.
@@ -175,8 +172,7 @@ class Evaluation:
         if self._score is _accuracy and self._is_multi_label:  # two classes for each label
             logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()
         total, count = self._score(logits, labels)
-        sums = [float(total), float(count), float(loss) * int(items), int(items)]
-        return torch.tensor(sums, dtype=torch.float64)
+        return torch.tensor([float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64)
 
     def sample_losses(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Mean loss of each sample over its own items, float32 `[samples]` on the CPU, without samples that have none.

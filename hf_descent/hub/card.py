@@ -59,9 +59,9 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     Args:
         card (`dict`): plain JSON values. Needed: `model_name`, `architecture`, `objective`, `library_name`, `paper`.
     """
-    card = _with_all_parts(card)
+    card = {**card, **{name: dict(card.get(name) or {}) for name in PARTS}}
     noise, layers, exits, beside = (
-        card[name] for name in ("noise_curve", "layer_profile", "exit_profile", "baseline")
+        card[each] for each in ("noise_curve", "layer_profile", "exit_profile", "baseline")
     )
     auto_class, task = _task(card)
     names = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")
@@ -73,7 +73,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     )
     layers.setdefault("losses", _layer_losses(card["evaluation"]))
     depth = len(exits.get("values") or layers["losses"])
-    cheapest = exits.get("cheapest") or depth
+    cheapest = exits.get("cheapest") or depth  # the last layer is not an exit
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -84,7 +84,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         noise_table=_noise_table(noise, beside),
         layer_table=_layer_table(card, layers, beside),
         verdict=_verdict(card, layers),
-        exit_layer=cheapest if cheapest < depth else max(1, depth // 2),  # the last layer is not an exit
+        exit_layer=cheapest if cheapest < depth else max(1, depth // 2),
         exit_tool="hf-descent exit" if auto_class in EXIT_CLASSES else "hf_descent.early_exit.exit_profile",
         is_classifier=str(task).endswith("-classification") and task != "token-classification",
         setting_table=_setting_table(card, beside),
@@ -105,10 +105,6 @@ def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
         and name not in summaries
         and not any(word in name for word in NO_METRICS)
     }
-
-
-def _with_all_parts(card) -> dict[str, Any]:
-    return {**card, **{name: dict(card.get(name) or {}) for name in PARTS}}
 
 
 def _task(card) -> tuple[str | None, str | None]:
@@ -198,15 +194,16 @@ def _noise_table(noise, beside) -> str:
         return ""
     gammas, other = noise["gammas"], beside.get("noise_curve") or {}
     spreads = noise.get("std") or [None] * len(gammas)
-    values = [f"{_cell(mean)} ± {std:.2g}" if std else mean for mean, std in zip(noise["mean"], spreads)]
-    others = [dict(zip(other.get("gammas") or [], other.get("mean") or [])).get(gamma) for gamma in gammas]
-    names = [f"{gamma:g}" for gamma in gammas]
+    theirs = dict(zip(other.get("gammas") or [], other.get("mean") or []))
+    rows = {
+        f"{gamma:g}": (f"{_cell(mean)} ± {std:.2g}" if std else mean, theirs.get(gamma))
+        for gamma, mean, std in zip(gammas, noise["mean"], spreads)
+    }
     for area, words in (("auc", "area under the curve"), ("auc_over_range", "mean over the range")):
         if noise.get(area) is not None:
-            names.append(words)
-            values.append(noise[area])
-            others.append(other.get(area) if other.get("gammas") == gammas else None)
-    return _table({"gamma": names, noise["metric"]: values} | ({beside["model_name"]: others} if other else {}))
+            rows[words] = noise[area], other.get(area) if other.get("gammas") == gammas else None
+    values, others = zip(*rows.values())
+    return _table({"gamma": rows, noise["metric"]: values} | ({beside["model_name"]: others} if other else {}))
 
 
 def _layer_table(card, layers, beside) -> str:

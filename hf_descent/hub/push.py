@@ -1,8 +1,7 @@
 """Gathers what a run's folder says, and writes the model card and its figures.
 
-[`collect`] returns plain values, which are kept as `model_card.json`; [`~hub.card.render`] makes the card of them. The
-trainer does both when it pushes a model or saves a checkpoint. `hf-descent card RUN` does both again, with what was
-measured since.
+[`collect`] returns plain values, kept as `model_card.json`, of which [`~hub.card.render`] makes the card. The trainer
+writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` adds what was measured since.
 """
 
 import json
@@ -54,9 +53,8 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     Args:
         folder (`str` or `Path`): output folder of a run.
         baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
-        facts: replace what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data` (its name, if
-            it is not the first of these), `license`, `language`, `tags`, `split`, `limits` (a list of sentences), ...;
-            `None` replaces nothing.
+        facts: replace what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data` (a name),
+            `license`, `language`, `tags`, `split`, `limits` (a list of sentences), ...; `None` replaces nothing.
 
     Raises:
         ValueError: the folder holds no model, or a file of it cannot be read.
@@ -64,18 +62,12 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     folder, run = Path(folder), RunFolder(folder)
     config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
     if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
-        raise ValueError(
-            f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give the folder of a run."
-        )
+        raise ValueError(f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder.")
     descent = run.summary
     known = {name: value for name, value in run.read(run.CARD).items() if name not in RESULTS}
     known |= {name: value for name, value in _read(folder / run.CARD).items() if name in GIVEN}
-    card = {
-        "model_name": folder.resolve().name,
-        "architecture": (config.get("architectures") or [descent.get("model", "AutoModel")])[0],
-        "tags": TAGS,
-        "paper": PAPER,
-    }
+    architecture = (config.get("architectures") or [descent.get("model", "AutoModel")])[0]
+    card = {"model_name": folder.resolve().name, "architecture": architecture, "tags": TAGS, "paper": PAPER}
     card |= known | {name: value for name, value in facts.items() if value is not None}
     card["tags"] = list(dict.fromkeys([*known.get("tags", []), *card["tags"]]))
     card["library_name"] = "peft" if adapter else "transformers"
@@ -109,14 +101,14 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
     """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
     folder, run = Path(folder), RunFolder(folder)
     card = collect(folder, baseline, **facts)
-    figures = {}
-    if card.get("layer_profile"):
-        figures["layers.png"] = _figure(card, "layer_profile", "losses", "layer", "task loss")
-    if noise := card.get("noise_curve"):
-        figures["noise.png"] = _figure(card, "noise_curve", "mean", "noise level gamma", noise["metric"])
-    for name, figure in figures.items():
-        figure.savefig(folder / name, dpi=120)
-    card["figures"] = list(figures)
+    card["figures"] = []
+    for file, name, values, xlabel, ylabel in (
+        ("layers.png", "layer_profile", "losses", "layer", "task loss"),
+        ("noise.png", "noise_curve", "mean", "noise level gamma", "metric"),
+    ):
+        if card.get(name):
+            _figure(card, name, values, xlabel, card[name].get(ylabel, ylabel)).savefig(folder / file, dpi=120)
+            card["figures"].append(file)
     if card.get("exit_profile") and run.fresh(run.EXITS_FIGURE):
         card["figures"].append(run.EXITS_FIGURE)
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
@@ -146,13 +138,11 @@ def _comparable(baseline: dict[str, Any], card: dict[str, Any]) -> dict[str, Any
     for name, aspects in IN_COMMON.items():
         own, other = (side if name == "evaluation" else side.get(name) or {} for side in (card, baseline))
         for aspect in aspects if card.get(name) and baseline.get(name) else ():
-            values = [side.get(aspect) for side in (own, other)]
-            unknown = aspect in ("data", "split") and None in values  # in older files
-            if values[0] != values[1] and not unknown:
-                logger.warning(
-                    f"The card leaves out the `{name}` of {baseline['model_name']}: its {aspect} is {values[1]}, this "
-                    f"run's {values[0]}."
-                )
+            ours, theirs = own.get(aspect), other.get(aspect)
+            unknown = aspect in ("data", "split") and None in (ours, theirs)  # in older files
+            if ours != theirs and not unknown:
+                model = baseline["model_name"]
+                logger.warning(f"The card leaves out the `{name}` of {model}: its {aspect} is {theirs}, not {ours}.")
                 kept[name] = None
     return kept
 

@@ -166,7 +166,7 @@ def test_an_attached_noise_is_refused():
     model, data = bert(), classification_data(4)
     with EmbeddingNoise(model, 1.0) as noise, pytest.raises(ValueError, match="`noise` is attached"):
         noise_curve(model, data, [1.0], noise=noise)
-    with pytest.raises(ValueError, match="`perturbation` and `noise` are given"):
+    with pytest.raises(ValueError, match="give a data set, and no `noise`"):
         noise_curve(model, data, [1.0], noise=noise, perturbation=salt_and_pepper)
 
 
@@ -308,7 +308,7 @@ def test_perturbed_rows_are_collated_for_every_level_and_draw():
     noise_curve(bert(seed=1), rows, [0.5], draws=2, batch_size=5, perturbation=swap)
     assert len(set(seen)) == 40
     assert set(seen) < first  # another model, grid and batch size: the same errors
-    with pytest.raises(ValueError, match="not a `DataLoader`"):
+    with pytest.raises(ValueError, match="give a data set, and no `noise`"):
         noise_curve(model, DataLoader(rows), [0.5], perturbation=swap)
 
 

@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+import transformers.utils.logging  # noqa: F401  (gives loggers their `warning_once`)
 from accelerate.logging import MultiProcessAdapter
 
 

@@ -160,4 +160,4 @@ def _loss_scale(task, inputs, labels, logits) -> float:
         scales.append((loss / (factor * residual).square().mean()).item())
     if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
         raise _unmeasurable("a loss of numbers that is not proportional to the squared error")
-    return scales[0]
+    return float(f"{scales[0]:.5g}")  # without the rounding errors of this batch: a resumed run measures on another

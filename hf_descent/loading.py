@@ -55,8 +55,6 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
     # An adapter's folder does not have the config of its base.
     labels = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
     if architecture == LinearReadoutForSequenceClassification.__name__:
-        if "encoder" not in summary:
-            raise ValueError(f"{name}: {RunFolder.SUMMARY} names no encoder; load it with `PeftModel` in a script.")
         base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
         model = PeftModel.from_pretrained(base, name)
     elif is_classifier:
@@ -78,11 +76,8 @@ def best_device() -> torch.device:
 
 
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. It pads with the end of text where it has no padding token.
-
-    Raises:
-        ValueError: no tokenizer is saved with the model; transformers would make one without any word.
-    """
+    """The tokenizer of a model, which pads with the end of text where it has no padding token; ValueError where none
+    is saved with the model (transformers would make one without any word)."""
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, "▁"}:  # SentencePiece's space
         raise ValueError(f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`).")

@@ -1,9 +1,9 @@
 """Local differential privacy of noisy token embeddings: (epsilon, delta) from the noise level, and back.
 
-The setting: a client looks its tokens up in a PUBLIC embedding table, clips every embedding to a norm C, adds Gaussian
-noise of deviation gamma * sigma to each coordinate, and only then sends the embeddings to whoever runs the layers. One
-other token changes what is sent by at most 2 C, n other tokens by 2 C sqrt(n). This is a Gaussian mechanism of that
-sensitivity, with the (epsilon, delta) of the analytic Gaussian mechanism, exact for one release.
+A client looks its tokens up in a PUBLIC embedding table, clips every embedding to a norm C, adds Gaussian noise of
+deviation gamma * sigma to each coordinate, and only then sends the embeddings to whoever runs the layers. One other
+token changes what is sent by at most 2 C, n other tokens by 2 C sqrt(n). This is a Gaussian mechanism of that
+sensitivity; its (epsilon, delta) is exact for one release.
 
 Protected: which token stands at a position (`tokens=1`), or the whole text of at most `tokens` tokens.
 NOT protected: the number of tokens, masks, positions and token types; other inputs; labels and answers sent in the
@@ -14,9 +14,9 @@ A text sent k times with fresh noise counts as k times its tokens: once for each
 multiple-choice model, and each copy that `num_beams` or `num_return_sequences` makes of a decoder's prompt. Refused
 are `generate(use_cache=False)`, which sends the prompt anew with every token, and decoders that read the text again.
 
-Which sums of a floating-point number and its noise can occur depends on the number (Mironov 2012): in float32, one
-release can name its token. So all is in float64, rounded to a grid of 2^-16 deviations and then to the model's dtype.
-Unless the deviation is far below the norm, probabilities are a Gaussian's to about 2^-34, with tails that end at 9.
+Which sums of a float and its noise can occur depends on the float (Mironov 2012): in float32, one release can name its
+token. So all is in float64, rounded to a grid of 2^-16 deviations and then to the model's dtype. Probabilities are a
+Gaussian's to about 2^-34, unless the deviation is far below the norm, with tails that end at 9.
 
 Source: Balle, Wang (2018), arXiv 1805.06530, as in Google's `dp-accounting` (`pip install hf_descent[privacy]`).
 """
@@ -33,7 +33,6 @@ from torch import nn
 
 from .evaluation.robustness import noise_curve
 from .evaluation.scoring import Result
-from .evaluation.sums import weights_fingerprint
 from .noise.embedding_noise import EmbeddingNoise
 from .noise.lookups import look_up
 from .readout.stack import inner_model
@@ -162,7 +161,6 @@ class PrivacyCurve(Result):
         values, radii (float64 `[E]`): the metric, mean over the noise draws, and half-widths of its 95 % intervals.
         clean (`float`): the metric without noise and clipping.
         delta, clip_norm, tokens: see [`epsilon_of_gamma`].
-        weights (`str`, *optional*): fingerprint of the model's weights.
     """
 
     metric: str
@@ -175,7 +173,6 @@ class PrivacyCurve(Result):
     delta: float
     clip_norm: float
     tokens: int
-    weights: str | None = None
 
     def __str__(self) -> str:
         rows = [f"{'epsilon':>10} {'per token':>10} {'gamma':>8} {self.metric:>12} {'+- (95 %)':>10}"]
@@ -211,10 +208,8 @@ def privacy_curve(
     curve = noise_curve(model, dataset, [0.0, *levels], noise=noise, **settings)
     per_token = [epsilon_of_gamma(gamma, delta, clip_norm, noise.sigma) for gamma in levels]
     radii = np.broadcast_to(curve.radius("mean"), curve.mean.shape)[1:]
-    clean, weights = float(curve.mean[0]), weights_fingerprint(model)
-    return PrivacyCurve(
-        curve.metric, epsilons, levels, per_token, curve.mean[1:], radii, clean, delta, clip_norm, tokens, weights
-    )
+    measured = curve.mean[1:], radii, float(curve.mean[0])
+    return PrivacyCurve(curve.metric, epsilons, levels, per_token, *measured, delta, clip_norm, tokens)
 
 
 def _accounting():

@@ -7,7 +7,7 @@ evaluation use the same object; [`find_layer_losses`] chooses.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ logger = logging.get_logger(__name__)
 
 # From this vocabulary on, reading every layer on all tokens costs several times the model itself.
 LARGE_VOCABULARY = 8192
-# Chosen by measurement (`recipes/benchmarks/`): violations are two to three times as noisy as on all tokens, which the
-# multipliers average out over many steps, and a step costs little more than plain training.
+# By measurement (`recipes/benchmarks/`): violations are two to three times as noisy as on all tokens, which the
+# multipliers average out, and a step costs little more than plain training.
 DEFAULT_TOKEN_FRACTION = 0.125
 
 
@@ -57,9 +57,8 @@ class MeasuredLosses:
     Attributes:
         means (`torch.Tensor` of shape `[L]`): f_l, the mean over the items of the batch; 0 without items.
         items (`torch.Tensor`): the number of items, a scalar.
-        outputs: the model's outputs.
         scores (`list`): what the caller's `score` returned for each layer.
-        tokens ([`TokenStatistics`], *optional*): where asked for.
+        outputs, tokens: as in [`StepLosses`].
     """
 
     means: torch.Tensor
@@ -69,8 +68,8 @@ class MeasuredLosses:
     tokens: TokenStatistics | None = None
 
 
-class LayerLosses(Protocol):
-    """The losses of a model's L layers, whatever way they are read.
+class ReplayedLosses:
+    """The layer losses of any architecture: what follows the layer stack is run once per layer.
 
     Attributes:
         num_layers (`int`): L.
@@ -78,9 +77,9 @@ class LayerLosses(Protocol):
         readout ([`Readout`]): the replay that was found on the model.
     """
 
-    num_layers: int
-    task: TaskLoss
-    readout: Readout
+    def __init__(self, readout: Readout, task: TaskLoss, accepts_items: bool = False, token_statistics: bool = False):
+        self.num_layers, self.task, self.readout = readout.num_layers, task, readout
+        self._accepts_items, self._token_statistics = accepts_items, token_statistics
 
     def step(
         self,
@@ -101,25 +100,6 @@ class LayerLosses(Protocol):
             key: what the random numbers of this micro-batch depend on, where tokens are sampled.
             keep_logits: whether the outputs must hold the model's own logits.
         """
-
-    def measure(
-        self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits: bool = True
-    ) -> MeasuredLosses:
-        """The losses of a batch in evaluation.
-
-        `score(outputs, inputs)` is called for each layer, with its outputs or, where none are made, its
-        [`TokenStatistics`].
-        """
-
-
-class ReplayedLosses:
-    """[`LayerLosses`] of any architecture: what follows the layer stack is run once per layer."""
-
-    def __init__(self, readout: Readout, task: TaskLoss, accepts_items: bool = False, token_statistics: bool = False):
-        self.num_layers, self.task, self.readout = readout.num_layers, task, readout
-        self._accepts_items, self._token_statistics = accepts_items, token_statistics
-
-    def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
         # Losses that take the items of the whole step are sums divided by them; others are means of the micro-batch,
         # to be weighted by its share.
         items = items.clamp(min=1) if self.task.takes_items else None  # a sum over none is 0
@@ -145,7 +125,11 @@ class ReplayedLosses:
             value = value + (outputs["loss"] - losses[-1]) * share
         return StepLosses(value, parts.detach(), parts[-1].detach(), outputs, self._tokens(outputs, inputs))
 
-    def measure(self, model, inputs, score=None, keep_logits=True):
+    def measure(
+        self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits: bool = True
+    ) -> MeasuredLosses:
+        """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
+        where none are made, its [`TokenStatistics`]."""
         count, losses, scores = self.task.count(inputs), [], []
         items = count if self.task.loss_fn is not None else None  # as Trainer gives a custom loss those of the batch
 
@@ -176,27 +160,18 @@ class ReplayedLosses:
 
 
 class TiledLosses:
-    """[`LayerLosses`] of a final norm and a linear head, read in tiles without making logits.
+    """As [`ReplayedLosses`], of a final norm and a linear head, read in tiles without making logits.
 
     Attributes:
         token_fraction (`float`): share of the labelled tokens on which the layers below the last are read in training.
     """
 
     def __init__(
-        self,
-        head: HeadReadout,
-        task: TaskLoss,
-        token_fraction: float = 1.0,
-        token_statistics: bool = False,
-        seed: int = 0,
+        self, head: HeadReadout, task: TaskLoss, token_fraction: float, token_statistics: bool = False, seed: int = 0
     ):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
-        self.token_fraction, self._token_statistics, self._head, self._seed = (
-            token_fraction,
-            token_statistics,
-            head,
-            seed,
-        )
+        self.token_fraction, self._token_statistics = token_fraction, token_statistics
+        self._head, self._seed = head, seed
 
     def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
         tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key))
@@ -228,8 +203,7 @@ class TiledLosses:
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
         (losses,) = found
-        statistics = losses.tokens if self._token_statistics else None
-        return StepLosses(outputs["loss"], losses.sums / divisor, losses.final_sum / divisor, outputs, statistics)
+        return StepLosses(outputs["loss"], losses.sums / divisor, losses.final_sum / divisor, outputs, losses.tokens)
 
     def measure(self, model, inputs, score=None, keep_logits=True):
         tokens, found, scores = self._head.tokens(inputs), [], []
@@ -247,8 +221,7 @@ class TiledLosses:
             outputs = model(**inputs)
         sums = torch.cat([losses.sums for losses in found])  # [layers]
         count = torch.full((), len(tokens.rows), device=sums.device)
-        statistics = found[-1].tokens if self._token_statistics else None
-        return MeasuredLosses(sums / count.clamp(min=1), count, outputs, scores, statistics)
+        return MeasuredLosses(sums / count.clamp(min=1), count, outputs, scores, found[-1].tokens)
 
     def _generator(self, key) -> torch.Generator:
         """Depends on where training stands, so that a resumed run draws the tokens of the run that it continues."""
@@ -257,10 +230,17 @@ class TiledLosses:
         return torch.Generator().manual_seed(int(seed))
 
 
+LayerLosses = ReplayedLosses | TiledLosses
+
+
 def _require_gradient(layer, hidden, objective, readout) -> None:
     """ValueError where the hidden state of a layer below the last has no gradient, but its loss a weight."""
     if layer in objective.trained and layer < readout.num_layers and not hidden.requires_grad:
-        raise readout.without_gradient(layer)
+        raise ValueError(
+            f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. Unfreeze layers "
+            f"of `{readout.stack.name}` up to it, or set `constrained_layers` to those above the frozen ones (where "
+            "all are frozen, `objective='erm'`). Use gradient checkpointing with `use_reentrant=False`."
+        )
 
 
 def find_layer_losses(
@@ -275,28 +255,24 @@ def find_layer_losses(
     trains: bool = False,
     needs_logits: bool = False,
     seed: int = 0,
-) -> ReplayedLosses | TiledLosses:
+) -> LayerLosses:
     """The layer losses of `model`, in tiles where its tail allows, checked on the batch `inputs`.
 
     Args:
-        model: the unwrapped model.
-        task: its task loss, probed.
+        model, task: the unwrapped model, and its task loss, probed.
         readout: a custom readout(model, hidden, inputs) -> logits.
-        token_fraction: share of the labelled tokens on which layers below the last are read in training; by default
-            1/8 from a vocabulary of 8192 on, else all.
+        token_fraction, seed: share of the labelled tokens on which layers below the last are read in training (by
+            default 1/8 from a vocabulary of 8192 on, else all), and the seed of their draw.
         token_statistics: whether to give the [`TokenStatistics`] of the last layer.
         accepts_items: whether the model's forward takes `num_items_in_batch`.
         trains: whether to train on the losses.
         needs_logits: whether each layer's logits are needed, for a custom metric.
-        seed: of the draw of tokens.
 
     Raises:
         ValueError: no shared readout exists (see [`Readout.probe`]), or the replay cannot heed `token_fraction`.
     """
     given = inputs if task.uses_model_loss else task.model_inputs(inputs)
-    replay = Readout.probe(model, given, readout)
-    if readout is not None and trains:
-        replay.check_parameters(given)
+    replay = Readout.probe(model, given, readout, trains)
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
@@ -304,10 +280,7 @@ def find_layer_losses(
         tiled = HeadReadout.probe(model, inputs, label_smoothing, task.shifts_labels)
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
-            raise ValueError(
-                f"`readout_token_fraction` is {token_fraction}, but layers cannot be read on a sample of tokens: "
-                f"{reason} Leave it unset."
-            ) from reason
+            raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason
         logger.info(f"Layers are read by replay; reading in tiles is for other models ({reason})")
         if trains:
             task.takes_items = task.divides_by_items(inputs, accepts_items)

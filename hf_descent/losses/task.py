@@ -76,24 +76,19 @@ class TaskLoss:
         """The loss of a model's `outputs` on the batch `inputs`, a scalar; divided by `items` where `takes_items`.
 
         Raises:
-            ValueError: the outputs hold no loss, or not what `loss_fn` asks for.
+            ValueError: the outputs hold no loss.
             TypeError: `loss_fn` returns anything but a floating-point scalar tensor.
         """
         labels = inputs.get("labels")
         if self.loss_fn is not None:
-            return self._custom_loss(outputs, labels, items)
+            return _checked_scalar(self.loss_fn(outputs, labels, num_items_in_batch=items))
         if self.smoother is not None and labels is not None:
             return self.smoother(outputs, labels, shift_labels=self.shifts_labels, num_items_in_batch=items)
         if self.has_custom_readout:
             return loss_from_logits(self.model, output_logits(outputs), labels, items)
         loss = output_loss(outputs)
-        if loss is None and self.predicted_labels(inputs) is None:
-            raise self._without_labels(inputs)
         if loss is None:
-            raise ValueError(
-                f"{type(self.model).__name__} returns no loss for a batch with labels; give one as "
-                "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
-            )
+            raise self._no_loss(inputs)
         return loss
 
     def count(self, inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -124,10 +119,8 @@ class TaskLoss:
         return self.predicted_labels(inputs)
 
     def predictions(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits `[..., classes]` of a model's `outputs`, and the labels `[...]` that they predict, -100 for none.
-
-        ValueError where the batch has no labels.
-        """
+        """The logits `[..., classes]` of a model's `outputs`, and the labels `[...]` that they predict, -100 for none;
+        ValueError where the batch has no labels."""
         logits = output_logits(outputs)
         if inputs.get("start_positions") is not None:
             # As the models do: negative positions count as the first token, those past the end are left out.
@@ -138,7 +131,7 @@ class TaskLoss:
             return aligned(self.model, logits, inputs["shift_labels"], shifts_labels=False)
         labels = labels_of(inputs, self.label_names)
         if labels is None:
-            raise self._without_labels(inputs)
+            raise self._no_loss(inputs)
         if are_token_labels(labels) and logits.dim() == 3:
             return aligned(self.model, logits, labels, self.shifts_labels)
         # A single logit is a number to models, though labels are whole: as a class it would always be the first.
@@ -155,11 +148,8 @@ class TaskLoss:
         return self.loss_fn is None and self.smoother is None and not self.has_custom_readout
 
     def divides_by_items(self, batch: Mapping[str, Any], accepts_items: bool) -> bool:
-        """Whether the loss is divided by the items that it is given, found out on `batch`.
-
-        Args:
-            accepts_items (`bool`): whether the model's forward takes `num_items_in_batch`.
-        """
+        """Whether the loss is divided by the items that it is given, found out on `batch`; `accepts_items` is whether
+        the model's forward takes `num_items_in_batch`."""
         if not accepts_items and self.loss_fn is None and self.smoother is None:
             return False
         values = []
@@ -194,47 +184,38 @@ class TaskLoss:
                 continue
         return None
 
-    def _without_labels(self, inputs) -> ValueError:
-        return ValueError(f"A batch has the keys {sorted(inputs)} but no labels; add one of {self.label_names}.")
+    def _no_loss(self, inputs) -> ValueError:
+        missing = "no labels" if self.predicted_labels(inputs) is None else "no loss"
+        return ValueError(
+            f"{type(self.model).__name__} has {missing} for a batch with the keys {sorted(inputs)}; add one of "
+            f"{self.label_names}, or give `layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+        )
 
-    def _custom_loss(self, outputs, labels, items) -> torch.Tensor:
-        try:
-            loss = self.loss_fn(outputs, labels, num_items_in_batch=items)
-        except (AttributeError, KeyError, TypeError) as error:
-            held = ", ".join(outputs) if isinstance(outputs, Mapping) else "a tuple"
-            raise ValueError(
-                f"The loss function fails with {error!r} on the outputs of one layer of {type(self.model).__name__} "
-                f"({held}): score the logits alone, and leave `return_dict=True` in the model's config."
-            ) from error
-        if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
-            kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-            raise TypeError(
-                f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
-                "floating-point scalar tensor, such as the mean over the batch."
-            )
-        return loss
+
+def _checked_scalar(loss) -> torch.Tensor:
+    if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
+        kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise TypeError(
+            f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
+            "floating-point scalar tensor, such as the mean over the batch."
+        )
+    return loss
 
 
 def loss_from_logits(
     model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The model's own loss function on the logits of a readout; ValueError where the model has none."""
-    loss_function = getattr(model, "loss_function", None)
-    if loss_function is None:
-        raise ValueError(
-            f"`readout` gives logits, but {type(model).__name__} has no `loss_function` to score them with; pass "
-            "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
-        )
+    """The model's own loss function on the logits of a readout; ValueError where it takes others, or there is none."""
     pooled = getattr(model, "loss_type", None) == "ForSequenceClassification"
     arguments = {"labels": labels, "config": model.config, "vocab_size": logits.shape[-1]}
     arguments["pooled_logits" if pooled else "logits"] = logits
     if num_items_in_batch is not None:
         arguments["num_items_in_batch"] = num_items_in_batch
     try:
-        inspect.signature(loss_function).bind(**arguments)
-    except TypeError as error:
+        inspect.signature(model.loss_function).bind(**arguments)
+    except (AttributeError, TypeError) as error:
         raise ValueError(
-            f"`readout` gives logits, but the loss of {type(model).__name__} takes other arguments ({error}); pass "
+            f"The loss of {type(model).__name__} cannot score the logits of `readout` ({error}); pass "
             "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
         ) from error
-    return loss_function(**arguments)
+    return model.loss_function(**arguments)

@@ -9,6 +9,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local pe
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -46,12 +47,12 @@ class EmbeddingNoise:
 
     In text models (`main_input_name == "input_ids"`) the output of `get_input_embeddings()` is perturbed wherever
     tokens are looked up, in the decoder and in each step of `generate`, too; so are `inputs_embeds`. Padding, as a 2-D
-    attention mask `[batch, past + seq]` gives it, and PEFT's trained prompts stay untouched bit for bit. Without a
-    mask, or with one of another shape such as 4-D, every position counts as a token.
+    attention mask `[batch, past + seq]` gives it, and PEFT's trained prompts stay clean. Without such a mask every
+    position counts as a token.
 
     The noise is drawn in float32 from its own generator on the tensor's device: one (seed, key, shape) always gives
     the same noise on one kind of device. Nothing is drawn at `gamma=0`, outside the model's own forward, or while the
-    shared readout replays a forward pass (its states are perturbed already).
+    shared readout replays a forward pass.
 
     Args:
         model (`PreTrainedModel`): bare, or wrapped (DDP, FSDP, compile, PEFT).
@@ -59,19 +60,13 @@ class EmbeddingNoise:
             forward call draws its own; may be set while attached.
         seed (`int`, *optional*): of the generator. `None`: one is drawn from torch's global generator.
         sigma (`float`, *optional*): standard deviation of the clean signal. `None`: `model.config.noise_sigma`, else,
-            for text models, the standard deviation of the embedding table (padding row excluded). [`estimate_sigma`]
-            measures it on data.
+            for text models, that of the embedding table without padding. [`estimate_sigma`] measures it on data.
 
     Raises:
         ValueError: a bad gamma, seed or sigma; a model without input embeddings or sigma, or whose layers look tokens
             up in a second table (Gemma 3n, 4); in the forward call, an input that the noise cannot reach.
 
-    Example:
-
-    ```python
-    with EmbeddingNoise(model, gamma=1.5, seed=0):
-        model.generate(**inputs)
-    ```
+    Example: `with EmbeddingNoise(model, gamma=1.5, seed=0): model.generate(**inputs)`.
     """
 
     def __init__(
@@ -167,9 +162,7 @@ class EmbeddingNoise:
             if signal is None:
                 continue
             if not signal.is_floating_point():
-                raise ValueError(
-                    f"`{name}` has dtype {signal.dtype}; noise needs floating-point inputs: use noise level 0."
-                )
+                raise ValueError(f"`{name}` has dtype {signal.dtype}; noise needs floats: use noise level 0.")
             mask = given.get("decoder_attention_mask" if name.startswith("decoder") else "attention_mask")
             if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
                 mask = None  # it belongs to another input, such as CLIP's text
@@ -186,9 +179,8 @@ class EmbeddingNoise:
         call = self._calls.pop()
         if call.has_signal and not (self._calls or call.perturbed or output is None) and self._is_active():
             raise ValueError(
-                f"The noise did not reach the input of {type(module).__name__}: its forward was compiled before the "
-                "noise was attached, or does not call the module of `get_input_embeddings()` (override that method, "
-                "or use noise level 0)."
+                f"The noise did not reach the input of {type(module).__name__}: attach it before compiling, override "
+                "`get_input_embeddings()` to return the module that looks tokens up, or use noise level 0."
             )
 
     def _perturb_lookup(self, module, args, output):
@@ -231,11 +223,8 @@ class EmbeddingNoise:
 
 
 def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> torch.Tensor:
-    """Count, sum and sum of squares of the clean signal: float64 `[3]` on the CPU, which add up over processes.
-
-    The signal is what [`EmbeddingNoise`] perturbs, in at most `max_batches` of `batches` (dicts of model inputs). Only
-    the embedding lookup is run. ValueError where a batch lacks the main input.
-    """
+    """Count, sum and sum of squares of what [`EmbeddingNoise`] perturbs in at most `max_batches` of `batches` (dicts
+    of model inputs): float64 `[3]` on the CPU, which add up over processes. ValueError where a batch lacks that."""
     whole, model = model, inner_model(model)
     main_input = getattr(model, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
@@ -281,22 +270,21 @@ def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:
         return lookups[0](ids.to(weight.device))
     # Only a forward of the whole model gathers parameters that FSDP or ZeRO-3 shards.
     seen = []
-    handles = [x.register_forward_hook(lambda module, args, output: seen.append(output)) for x in lookups]
-    try:
+    with ExitStack() as hooks:
+        for each in lookups:
+            hooks.enter_context(each.register_forward_hook(lambda module, args, output: seen.append(output)))
         whole(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen[0]
 
 
 def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> float:
-    name = "sigma"
     if sigma is None:
-        name, sigma = "config.noise_sigma", getattr(getattr(model, "config", None), "noise_sigma", None)
+        sigma = getattr(getattr(model, "config", None), "noise_sigma", None)
     if sigma is not None:
         if not 0.0 < sigma < math.inf:
-            raise ValueError(f"`{name}` is {sigma}; give the (positive) standard deviation of the clean signal.")
+            raise ValueError(
+                f"`sigma` or `config.noise_sigma` is {sigma}; give the (positive) deviation of the clean signal."
+            )
         return float(sigma)
     if main_input != "input_ids":
         raise ValueError(

@@ -2,8 +2,8 @@
 
 Where the tail of a model is a final norm, which acts on each position alone, and a linear head, layer losses need no
 replay: [`HeadReadout`] records the hidden states of a forward whose head is given no position, and reads them with
-[`tiled_layer_losses`]. It tries on a real batch whether a tail is of that kind, and checks the losses against those of
-the replay, which remains for every other tail. RoBERTa's, for one, calls a function between its modules.
+[`tiled_layer_losses`]. It checks on a real batch that the losses are those of the replay, which remains for every
+other tail.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,18 +16,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .labels import ignores_masked_labels, needs_decoder_inputs, shifts_labels, with_decoder_inputs
-from .linear_cross_entropy import (
-    HeadLoss,
-    LabelledTokens,
-    LayerLossSums,
-    Workspace,
-    labelled_tokens,
-    tiled_layer_losses,
-)
+from .labels import are_token_labels, shifts_labels, with_decoder_inputs
+from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
 from .tape import Tape, taped
+from .tiles import HeadLoss, Workspace
 
 
 # Read by the model's own loss, or by a forward that TRL or Liger patched: none has a part in one without logits.
@@ -71,14 +65,11 @@ class HeadReadout:
         Raises:
             ValueError: the tail is not norm and linear head, or the losses differ from the replay's.
         """
-        name = type(model).__name__
-        if inputs.get("labels") is None or inputs["labels"].is_floating_point():
-            raise ValueError("`inputs` hold no class labels to score tokens with.")
-        if needs_decoder_inputs(model, inputs) and not hasattr(model, "prepare_decoder_input_ids_from_labels"):
-            raise ValueError(f"{name} makes the decoder's input from its labels, which cannot be withheld from it.")
+        if not are_token_labels(inputs.get("labels")):
+            raise ValueError("`inputs` hold no `labels` of tokens, classes [batch, seq].")
         replay = Readout.probe(model, inputs)
         if replay.stack.clones:
-            raise ValueError(f"{name} modifies hidden states in place.")
+            raise ValueError(f"{type(model).__name__} modifies hidden states in place.")
         with probing(model):
             # In train mode, so that dropout by a function in the tail shows as a difference; by a module it is a part.
             model.train()
@@ -137,46 +128,27 @@ class HeadReadout:
         hidden_states = hidden_states if layer is None else [hidden_states[layer - 1]]
         # The backward pass of the norm, inside the forward, is no business of what offloads activations.
         with self._autocast, saved_tensors_hooks(_unchanged, _unchanged):
-            return tiled_layer_losses(
-                hidden_states,
-                tokens,
-                self._norm,
-                self._head,
-                weights,
-                head_loss=self.head_loss,
-                workspace=self._workspace,
-                **kwargs,
-            )
+            fixed = {"head_loss": self.head_loss, "workspace": self._workspace}
+            return tiled_layer_losses(hidden_states, tokens, self._norm, self._head, weights, **fixed, **kwargs)
 
     def _check(self, inputs, precision):
         """Compare the first, a middle and the last layer with their replay; find the shift and the router's weight."""
-        model, name = self._model, type(self._model).__name__
+        model, name, tiled = self._model, type(self._model).__name__, []
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
-        replayed, tiled = [], []
-
-        def keep(layer, outputs, hidden):
-            if not isinstance(outputs, dict) or outputs.get("loss") is None:
-                raise ValueError(f"{name} returns no loss by name.")
-            replayed.append(outputs["loss"].float())
-
-        with self.replay.attach(keep, layers=layers):
-            own = model(**inputs)
+        with errors_explained(f"{name} returns no loss by name:"):
+            replayed = torch.stack(self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers))
+        own = model(**inputs)
         own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
         del own  # with its logits
-        if inputs["labels"].dim() < 2:
-            raise ValueError(f"{name}: its labels are of no tokens.")
         if self.shifts_labels is None:
             self.shifts_labels = shifts_labels(model, inputs)
-        if ignores_masked_labels(model, inputs):
-            raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
 
         def score(read, outputs, hidden_states):
-            found = read(self.tokens(inputs))
-            tiled.append(found.sums[[layer - 1 for layer in layers]] / max(found.num_tokens, 1))
+            tokens = self.tokens(inputs)
+            tiled.append(read(tokens).sums[[layer - 1 for layer in layers]] / max(len(tokens.rows), 1))
 
         with errors_explained(f"{name} fails when its head is given no position:"), self.attach(score):
             model(**inputs)
-        replayed = torch.stack(replayed)
         _require_close(tiled[0], replayed, precision, f"{name}: losses read by norm and head differ from the replay's")
         expected = replayed[-1]
         if aux_loss is not None:
@@ -274,16 +246,13 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
     scores = scores.float()
     config = getattr(_text_config(model), "__dict__", {})
     numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}
-    scales = [HeadLoss(logit_scale=scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
+    candidates = [HeadLoss(scale) for scale in (1.0, *numbers, *(1 / number for number in numbers))]
+    candidates += [HeadLoss(softcap=number) for number in numbers]
 
-    def transformed(transform):
-        scaled = transform.logit_scale * scores
-        return scaled if transform.softcap is None else transform.softcap * torch.tanh(scaled / transform.softcap)
+    def transformed(by):
+        return by.logit_scale * scores if by.softcap is None else by.softcap * torch.tanh(scores / by.softcap)
 
-    def error(transform):
-        return (transformed(transform) - logits).abs().max().item()
-
-    best = min([*scales, *(HeadLoss(softcap=number) for number in numbers)], key=error)
+    best = min(candidates, key=lambda candidate: (transformed(candidate) - logits).abs().max().item())
     _require_close(transformed(best), logits, precision, f"{name}: its logits are not scaled or capped head outputs")
     return best
 

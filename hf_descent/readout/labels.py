@@ -53,28 +53,10 @@ def shifts_labels(
     model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
 ) -> bool:
     """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
-    a label of the first token alone then makes no loss, one of the second token does.
-
-    Class names do not tell: GPT2LMHeadModel shifts its labels, the causal language models of XLNet and BART do not.
+    a label of the first token alone then makes no loss, one of the second token does. Class names do not tell.
     """
     labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
     return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
-
-
-def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model's own loss leaves out labels of positions that the attention mask hides."""
-    mask = inputs.get("attention_mask")
-    if getattr(mask, "shape", None) != inputs["labels"].shape:
-        return False
-    seen = torch.ones_like(mask)  # [batch, seq]
-    hidden = seen.clone()
-    hidden[:, -1] = 0
-
-    def counts_last(mask):
-        loss_of = partial(_own_loss, model, {**inputs, "attention_mask": mask}, "labels")
-        return _has_loss(loss_of, inputs["labels"], -1)
-
-    return not counts_last(hidden) and counts_last(seen)
 
 
 def _own_loss(model, inputs, name, labels) -> torch.Tensor:
@@ -99,16 +81,11 @@ def _has_loss(loss_of, labels, position) -> bool:
     return False
 
 
-def needs_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model makes the input of its decoder from the labels."""
-    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
-    return getattr(getattr(model, "config", None), "is_encoder_decoder", False) and not given
-
-
 def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """`inputs` with the decoder's, which an encoder-decoder makes of its labels, where it has a method for that."""
     make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if make is None or inputs.get("labels") is None or not needs_decoder_inputs(model, inputs):
+    given = any(inputs.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if make is None or given or inputs.get("labels") is None or not model.config.is_encoder_decoder:
         return inputs
     return {**inputs, "decoder_input_ids": make(inputs["labels"])}
 

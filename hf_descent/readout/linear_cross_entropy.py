@@ -1,15 +1,12 @@
 """Layer losses of a large-vocabulary head without its logits: norm, linear head and cross-entropy in one tiled pass.
 
-Written naively, L layers read by one head cost L products with a `[vocab, hidden]` matrix and hold L tensors of its
-logits. Two facts make it cheaper. Only labelled positions count, so only they are projected. And the weights w_l in
-the objective sum_l w_l f_l are known before the forward pass (Algorithm 1 of the paper fixes the multipliers during
-the primal step), so the gradients of hidden states, norm and head are computed beside the loss, while a tile of logits
-is at hand. What stays alive is one gradient per hidden state, and one of the head where it is trained.
-
-Nonlinear objectives take two passes: values (`weights=None`), then, with weights found from them, gradients.
+Only labelled positions are projected. The weights w_l in the objective sum_l w_l f_l are known before the forward pass
+(Algorithm 1 of the paper fixes the multipliers during the primal step), so the gradients of hidden states, norm and
+head are computed beside the loss, while a tile of logits is at hand. Nonlinear objectives take two passes: values
+(`weights=None`), then, with weights found from them, gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,8 +64,8 @@ class TokenStatistics(NamedTuple):
     right, and the row of the batch that each stands in."""
 
     losses: torch.Tensor
-    entropies: torch.Tensor | None
-    hits: torch.Tensor | None
+    entropies: torch.Tensor
+    hits: torch.Tensor
     samples: torch.Tensor
 
 
@@ -77,24 +74,22 @@ class LayerLossSums(NamedTuple):
 
     Attributes:
         objective (`torch.Tensor`, *optional*): `sum_l w_l f_l`, a scalar with its graph; `None` without weights.
-        sums (`torch.Tensor` of shape `[L]`): layer losses. Where tokens were sampled, an unbiased estimate of the sum
-            over all labelled tokens, from the same tokens for every layer, the last included.
+        sums (`torch.Tensor` of shape `[L]`): layer losses; of a sample, an unbiased estimate of the sum over all
+            labelled tokens, from the same tokens for every layer, the last included.
         final_sum (`torch.Tensor`): loss of the last layer over all labelled tokens, a scalar.
-        num_tokens (`int`): labelled tokens N.
-        tokens ([`TokenStatistics`]): of the last layer; entropies and hits on request.
+        tokens ([`TokenStatistics`], *optional*): of the last layer, where asked for.
     """
 
     objective: torch.Tensor | None
     sums: torch.Tensor
     final_sum: torch.Tensor
-    num_tokens: int
-    tokens: TokenStatistics
+    tokens: TokenStatistics | None = None
 
 
 def tiled_layer_losses(
     hidden_states: Sequence[torch.Tensor],
     tokens: LabelledTokens,
-    norm: Callable[[torch.Tensor], torch.Tensor],
+    norm: nn.Module,
     head: nn.Linear,
     weights: torch.Tensor | None = None,
     *,
@@ -112,17 +107,16 @@ def tiled_layer_losses(
     Args:
         hidden_states (sequence of L tensors `[batch, seq, hidden]`): h_1..h_L, whole outputs of the layers.
         tokens ([`LabelledTokens`]): the positions to score.
-        norm (module or callable): what stands between the last layer and the head, acting on each position alone, on
-            `[tokens, hidden]`. Its parameters get their gradient where it is a module.
+        norm (`nn.Module`): what stands between the last layer and the head, acting on each position alone, on
+            `[tokens, hidden]`.
         head (`nn.Linear`): the output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
-        weights (`torch.Tensor` of shape `[L]`, *optional*): w_l, on the hidden states' device. `None`: values only.
-            Where tokens were sampled, 1 of w_L is spent on all labelled tokens (the objective is f_L + ...) and the
-            rest on the sample.
+        weights (`torch.Tensor` of shape `[L]`, *optional*): w_l. `None`: values only. Where tokens were sampled, 1 of
+            w_L is spent on all labelled tokens (the objective is f_L + ...) and the rest on the sample.
         num_items (`torch.Tensor` or `int`, *optional*): what the objective is divided by; by default the labelled
             tokens of this micro-batch.
         value_only (sequence of `int`): layers (1-based) whose weight is zero by construction: they cost one product
             instead of three. To look at the weights would wait for the device.
-        token_statistics (`bool`): whether to return entropies and hits of the last layer.
+        token_statistics (`bool`): whether to return the [`TokenStatistics`] of the last layer.
         workspace ([`Workspace`], *optional*): keeps the tile's memory from one call to the next.
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
@@ -149,7 +143,7 @@ def tiled_layer_losses(
     trains = weights is not None and torch.is_grad_enabled()
     reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
     with torch.no_grad():
-        entropies, hits = reader.run(reads, token_statistics)
+        statistics = reader.run(reads, token_statistics)
         sums = [expansion * read.losses.sum() for read in reads[:-1]]
         sums.append(expansion * reads[-1].losses[picked].sum())
         value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
@@ -163,7 +157,8 @@ def tiled_layer_losses(
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
     losses = reads[-1].losses
-    measured = (torch.stack(sums), losses.sum(), num_tokens, TokenStatistics(losses, entropies, hits, batch_rows))
+    tokens = TokenStatistics(losses, *statistics, batch_rows) if token_statistics else None
+    measured = (torch.stack(sums), losses.sum(), tokens)
     return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
 
 

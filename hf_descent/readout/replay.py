@@ -1,9 +1,9 @@
 """The shared readout psi of every layer, by replay: exact for every architecture with a stack of equal-width layers.
 
 The readout of layer l is what the model itself would return if its stack ended after layer l; final norm, pooler,
-head, softcap and loss are the model's own code. One forward is recorded. For each layer the model's own forward then
-runs again: every call that had finished before the last layer is answered from the record, the last layer answers with
-layer l's whole output, and only what follows is computed.
+head, softcap and loss are the model's own code. One forward is recorded. For each layer the model's forward then runs
+again: calls that had finished before the last layer are answered from the record, the last layer answers with layer
+l's whole output, and only what follows is computed.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput, logging
 
 from . import random_state
 from .stack import errors_explained, find_layer_stack, map_tensors, tensors
-from .tape import Tape, check_layerdrop, clone, noise_disabled, taped
+from .tape import Tape, clone, noise_disabled, taped
 
 
 logger = logging.get_logger(__name__)
@@ -25,14 +25,8 @@ _stacks = WeakKeyDictionary()  # model -> (fingerprint, LayerStack)
 
 
 def output_logits(outputs) -> torch.Tensor:
-    """The prediction tensor of a model's `outputs`.
-
-    `logits` where present; `start_logits` and `end_logits` stacked on the last dimension; else the first floating
-    tensor that is not a scalar.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The prediction of a model's `outputs`: `logits`; `start_logits` and `end_logits` stacked on the last dimension;
+    else the first floating tensor that is not a scalar. ValueError if there is none."""
     if isinstance(outputs, dict):
         if isinstance(outputs.get("logits"), torch.Tensor):
             return outputs["logits"]
@@ -91,7 +85,7 @@ class Readout:
         return [not module.disable_adapters and list(module.active_adapters) for module in self._adapters]
 
     @classmethod
-    def probe(cls, model, inputs, readout=None) -> "Readout":
+    def probe(cls, model, inputs, readout=None, trains=False) -> "Readout":
         """Find the layer stack of `model` on a real batch and check that the readout at layer L is the model's own.
 
         Runs in eval mode without gradients, and leaves mode, random states and config as they were. The stack is
@@ -101,11 +95,11 @@ class Readout:
             model: the unwrapped `nn.Module` (a `PeftModel`, too).
             inputs: the dict given to `model(**inputs)`, with or without labels.
             readout: `readout(model, hidden, inputs) -> logits`, for every layer in place of the model's own.
+            trains: whether `readout` is for training, and must have no parameters beside the model's.
 
         Raises:
             ValueError: there is no stack of equal-width layers; the replay at layer L differs from the model's own
-                outputs, or needs more than the last layer's; the model is in train mode and drops layers; `readout`
-                does not return finite logits.
+                outputs, or needs more than the last layer's; `readout` does not return finite logits.
         """
         known, stack = _stacks.get(model, (None, None))
         if known != _fingerprint(model):
@@ -114,10 +108,16 @@ class Readout:
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
             logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
-        check_layerdrop(model, stack)
         self = cls(model, stack, readout)
+
+        def check(layer, outputs, hidden):
+            if not outputs["logits"].isfinite().all():
+                raise ValueError(f"`readout` returned logits that are not finite at layer {layer}: check its weights.")
+            if trains and layer == self.num_layers:
+                self._check_parameters(hidden.detach(), inputs)
+
         if readout is not None:
-            with probing(model), self.attach(_check_finite):
+            with probing(model), self.attach(check):
                 model(**inputs)
         return self
 
@@ -173,38 +173,18 @@ class Readout:
         """The outputs of the last layer."""
         return self.read(inputs, lambda outputs: outputs, [self.num_layers])[0]
 
-    def without_gradient(self, layer: int) -> ValueError:
-        """The error for a constrained layer whose hidden state takes no gradient, with the remedy that helps."""
-        trains = [any(parameter.requires_grad for parameter in each.parameters()) for each in self.stack.layers]
-        first = trains.index(True) + 1 if any(trains) else None
-        if first is None:
-            remedy = f"All of `{self.stack.name}` is frozen: unfreeze layers, or train the rest by `objective='erm'`."
-        elif first > layer:
-            kept = list(range(first, self.num_layers + 1))
-            remedy = f"Set `constrained_layers` to some of {kept}, or unfreeze the layers up to it."
-        else:
-            remedy = "Use gradient checkpointing with `use_reentrant=False`."
-        return ValueError(
-            f"The hidden state of layer {layer} has no gradient, so its loss cannot be constrained. {remedy}"
-        )
-
-    def check_parameters(self, inputs):
-        """ValueError where `readout` trains parameters that are not the model's; `inputs` as for [`Readout.probe`]."""
+    def _check_parameters(self, hidden, inputs):
+        """ValueError where `readout` trains parameters that are not the model's."""
         own = set(self.model.parameters())
         if any(isinstance(parameter, DTensor) for parameter in own):
             return  # FSDP computes with others, which it gathers from these
-
-        def check(layer, outputs, hidden):
-            with torch.enable_grad():
-                foreign = set(_leaves(self._user_outputs(hidden.detach(), inputs)["logits"])) - own
-            if foreign:
-                raise ValueError(
-                    f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have: they "
-                    "would be neither trained nor saved. Make them a part of the model, or freeze them."
-                )
-
-        with probing(self.model), self.attach(check, layers=[self.num_layers]):
-            self.model(**inputs)
+        with torch.enable_grad():
+            foreign = set(_leaves(self._user_outputs(hidden, inputs)["logits"])) - own
+        if foreign:
+            raise ValueError(
+                f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have: they would "
+                "be neither trained nor saved. Make them a part of the model, or freeze them."
+            )
 
     def _user_outputs(self, hidden, inputs):
         with self._autocast:  # as if the model called it
@@ -217,8 +197,8 @@ class Readout:
 
 
 def _check_replay(model, stack, inputs):
-    """Replay every layer once, and see to it that layer L gives the model's own logits, from the last layer alone."""
-    name = f"{type(model).__name__}, read out at layer {{}} of `{stack.name}`,"
+    """Replay every layer once, and check that layer L gives the model's own logits, from the last layer alone."""
+    name = type(model).__name__
     tape, given = Tape(model, stack), []
 
     def give(output):
@@ -232,20 +212,17 @@ def _check_replay(model, stack, inputs):
         rows = zip(logits.split(1), own_logits.split(1))
         if not all(torch.allclose(row, own, rtol=1e-4, atol=1e-5, equal_nan=True) for row, own in rows):
             error = (logits - own_logits).abs().max().item()
-            raise ValueError(f"{name.format(stack.num_layers)} {what} (largest error {error:.3g}). Pass `readout=`.")
+            raise ValueError(f"{name}, replayed, {what} (largest error {error:.3g}). Pass `readout=`.")
 
     def check(args, kwargs, own):
-        try:
+        with errors_explained(f"{name}:"):
             own_logits = output_logits(own)
-        except ValueError as error:
-            raise ValueError(f"{type(model).__name__}: {error}") from None
         for layer in range(1, stack.num_layers + 1):
             logits = None  # gone before the next ones are made
-            with errors_explained(f"{name.format(layer)} fails with", " Pass `readout=`."):
+            with errors_explained(f"{name}, read out at layer {layer} of `{stack.name}`:", " Pass `readout=`."):
                 logits = output_logits(tape.replay(args, kwargs, layer))
-            if logits.shape != own_logits.shape:
-                shapes = f"{list(logits.shape)}, not {list(own_logits.shape)}"
-                raise ValueError(f"{name.format(layer)} has logits of shape {shapes}. Pass `readout=`.")
+                if logits.shape != own_logits.shape:
+                    raise ValueError(f"logits of shape {list(logits.shape)}, not {list(own_logits.shape)}")
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
         tape.give_within_stack, logits = _poisoned, None
@@ -255,16 +232,12 @@ def _check_replay(model, stack, inputs):
     tape.give = tape.give_within_stack = give
     with taped(tape, check):
         model(**inputs)
-    stack.clones = any(tensor._version != version for tensor, version in given) or any(
-        getattr(module, "inplace", False) for module in stack.neighbours
+    stack.clones = (
+        any(tensor._version != version for tensor, version in given)
+        or any(getattr(module, "inplace", False) for module in stack.neighbours)
+        # In train mode alone, which is not tried here: speech models mask their features in place.
+        or any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
     )
-    # In train mode alone, which is not tried here: speech models mask their features in place.
-    stack.clones |= any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
-
-
-def _check_finite(layer, outputs, hidden):
-    if not outputs["logits"].isfinite().all():
-        raise ValueError(f"`readout` returned logits that are not finite at layer {layer}: see to its weights.")
 
 
 def _output_embeddings(model):

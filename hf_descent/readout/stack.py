@@ -1,9 +1,8 @@
 """Where a model's stack of layers is: found on a real forward, not by names.
 
-The stack is the container whose members' outputs are the model's hidden states. Where no output is reported as it is
-(a single layer with a norm behind it), the stack is the chain of calls, each output the next one's input, that begins
-with the first hidden state, else the one with the largest layers. Layers are CALLS in order, not modules: ALBERT's
-one shared layer counts as often as it runs.
+The stack is the container whose members' outputs are the model's hidden states, else (a single layer with a norm
+behind it) the chain of calls, each output the next one's input, that begins with the first hidden state, else the one
+with the largest layers. Layers are CALLS in order, not modules: ALBERT's one shared layer counts as often as it runs.
 """
 
 import inspect
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class LayerStack:
-    """A model's stack. Refers to no more than the model's children, so that a weak reference to the model can die.
+    """A model's stack. Refers to the model's children alone, so that a weak reference to the model can die.
 
     Attributes:
         name: qualified name of the container.
@@ -49,11 +48,8 @@ class LayerStack:
 
 
 def find_layer_stack(model, inputs) -> LayerStack:
-    """Run `model(**inputs)` once and find its stack.
-
-    Raises:
-        ValueError: if there is none, or if its layers differ in width or length.
-    """
+    """Run `model(**inputs)` once and find its stack; ValueError if there is none, or its layers differ in width or
+    length."""
     model_name = type(model).__name__
     members = {path: list(called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
     with logged({id(child): child for children in members.values() for child in children}.values()) as calls:
@@ -69,8 +65,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
     found = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members, hidden_states)
     if found is None:
         raise ValueError(
-            f"{model_name} has no stack of layers that could share a readout: put its layers into an nn.ModuleList, "
-            "and run them one after the other."
+            f"{model_name} has no stack of layers: put them into an nn.ModuleList, and run them one after the other."
         )
     name, hidden_index = found
     states = [call.made[hidden_index] for call in calls_of[name]]
@@ -79,8 +74,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
         raise _differing_shapes(model_name, f"states through `{name}`", (t.shape for t in (first_input, *states)))
     if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
         raise ValueError(
-            f"{model_name}: the layers of `{name}` do not run one after the other, so none has a readout of its own. "
-            "Use an architecture with one stack of layers."
+            f"{model_name}: the layers of `{name}` do not run one after the other; use an architecture with one stack."
         )
 
     path = [model]
@@ -204,7 +198,7 @@ def _hidden_states(model, inputs):
     outputs = None
     if hasattr(model, "config") or "output_hidden_states" in inspect.signature(model.forward).parameters:
         # A forward without that argument raises TypeError.
-        with suppress(TypeError), _recording_hooks_removed(model):
+        with suppress(TypeError):
             outputs = model(**{**inputs, "output_hidden_states": True})
     if outputs is None:
         outputs = model(**inputs)
@@ -212,21 +206,6 @@ def _hidden_states(model, inputs):
     if isinstance(outputs, dict):
         states = outputs.get("decoder_hidden_states") or outputs.get("hidden_states")
     return [state for state in states or () if isinstance(state, torch.Tensor)]
-
-
-@contextmanager
-def _recording_hooks_removed(model):
-    """Transformers leaves its recording hooks behind the first time that it is asked for hidden states."""
-    installed = "_output_capturing_hooks_installed"
-    before = [(module, set(module._forward_hooks), installed in vars(module)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, hooks, had_recorders in before:
-            for key in module._forward_hooks.keys() - hooks:
-                del module._forward_hooks[key]
-            if not had_recorders:
-                vars(module).pop(installed, None)
 
 
 def _by_hidden_states(calls_of, hidden_states):
@@ -293,6 +272,5 @@ def _equal(a, b):
 def _differing_shapes(model_name, what, shapes):
     shapes = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     return ValueError(
-        f"{model_name}: {what} differ in shape ({shapes}), so no readout can be shared by its layers. Use an "
-        "architecture whose layers keep width and length."
+        f"{model_name}: {what} differ in shape ({shapes}); use an architecture whose layers keep width and length."
     )

@@ -60,7 +60,7 @@ class Tape:
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
-                f"{self.stack.num_layers}: do not add, cut or drop layers (set layerdrop to 0)."
+                f"{self.stack.num_layers}: do not add, cut or drop layers."
             )
 
     def replay(self, args, kwargs, layer):
@@ -136,7 +136,7 @@ def taped(tape, on_record):
     def start(module, args, kwargs):
         if tape.phase != "idle":  # else `on_record` calls the model
             tape.stop()  # the last call may have raised before `finish`
-            check_layerdrop(tape.model, tape.stack)
+            _check_layerdrop(tape.model, tape.stack)
             tape.record()
 
     def finish(module, args, kwargs, outputs):
@@ -158,15 +158,13 @@ def taped(tape, on_record):
         tape.stop()
 
 
-def check_layerdrop(model, stack):
-    """ValueError where the model, as it is now, drops whole layers at random."""
-    modules = (model, *stack.ancestors) if model.training else ()
-    sources = [*modules, *(module.config for module in modules if hasattr(module, "config"))]
-    rates = [rate for rate in (getattr(source, "layerdrop", 0.0) for source in sources) if isinstance(rate, float)]
-    if any(rates):
+def _check_layerdrop(model, stack):
+    owners = [owner for module in (model, *stack.ancestors) for owner in (module, getattr(module, "config", None))]
+    rates = [getattr(owner, "layerdrop", None) for owner in owners if model.training]
+    if any(isinstance(rate, float) and rate > 0 for rate in rates):
         raise ValueError(
-            f"{type(model).__name__} drops whole layers in training (layerdrop={max(rates)}). Set layerdrop "
-            "(encoder_layerdrop, decoder_layerdrop) to 0 in the config, then build the model."
+            f"{type(model).__name__} drops whole layers in training. Set layerdrop (encoder_layerdrop, "
+            "decoder_layerdrop) to 0 in the config, then build the model."
         )
 
 
@@ -178,9 +176,8 @@ def off_in_replay(model, stack):
 
 
 def config_flags(modules, names):
-    """(config, name of its flag) pairs of modules that may share configs, each once."""
-    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}.values()
-    return [(config, name) for config in configs for name in names]
+    """(config, name of its flag) pairs of the modules that have a config."""
+    return [(module.config, name) for module in modules if hasattr(module, "config") for name in names]
 
 
 @contextmanager

@@ -1,16 +1,13 @@
 """The arithmetic of `linear_cross_entropy.py`: hidden states to losses and gradients, one tile of logits at a time.
 
-Gradients beside the loss are the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Its own kernel is not used:
-`cross_entropy_forward` (0.8) gives losses in the dtype of the logits, where bfloat16's three digits blur violations,
-gives no entropies, and waits for the device at every tile.
+Gradients beside the loss are the idea of Liger-Kernel (Hsu et al., arXiv 2410.10989). Its kernel (0.8) gives losses in
+the dtype of the logits, where bfloat16's three digits blur violations, and waits for the device at every tile.
 """
 
 import dataclasses
-import functools
 import math
 
 import torch
-from torch import nn
 
 
 # Logits alive at once. Fewer rows per tile reread the head, and its gradient, once more per tile.
@@ -80,8 +77,7 @@ class TiledReader:
         self.rows_per_tile = max(1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight))
         self.rows_per_slice = max(1, SLICE_ELEMENTS.get(device.type, DEFAULT_SLICE_ELEMENTS) // len(self.weight))
 
-        norm_parameters = norm.parameters() if isinstance(norm, nn.Module) else ()
-        self.norm_parameters = [parameter for parameter in norm_parameters if parameter.requires_grad]
+        self.norm_parameters = [parameter for parameter in norm.parameters() if parameter.requires_grad]
         self.parameters = [head.weight, head.bias, *self.norm_parameters]
         self.gradients = [
             torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
@@ -90,30 +86,21 @@ class TiledReader:
             for parameter in self.parameters
         ]
 
-    def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Fill in losses and gradients of all `reads`; entropies and hits of the last one where asked for."""
+    def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Fill in losses and gradients of all `reads`; return entropies and hits of the last one where asked for."""
         *inner, final = reads
+        # Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate.
+        size = max(1, self.rows_per_tile // max(1, len(reads[0].rows)))
         for trains in (False, True):
-            self._run_packed(
-                [read for read in inner if (self.trains and read.coefficients is not None) == trains], trains
-            )
-        entropies = hits = None
+            alike = [read for read in inner if (self.trains and read.coefficients is not None) == trains]
+            for start in range(0, len(alike), size):
+                self._run_group(alike[start : start + size], trains)
+        statistics = None
         if token_statistics:
             entropies = self.weight.new_empty(len(final.rows), dtype=self.accumulator_dtype)  # [tokens]
-            hits = torch.empty_like(entropies, dtype=torch.bool)  # [tokens]
-        self._run_group([final], self.trains and final.coefficients is not None, entropies, hits)
-        return entropies, hits
-
-    def _run_packed(self, reads: list[LayerRead], trains: bool):
-        """Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate."""
-        group = []
-        for read in reads:
-            if group and sum(len(other.rows) for other in [*group, read]) > self.rows_per_tile:
-                self._run_group(group, trains)
-                group = []
-            group.append(read)
-        if group:
-            self._run_group(group, trains)
+            statistics = entropies, torch.empty_like(entropies, dtype=torch.bool)  # [tokens] each
+        self._run_group([final], self.trains and final.coefficients is not None, *statistics or (None, None))
+        return statistics
 
     def _run_group(self, group: list[LayerRead], trains: bool, entropies=None, hits=None):
         with torch.set_grad_enabled(trains):
@@ -206,18 +193,7 @@ def _add_product_(total, left, right) -> torch.Tensor:
     """`total += left @ right`, summed in the dtype of `total`."""
     if total.dtype == right.dtype:
         return total.addmm_(left, right)
-    if _sums_wide(total.device, total.dtype, right.dtype):
-        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    return total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
-@functools.cache
-def _sums_wide(device: torch.device, total: torch.dtype, factors: torch.dtype) -> bool:
-    """Whether torch adds products of these `factors` to a matrix of type `total` there; by trying, since that depends
-    on the device and on the version (CUDA from torch 2.10 on; 2.8 took the argument alone, and ROCm's refuses it)."""
-    matrix, factor = (torch.zeros(8, 8, dtype=dtype, device=device) for dtype in (total, factors))
     try:
-        torch.addmm(matrix, factor, factor, out_dtype=total, out=matrix)
-    except (RuntimeError, TypeError):
-        return False
-    return True
+        return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):  # on a CPU, by ROCm, and by torch before 2.10
+        return total.addmm_(left.to(total.dtype), right.to(total.dtype))

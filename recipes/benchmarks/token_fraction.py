@@ -34,7 +34,7 @@ def main():
     generator, readout = torch.Generator().manual_seed(0), None
 
     def violations(losses):
-        mean = losses.sums / losses.num_tokens  # [layers]
+        mean = losses.sums / len(readout.tokens(inputs).rows)  # [layers]
         return mean[1:] - (1 - options.alpha) * mean[:-1]
 
     def on_forward(read, outputs, hidden_states):

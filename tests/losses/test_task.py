@@ -46,23 +46,34 @@ def test_layer_losses_need_labels(model):
         layer_losses(model, batch)
 
 
+class TinyForCTC(torch.nn.Module):
+    pass
+
+
+ROWS = {"labels": torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])}
+
+
 @pytest.mark.parametrize(
-    ("inputs", "shifts", "expected"),
+    ("inputs", "settings", "expected"),
     [
-        ({"labels": torch.tensor([0, 2, 1])}, False, 3),
-        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, False, 3),
-        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, True, 2),
-        ({"labels": torch.tensor([[5, 1]]), "shift_labels": torch.tensor([[1, -100]])}, True, 1),
-        ({"labels": torch.rand(4, 2)}, False, 8),
-        ({"start_positions": torch.tensor([1, 2])}, False, 2),
-        ({"labels": torch.full((2, 3), -100)}, False, 0),
-        ({"labels": None}, False, None),
-        ({"labels": [{"boxes": torch.rand(2, 4)}]}, True, None),
-        ({}, False, None),
+        ({"labels": torch.tensor([0, 2, 1])}, {}, 3),
+        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, {}, 3),
+        ({"labels": torch.tensor([[5, -100, 3], [-100, 4, -100]])}, {"shifts_labels": True}, 2),
+        ({"labels": torch.tensor([[5, 1]]), "shift_labels": torch.tensor([[1, -100]])}, {"shifts_labels": True}, 1),
+        ({"labels": torch.rand(4, 2)}, {}, 8),
+        ({"start_positions": torch.tensor([1, 2])}, {}, 2),
+        ({"labels": torch.full((2, 3), -100)}, {}, 0),
+        ({"labels": None}, {}, None),
+        ({"labels": [{"boxes": torch.rand(2, 4)}]}, {"shifts_labels": True}, None),
+        ({}, {}, None),
+        (ROWS, {}, 4),
+        (ROWS, {"model": TinyForCTC()}, 3),  # whose loss is a mean over rows
+        (ROWS, {"model": TinyForCTC(), "loss_fn": len}, 4),
     ],
 )
-def test_items(inputs, shifts, expected):
-    count = TaskLoss(torch.nn.Linear(1, 1), ["labels", "start_positions"], shifts_labels=shifts).count(inputs)
+def test_items(inputs, settings, expected):
+    task = TaskLoss(**{"model": torch.nn.Linear(1, 1), "label_names": ["labels", "start_positions"], **settings})
+    count = task.count(inputs)
     assert count is None if expected is None else count.item() == expected
 
 
@@ -81,35 +92,23 @@ def test_what_a_label_alone_adds_to_a_loss_tells_its_shift(start, sure, shifts, 
     assert not shifts_labels(None, {"labels": labels}, loss_of=lambda labels: constant)  # a distillation's
 
 
-def test_a_loss_of_ones_own_that_asks_for_what_a_layer_does_not_have_is_named(tmp_path):
-    def by_states(outputs, labels, num_items_in_batch=None):
-        return outputs["hidden_states"][-1].mean()
-
-    model = bert(output_hidden_states=True)
-    trainer = DescentTrainer(model, config(tmp_path), train_dataset=classification_data(8), layer_loss_fn=by_states)
-    with pytest.raises(ValueError, match=r"'hidden_states'.* one layer of BertForSequenceClassification"):
-        trainer.train()
-
-
-@pytest.mark.parametrize("bound", [1.0, "auto"])
 @pytest.mark.parametrize(
-    ("wrong", "named"),
+    ("wrong", "bound"),
     [
-        (lambda loss: loss.repeat(8), r"torch.float32 of shape \[8\]"),
-        (lambda loss: loss[None], r"torch.float32 of shape \[1\]"),
-        (lambda loss: loss.long(), r"torch.int64 of shape \[\]"),
-        (lambda loss: 0.5, "0.5"),
-        (lambda loss: None, "None"),
+        (lambda loss: loss.repeat(8), "auto"),
+        (lambda loss: loss[None], 1.0),
+        (lambda loss: loss.long(), 1.0),
+        (lambda loss: None, "auto"),
     ],
 )
-def test_a_loss_of_ones_own_is_a_scalar(tmp_path, wrong, named, bound):
+def test_a_custom_loss_is_a_scalar(tmp_path, wrong, bound):
     def loss(outputs, labels, num_items_in_batch=None):
         return wrong(F.cross_entropy(outputs["logits"], labels))
 
     args, data = config(tmp_path, initial_loss_bound=bound, dual_warmup_steps=1), classification_data(8)
     trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss)
     for run in (trainer.train, trainer.evaluate):
-        with pytest.raises(TypeError, match=f"`layer_loss_fn` .* returned {named} for .*; return a floating-point"):
+        with pytest.raises(TypeError, match="`layer_loss_fn` .* returned .*; return a floating-point"):
             run()
     assert trainer.state.global_step == 0
 
@@ -124,7 +123,7 @@ def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
     trainer = DescentTrainer(
         model, config(tmp_path), train_dataset=rows, readout=lambda model, hidden, inputs: model.qa_outputs(hidden)
     )
-    with pytest.raises(ValueError, match="loss of BertForQuestionAnswering takes other arguments.*layer_loss_fn"):
+    with pytest.raises(ValueError, match="loss of BertForQuestionAnswering cannot score.*layer_loss_fn"):
         trainer.train()
 
 
@@ -140,6 +139,8 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     assert not shifts_labels(masked, inputs)
     masked.config.return_dict = False
     assert not shifts_labels(masked, inputs)
+    token = {name: tensor[:, :1] for name, tensor in inputs.items()}  # which is of use where nothing is shifted
+    assert shifts_labels(llama(), token) and not shifts_labels(masked, token)
 
 
 @pytest.mark.parametrize("name", ["layer_loss_fn", "compute_loss_func"])
@@ -149,24 +150,6 @@ def test_a_loss_of_two_arguments_is_refused_at_once(tmp_path, name):
 
     with pytest.raises(ValueError, match=r"takes other arguments .*num_items_in_batch.*given: `layer_loss_fn"):
         DescentTrainer(bert(), config(tmp_path), train_dataset=classification_data(8), **{name: loss})
-
-
-def test_the_label_of_a_single_token_is_of_use_where_nothing_is_shifted():
-    token = torch.tensor([[5]])
-    inputs = {"input_ids": token, "labels": token}
-    assert shifts_labels(llama().eval(), inputs)
-    assert not shifts_labels(BertForMaskedLM(bert(num_labels=2).config).eval(), inputs)
-    assert not shifts_labels(bert().eval(), {"input_ids": torch.tensor([[5, 6]]), "labels": torch.tensor([[1]])})
-
-
-def test_rows_are_the_items_of_a_mean_over_rows():
-    class TinyForCTC(torch.nn.Module):
-        pass
-
-    labels = {"labels": torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])}
-    assert TaskLoss(torch.nn.Linear(1, 1), ["labels"]).count(labels) == 4
-    assert TaskLoss(TinyForCTC(), ["labels"]).count(labels) == 3
-    assert TaskLoss(TinyForCTC(), ["labels"], loss_fn=len).count(labels) == 4
 
 
 def transcriptions(reduction):

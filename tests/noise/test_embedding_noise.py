@@ -302,12 +302,9 @@ def test_bad_levels_are_refused(gamma):
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf")])
 def test_bad_sigma_is_refused(sigma):
-    with pytest.raises(ValueError, match="`sigma` is"):
-        EmbeddingNoise(bert(), 1.0, sigma=sigma)
-    model = bert()
-    model.config.noise_sigma = sigma
-    with pytest.raises(ValueError, match="`config.noise_sigma` is"):
-        EmbeddingNoise(model, 1.0)
+    for model, given in ((bert(), {"sigma": sigma}), (bert(noise_sigma=sigma), {})):
+        with pytest.raises(ValueError, match="`config.noise_sigma` is"):
+            EmbeddingNoise(model, 1.0, **given)
 
 
 def test_other_bad_input_is_refused():

@@ -54,8 +54,6 @@ class Rows(torch.utils.data.Dataset):
     [
         (lambda index, label: label + 3, r"has [345], .*num_labels"),
         (lambda index, label: -1, r"has -1, .*-100"),
-        (lambda index, label: float(label), r"has \d\.0, .*convert them"),
-        (lambda index, label: [label, 1], "has 2 whole numbers a row"),
     ],
 )
 def test_labels_that_are_no_classes_of_the_model_are_refused(tmp_path, kind, change, found):
@@ -69,7 +67,7 @@ def test_labels_that_are_no_classes_of_the_model_are_refused(tmp_path, kind, cha
 def test_labels_that_are_text_are_refused(tmp_path, kind, name):
     rows = [{"input_ids": row["input_ids"].tolist(), name: "abc"[row["labels"]]} for row in DATA]
     for collate in (None, DataCollatorWithPadding(word_tokenizer())):
-        with pytest.raises(ValueError, match=f"`{name}` in `train_dataset` has '[abc]', {TEXT}: number"):
+        with pytest.raises(ValueError, match=f"`{name}` in `train_dataset` has '[abc]', {TEXT}.*class_encode_column"):
             fit(tmp_path, bert(), kind(rows), data_collator=collate)
 
 
@@ -87,15 +85,12 @@ def test_a_label_that_comes_late_or_in_evaluation_is_refused_at_the_start(tmp_pa
         fit(tmp_path, bert(), DATA, {"a": DATA, "b": late})
 
 
-def test_labels_of_tokens_and_of_several_classes_are_checked_too(tmp_path):
+def test_labels_of_tokens_are_checked_too(tmp_path):
     tokens = BertForTokenClassification(bert().config)
     with pytest.raises(ValueError, match="`labels` has 3, but BertForTokenClassification"):
         fit(tmp_path, tokens, relabelled(lambda index, label: [label + 1] * 10))
     with pytest.raises(ValueError, match=r"`labels` has \d+, but LlamaForCausalLM.*resize its token embeddings"):
         fit(tmp_path, llama(), [{**row, "labels": row["input_ids"] + 40} for row in language_data(24)])
-    several = bert(problem_type="multi_label_classification")
-    with pytest.raises(ValueError, match=r"`labels` has 0, but `problem_type=.*takes floats"):
-        fit(tmp_path, several, relabelled(lambda index, label: [0, 1, 1]))
 
 
 def test_evaluation_refuses_such_labels_too(tmp_path):
@@ -154,11 +149,10 @@ def test_what_helps_a_constrained_layer_without_gradient(tmp_path, build):
     data, model = (DATA, build()) if build is bert else (language_data(24), build())
     layers = model.bert.encoder.layer if build is bert else model.model.layers
     model.base_model.requires_grad_(False)
-    with pytest.raises(ValueError, match="layer 1 has no gradient.*is frozen: unfreeze") as error:
+    with pytest.raises(ValueError, match="layer 1 has no gradient.*objective='erm'"):
         fit(tmp_path, model, data, settings={"constrained_layers": [1, 2]})
-    assert "constrained_layers" not in str(error.value)
     layers[2].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"layer 2 has no gradient.*`constrained_layers` to some of \[3\]"):
+    with pytest.raises(ValueError, match="layer 2 has no gradient.*set `constrained_layers`"):
         fit(tmp_path, model, data, settings={"constrained_layers": [2, 3]})
     fit(tmp_path, model, data, settings={"constrained_layers": [3]})
 

@@ -121,11 +121,6 @@ def test_a_loss_in_the_place_of_the_models_tells_which_tokens_are_predicted(give
     assert found.losses[-1] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_loss_of_two_arguments_is_named():
-    with pytest.raises(ValueError, match="loss function fails .*num_items_in_batch"):
-        layer_profile(bert(), classification_data(4), layer_loss_fn=lambda outputs, labels: outputs["loss"])
-
-
 def test_prompts_in_a_decoder_are_left_out():
     model = build("T5ForConditionalGeneration", T5)
     prompts = MultitaskPromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_tasks=2)
@@ -205,21 +200,14 @@ def test_question_answering_scores_both_positions():
     ("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8)), (answerer, answers())]
 )
 def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(build, data):
-    named, tuples = build(), build(return_dict=False)
+    """By its config, or as a custom model."""
+    models = [build(), build(return_dict=False), *([ByPlace(build())] if build is not answerer else [])]
     for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0])):
-        found, expected = (evaluate(model, data) for model in (tuples, named))
-        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
-        np.testing.assert_array_equal(found.values, expected.values)
-    assert tuples.config.return_dict is False
-
-
-@pytest.mark.parametrize(("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))])
-def test_a_model_of_ones_own_may_return_a_tuple(build, data):
-    named, by_place = build(), ByPlace(build())
-    for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0])):
-        found, expected = (evaluate(model, data) for model in (by_place, named))
-        np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
-        np.testing.assert_array_equal(found.values, expected.values)
+        expected, *results = (evaluate(model, data) for model in models)
+        for found in results:
+            np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
+            np.testing.assert_array_equal(found.values, expected.values)
+    assert models[1].config.return_dict is False
 
 
 def test_rmse_and_own_metrics():
@@ -293,16 +281,20 @@ def test_a_stream_with_a_length_is_scored_as_its_rows(evaluate):
 
 
 @pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
-def test_several_data_sets_are_refused(evaluate):
-    with pytest.raises(ValueError, match="`dataset` holds 'validation', 'test'; give one"):
-        evaluate(bert(), dict.fromkeys(("validation", "test"), classification_data(8)))
-
-
-@pytest.mark.parametrize("size", [0, -1])
-@pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
-def test_batches_without_samples_are_refused(evaluate, size):
-    with pytest.raises(ValueError, match=f"`batch_size` is {size}"):
-        evaluate(bert(), classification_data(8), batch_size=size)
+def test_bad_data_and_settings_are_refused(evaluate):
+    data = classification_data(8)
+    unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in data]
+    for rows, settings, match in (
+        (dict.fromkeys(("validation", "test"), data), {}, "`dataset` holds 'validation', 'test'; give one"),
+        (data, {"batch_size": 0}, "`batch_size` is 0"),
+        (data, {"metric": "f1"}, "`metric` is 'f1'"),
+        ([], {}, "empty"),
+        (unlabelled, {}, "no labels"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            evaluate(bert(), rows, **settings)
+    with pytest.raises(ValueError, match="'accuracy'"):
+        evaluate(bert(num_labels=1), [{**row, "labels": 0.5} for row in data])
 
 
 def test_data_is_collated_once_for_all_levels():

@@ -7,23 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from cards import trained
 from hub_server import check_card, serving
-from tiny import bert, classification_data, config, word_tokenizer
+from tiny import bert, word_tokenizer
 
-from hf_descent import DescentTrainer
 from hf_descent.evaluation import LayerProfile
 from hf_descent.hub.push import collect
 
 
 TESTS = Path(__file__).parents[1]
-
-
-def trained(folder, model=None, data=None, **arguments):
-    data = classification_data(16) if data is None else data
-    model = bert() if model is None else model
-    trainer = DescentTrainer(model, config(folder, **arguments), train_dataset=data, eval_dataset=data)
-    trainer.train()
-    return trainer
 
 
 def run_python(code, hub, cache, *arguments, package=True):
@@ -106,14 +98,10 @@ assert not any(name.startswith("hf_descent") for name in sys.modules)
 
 
 def test_a_card_holds_the_validation_results_of_a_denoiser(tmp_path):
-    trainer = trained(tmp_path)
-    trainer.save_model()
-    trainer.save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
+    metrics = {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0}
+    trained(tmp_path).save_metrics("validation", metrics)
     card = collect(tmp_path)
-    assert (card["split"], card["evaluation"]) == (
-        "validation",
-        {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0},
-    )
+    assert (card["split"], card["evaluation"]) == ("validation", metrics)
 
 
 def test_the_median_ratio_of_a_card_is_that_of_the_profile(tmp_path):
@@ -126,12 +114,8 @@ def test_the_median_ratio_of_a_card_is_that_of_the_profile(tmp_path):
 @pytest.mark.slow
 def test_a_run_is_pushed_through_failures_and_loads_without_the_package(tmp_path):
     with serving() as hub:
-        hub.faults = [
-            ("PUT", "/lfs/", 1, 503),
-            ("PUT", "/lfs/", 1, "cut"),
-            ("POST", "/preupload/", 1, 500),
-            ("POST", "/info/lfs/", 1, "cut"),
-        ]
+        hub.faults = [("PUT", "/lfs/", 1, 503), ("PUT", "/lfs/", 1, "cut")]
+        hub.faults += [("POST", "/preupload/", 1, 500), ("POST", "/info/lfs/", 1, "cut")]
         run_python(TRAIN, hub, tmp_path / "trainer", tmp_path)
         assert all(count == 0 for _, _, count, _ in hub.faults), hub.faults
         files = hub.repos["tester/constrained"]["files"]
@@ -213,13 +197,8 @@ def test_a_recipe_pushes_what_it_measured_after_training(tmp_path):
     with serving() as hub:
         run_python(RECIPE, hub, tmp_path / "cache", *flags)
         files = hub.repos["tester/recipe"]["files"]
-        assert {
-            "all_results.json",
-            "layer_profile.json",
-            "noise_curve.json",
-            "layers.png",
-            "noise.png",
-        } <= files.keys()
+        written = {"all_results.json", "layer_profile.json", "noise_curve.json", "layers.png", "noise.png"}
+        assert written <= files.keys()
         assert b"metric, test data" in files["README.md"] and b"at noise gamma 0.5" in files["README.md"]
 
 
@@ -232,7 +211,7 @@ cli.main(["card", sys.argv[1], "--push_to_hub", "tester/card"])
 
 @pytest.mark.slow
 def test_a_commit_that_fails_is_said_and_the_next_push_sends_only_what_is_missing(tmp_path):
-    trained(tmp_path / "run").save_model()
+    trained(tmp_path / "run")
     (tmp_path / "run" / "adapter_model.bin").write_bytes(b"weights of another format")
     with serving() as hub:
         hub.faults = [("POST", "/commit/", 9, 500)]

@@ -11,8 +11,8 @@ import numpy as np
 class Rmse(evaluate.Metric):
     """Root of the mean squared difference over all values of all items, times `scale` (255 for pixels in [0, 1]).
 
-    Takes numbers `[items]`, rows `[items, values]` or images `[items, height, width]`. An item whose shape is not that
-    of its reference raises ValueError.
+    Takes numbers `[items]`, rows `[items, values]` or images `[items, height, width]`; ValueError for an item whose
+    shape is not that of its reference.
 
     Example:
 

@@ -55,27 +55,15 @@ def test_epsilon_is_that_of_the_analytic_mechanism(gamma, clip_norm, sigma, toke
     assert gamma_of_epsilon(epsilon, 1e-5, clip_norm, sigma, tokens) == pytest.approx(gamma, rel=1e-6)
 
 
-def test_more_noise_and_shorter_texts_are_more_private():
-    levels = [epsilon_of_gamma(gamma, 1e-5, 1.0, 1.0) for gamma in (0.5, 1.0, 2.0, 4.0)]
-    assert levels == sorted(levels, reverse=True)
-    assert epsilon_of_gamma(4.0, 1e-5, 1.0, 1.0, tokens=4) == pytest.approx(epsilon_of_gamma(2.0, 1e-5, 1.0, 1.0))
-
-
 def test_embeddings_are_clipped_then_perturbed():
-    model, seen = bert(), []
+    model = bert()
     table = model.get_input_embeddings().weight
     with torch.no_grad():
         table *= torch.linspace(0.1, 3.0, len(table))[:, None] / table.norm(dim=1, keepdim=True)
-    ids, mask = torch.arange(1, 41).clamp(max=39).view(4, 10), torch.ones(4, 10, dtype=torch.long)
-    mask[0, 5:] = 0
-    model.bert.embeddings.word_embeddings.register_forward_hook(lambda module, args, output: seen.append(output))
-    with PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0) as noise, torch.no_grad():
-        noise._lookups[0].register_forward_hook(lambda module, args, output: seen.append(output))
-        model(input_ids=ids, attention_mask=mask)
-    clean, noisy = seen
-    expected = clean / clean.norm(dim=-1, keepdim=True).clamp(min=1.0)
-    torch.testing.assert_close(noisy, expected, atol=1e-4, rtol=0)
-    assert clean.norm(dim=-1).max() > 2
+    ids = torch.arange(1, 37).view(4, 9)
+    sent = released(PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0), ids)
+    expected = table[ids] / table[ids].norm(dim=-1, keepdim=True).clamp(min=1.0)
+    torch.testing.assert_close(sent, expected, atol=1e-4, rtol=0)
 
 
 def test_no_attack_on_released_embeddings_beats_the_bound():
@@ -262,19 +250,19 @@ def test_noise_is_told_apart_by_what_it_clips_to():
             check_comparable([one, run])
 
 
-def test_bad_arguments_are_named():
-    model = bert()
-    with pytest.raises(ValueError, match="`clip_norm` is 0"):
-        PrivateEmbeddings(model, 1.0, 0)
-    with pytest.raises(ValueError, match="no token embeddings"):
-        PrivateEmbeddings(vit(), 1.0, 1.0, sigma=1.0)
-    with pytest.raises(ValueError, match="`delta` is 1"):
-        epsilon_of_gamma(1.0, 1, 1.0, 1.0)
-    with pytest.raises(ValueError, match="`gamma` is 0"):
-        epsilon_of_gamma(0, 1e-5, 1.0, 1.0)
-    with pytest.raises(ValueError, match="`epsilon` is -1"):
-        gamma_of_epsilon(-1, 1e-5, 1.0, 1.0)
-    assert median_norm(model) > 0
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: PrivateEmbeddings(bert(), 1.0, 0), "`clip_norm` is 0"),
+        (lambda: PrivateEmbeddings(vit(), 1.0, 1.0, sigma=1.0), "no token embeddings"),
+        (lambda: epsilon_of_gamma(1.0, 1, 1.0, 1.0), "`delta` is 1"),
+        (lambda: epsilon_of_gamma(0, 1e-5, 1.0, 1.0), "`gamma` is 0"),
+        (lambda: gamma_of_epsilon(-1, 1e-5, 1.0, 1.0), "`epsilon` is -1"),
+    ],
+)
+def test_bad_arguments_are_named(call, named):
+    with pytest.raises(ValueError, match=named):
+        call()
 
 
 def test_the_norm_is_that_of_what_the_model_looks_up():

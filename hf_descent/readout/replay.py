@@ -133,13 +133,9 @@ class Readout:
             layers: which of 1..L; all by default.
             no_grad_layers: layers that are replayed without gradient.
 
-        Raises:
-            ValueError: a layer is out of range; during a call: the stack does not run L times with gradient.
+        In a call, ValueError where the stack does not run L times with gradient.
         """
-        layers = range(1, self.num_layers + 1) if layers is None else sorted(set(layers))
-        for layer in (*layers, *no_grad_layers):
-            if not 1 <= layer <= self.num_layers:
-                raise ValueError(f"Layer {layer} is out of range: this model has 1..{self.num_layers}.")
+        layers = range(1, self.num_layers + 1) if layers is None else sorted(layers)
         tape = Tape(self.model, self.stack, layers_only=self.readout is not None)
 
         def read_out(args, kwargs, outputs):

@@ -26,17 +26,6 @@ def test_generators_continue_as_if_nothing_had_been_drawn(fails):
     assert draw() != first
 
 
-def test_torch_states_replay_the_same_draws():
-    states = random_state.torch_states([])
-    first = torch.rand(3)
-    random_state.set_torch_states(states, [])
-    assert torch.equal(torch.rand(3), first)
-
-
-def test_parameters_on_the_cpu_need_no_accelerator():
-    assert random_state.accelerators(torch.nn.Linear(2, 2)) == []
-
-
 def test_offloaded_parameters_are_those_of_the_device_that_computes(monkeypatch):
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size([2]), (1,), torch.float32))
@@ -44,3 +33,4 @@ def test_offloaded_parameters_are_those_of_the_device_that_computes(monkeypatch)
     assert model[0].device.type == "cpu"
     monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(current_device=lambda: 3))
     assert random_state.accelerators(model) == [torch.device("cuda", 3)]
+    assert random_state.accelerators(torch.nn.Linear(2, 2)) == []

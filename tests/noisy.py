@@ -74,3 +74,9 @@ def added_noise(model, inputs, *modules, **noise):
     with EmbeddingNoise(model, **noise), Spy(*modules or [model.get_input_embeddings()]) as spy, torch.no_grad():
         model(**inputs)
     return spy.added
+
+
+def assert_noise_on(tokens, noise):
+    """Every coordinate of the `tokens` `[batch, seq]` is perturbed, and no other; `noise` is `[batch, seq, ...]`."""
+    changed = (noise != 0).flatten(2)
+    assert changed[tokens.bool()].all() and not changed[~tokens.bool()].any()

@@ -33,39 +33,24 @@ DEFAULT_TOKEN_FRACTION = 0.125
 
 @dataclass
 class StepLosses:
-    """The layer losses of one micro-batch in training.
+    """The layer losses of one micro-batch in training."""
 
-    Attributes:
-        objective (`torch.Tensor`): the scalar to minimise, with its graph.
-        sums (`torch.Tensor` of shape `[L]`): the micro-batch's part of the step's layer losses.
-        final (`torch.Tensor`): its part of f_L, a scalar; on all tokens where `sums` is on a sample.
-        outputs: the model's outputs.
-        tokens ([`TokenStatistics`], *optional*): where asked for.
-    """
-
-    objective: torch.Tensor
-    sums: torch.Tensor
-    final: torch.Tensor
-    outputs: Any
-    tokens: TokenStatistics | None = None
+    objective: torch.Tensor  # the scalar to minimise, with its graph
+    sums: torch.Tensor  # [layers], the micro-batch's part of the step's layer losses
+    final: torch.Tensor  # its part of f_L, a scalar; on all tokens where `sums` is on a sample
+    outputs: Any  # the model's
+    tokens: TokenStatistics | None = None  # where asked for
 
 
 @dataclass
 class MeasuredLosses:
-    """The layer losses of one batch, without gradient.
+    """The layer losses of one batch, without gradient."""
 
-    Attributes:
-        means (`torch.Tensor` of shape `[L]`): f_l, the mean over the items of the batch; 0 without items.
-        items (`torch.Tensor`): the number of items, a scalar.
-        scores (`list`): what the caller's `score` returned for each layer.
-        outputs, tokens: as in [`StepLosses`].
-    """
-
-    means: torch.Tensor
-    items: torch.Tensor
-    outputs: Any
-    scores: list
-    tokens: TokenStatistics | None = None
+    means: torch.Tensor  # [layers], f_l, the mean over the items of the batch; 0 without items
+    items: torch.Tensor  # the number of items, a scalar
+    outputs: Any  # the model's
+    scores: list  # what the caller's `score` returned for each layer
+    tokens: TokenStatistics | None = None  # where asked for
 
 
 class ReplayedLosses:

@@ -27,25 +27,15 @@ class ShiftingSmoother(LabelSmoother):
 
 @dataclass
 class TaskLoss:
-    """What the loss is, and what it averages over, in training and in every evaluation. [`TaskLoss.probe`] makes it.
+    """What the loss is, and what it averages over, in training and in evaluation. [`TaskLoss.probe`] makes it."""
 
-    Attributes:
-        model (`nn.Module`): the unwrapped model (a `PeftModel`, too).
-        label_names (sequence of `str`): the label arguments, as `Trainer` finds them.
-        loss_fn (`Callable`, *optional*): a custom `loss_fn(outputs, labels, num_items_in_batch=None)`.
-        smoother (`Callable`, *optional*): Trainer's label smoother.
-        has_custom_readout (`bool`): whether the model's own loss function scores the logits of a custom readout.
-        shifts_labels (`bool`): whether position t predicts label t+1.
-        takes_items (`bool`, *optional*): whether the loss is divided by the `num_items_in_batch` that it is given;
-            `None` before that is found out, which takes a model that takes the batch.
-    """
-
-    model: nn.Module
-    label_names: Sequence[str]
-    loss_fn: Callable[..., torch.Tensor] | None = None
-    smoother: Callable[..., torch.Tensor] | None = None
-    has_custom_readout: bool = False
-    shifts_labels: bool = False
+    model: nn.Module  # unwrapped (a `PeftModel`, too)
+    label_names: Sequence[str]  # the label arguments, as `Trainer` finds them
+    loss_fn: Callable[..., torch.Tensor] | None = None  # a custom loss_fn(outputs, labels, num_items_in_batch=None)
+    smoother: Callable[..., torch.Tensor] | None = None  # Trainer's label smoother
+    has_custom_readout: bool = False  # whether the model's loss function scores the logits of a custom readout
+    shifts_labels: bool = False  # whether position t predicts label t+1
+    # Whether the loss is divided by the `num_items_in_batch` that it is given; `None` before a batch has shown it.
     takes_items: bool | None = None
 
     @classmethod

@@ -29,36 +29,23 @@ _WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "s
 
 
 class HeadReadout:
-    """Reads the layers of one language model in tiles. [`HeadReadout.probe`] builds it.
-
-    Attributes:
-        replay ([`Readout`]): the readout by replay of the same model.
-        num_layers (`int`): L.
-        vocab_size (`int`): classes of the head.
-        shifts_labels (`bool`): whether position t predicts label t+1.
-        head_loss ([`HeadLoss`]): how head outputs become losses.
-        router_loss_weight (`float`): factor of `outputs["aux_loss"]` in the model's own loss; 0 without a router.
-    """
+    """Reads the layers of one language model in tiles. [`HeadReadout.probe`] builds it."""
 
     def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool | None):
         self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
-        self.head_loss, self.shifts_labels, self.router_loss_weight = head_loss, shifts, 0.0
+        self.head_loss, self.shifts_labels = head_loss, shifts
+        self.router_loss_weight = 0.0  # factor of `outputs["aux_loss"]` in the model's own loss
         self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
         self._workspace, self._autocast = Workspace(), None
 
     @classmethod
     def probe(
-        cls,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        label_smoothing: float = 0.0,
-        shifts: bool | None = None,
+        cls, model: nn.Module, inputs: Mapping[str, Any], label_smoothing: float = 0.0, shifts: bool | None = None
     ) -> "HeadReadout":
         """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
 
         Args:
-            model: the unwrapped `nn.Module` (a `PeftModel`, too).
-            inputs: the dict given to `model(**inputs)`, with labels.
+            model, inputs: as for [`Readout.probe`], with labels.
             label_smoothing: see [`HeadLoss`].
             shifts: whether position t predicts label t+1; found out on `inputs` where not given.
 

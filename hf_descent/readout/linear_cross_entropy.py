@@ -22,19 +22,12 @@ LARGEST_COEFFICIENT = 64.0
 
 
 class LabelledTokens(NamedTuple):
-    """The positions with a label, and the random sample of them on which intermediate layers are read.
+    """The positions with a label, and the random sample of them on which intermediate layers are read."""
 
-    Attributes:
-        rows (`torch.LongTensor` of shape `[tokens]`): positions in the flattened `[batch * seq]`.
-        targets (`torch.LongTensor` of shape `[tokens]`): their classes.
-        batch_rows (`torch.LongTensor` of shape `[tokens]`): which row of the batch each stands in.
-        sample (`torch.LongTensor` of shape `[sampled]`, *optional*): indices into `rows`; `None` stands for all.
-    """
-
-    rows: torch.Tensor
-    targets: torch.Tensor
-    batch_rows: torch.Tensor
-    sample: torch.Tensor | None = None
+    rows: torch.Tensor  # [tokens], positions in the flattened [batch * seq]
+    targets: torch.Tensor  # [tokens], their classes
+    batch_rows: torch.Tensor  # [tokens], which row of the batch each stands in
+    sample: torch.Tensor | None = None  # [sampled], indices into `rows`; None stands for all
 
 
 def labelled_tokens(
@@ -43,9 +36,9 @@ def labelled_tokens(
     """Find the labelled positions of `labels` `[batch, seq]`, and draw a share of them without replacement.
 
     Args:
-        shift (`bool`): whether position t predicts label t+1 (causal models); `False` for labels shifted already.
-        fraction (`float`): share of the labelled positions in the sample, in (0, 1]; at least one position.
-        generator (`torch.Generator`, *optional*): a CPU generator for the draw.
+        shift: whether position t predicts label t+1 (causal models); `False` for labels shifted already.
+        fraction: share of the labelled positions in the sample, in (0, 1]; at least one position.
+        generator: of the CPU, for the draw.
     """
     if shift:
         labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # [batch, seq]
@@ -60,30 +53,23 @@ def labelled_tokens(
 
 
 class TokenStatistics(NamedTuple):
-    """A layer's predictions of the labelled tokens, each `[tokens]`: losses, entropies, whether the likeliest class is
-    right, and the row of the batch that each stands in."""
+    """A layer's predictions of the labelled tokens, each `[tokens]`."""
 
     losses: torch.Tensor
     entropies: torch.Tensor
-    hits: torch.Tensor
-    samples: torch.Tensor
+    hits: torch.Tensor  # whether the likeliest class is right
+    samples: torch.Tensor  # the row of the batch that each stands in
 
 
 class LayerLossSums(NamedTuple):
-    """Losses of all layers, summed over the labelled tokens of one micro-batch.
+    """Losses of all layers, summed over the labelled tokens of one micro-batch."""
 
-    Attributes:
-        objective (`torch.Tensor`, *optional*): `sum_l w_l f_l`, a scalar with its graph; `None` without weights.
-        sums (`torch.Tensor` of shape `[L]`): layer losses; of a sample, an unbiased estimate of the sum over all
-            labelled tokens, from the same tokens for every layer, the last included.
-        final_sum (`torch.Tensor`): loss of the last layer over all labelled tokens, a scalar.
-        tokens ([`TokenStatistics`], *optional*): of the last layer, where asked for.
-    """
-
-    objective: torch.Tensor | None
+    objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
+    # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens, from the same tokens for every
+    # layer, the last included.
     sums: torch.Tensor
-    final_sum: torch.Tensor
-    tokens: TokenStatistics | None = None
+    final_sum: torch.Tensor  # of the last layer over all labelled tokens, a scalar
+    tokens: TokenStatistics | None = None  # of the last layer, where asked for
 
 
 def tiled_layer_losses(

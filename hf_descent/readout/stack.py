@@ -22,25 +22,15 @@ from torch.utils import _pytree as pytree
 
 @dataclass
 class LayerStack:
-    """A model's stack. Refers to the model's children alone, so that a weak reference to the model can die.
+    """A model's stack. Refers to the model's children alone, so that a weak reference to the model can die."""
 
-    Attributes:
-        name: qualified name of the container.
-        layers: its distinct members.
-        num_layers: CALLS of them in one forward.
-        hidden_index: position of the hidden state among the tensors of a layer's output.
-        ancestors: modules that contain the stack, without the model itself; they run for real in a replay.
-        neighbours: the ancestors' children, the layers included; their calls are recorded and answered.
-        clones: whether the model modifies its inputs or outputs of its modules in place, so that replays need copies.
-    """
-
-    name: str
-    layers: list[nn.Module]
-    num_layers: int
-    hidden_index: int
-    ancestors: list[nn.Module]
-    neighbours: list[nn.Module]
-    clones: bool = False
+    name: str  # qualified name of the container
+    layers: list[nn.Module]  # its distinct members
+    num_layers: int  # CALLS of them in one forward
+    hidden_index: int  # position of the hidden state among the tensors of a layer's output
+    ancestors: list[nn.Module]  # that contain the stack, without the model itself; they run for real in a replay
+    neighbours: list[nn.Module]  # the ancestors' children, the layers included; their calls are recorded and answered
+    clones: bool = False  # whether the model writes into its inputs or outputs of its modules: replays need copies
 
     def hidden_state(self, layer_output) -> torch.Tensor:
         """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""

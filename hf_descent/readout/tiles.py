@@ -20,17 +20,11 @@ DEFAULT_SLICE_ELEMENTS = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class HeadLoss:
-    """How head outputs become losses: `cross_entropy(softcap * tanh(logit_scale * head(x) / softcap))`.
+    """How head outputs become losses: `cross_entropy(softcap * tanh(logit_scale * head(x) / softcap))`."""
 
-    Args:
-        logit_scale (`float`): Factor on the head's output (Cohere; the inverse of Granite's `logits_scaling`).
-        softcap (`float`, *optional*): Gemma's `final_logit_softcapping`.
-        label_smoothing (`float`): The epsilon of transformers' `LabelSmoother`.
-    """
-
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    label_smoothing: float = 0.0
+    logit_scale: float = 1.0  # Cohere's; the inverse of Granite's `logits_scaling`
+    softcap: float | None = None  # Gemma's `final_logit_softcapping`
+    label_smoothing: float = 0.0  # the epsilon of transformers' `LabelSmoother`
 
 
 PLAIN_CROSS_ENTROPY = HeadLoss()

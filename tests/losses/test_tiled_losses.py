@@ -7,7 +7,7 @@ from tiny import VOCAB, bert, classification_data, config, llama
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
-from hf_descent import DescentConfig, DescentProblem, DescentTrainer, Multipliers
+from hf_descent import DescentProblem, DescentTrainer, Multipliers
 from hf_descent.losses import layerwise
 from hf_descent.readout.head import HeadReadout
 
@@ -37,25 +37,18 @@ class History(TrainerCallback):
         self.trainer.history.append(self.trainer.multipliers.values.clone())
 
 
-def trainer(tmp_path, **kwargs):
-    given = {
-        "descent_alpha": 0.2,
-        "initial_loss_bound": 3.0,
-        "dual_warmup_steps": 5,
-        "learning_rate": 1e-2,
-        "per_device_train_batch_size": 4,
-        "max_steps": 50,
-        "logging_steps": 1000,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **kwargs,
-    }
-    keywords = {name: given.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in given}
-    model = given.pop("model", None) or llama(LAYERS)
-    args = DescentConfig(output_dir=str(tmp_path), **given)
-    made = DescentTrainer(model, args, train_dataset=rows(64), eval_dataset=rows(10, seed=1), **keywords)
+def trainer(tmp_path, *, model=None, compute_metrics=None, compute_loss_func=None, **given):
+    args = config(
+        tmp_path,
+        **{
+            "descent_alpha": 0.2, "initial_loss_bound": 3.0, "dual_warmup_steps": 5, "max_steps": 50,
+            "per_device_train_batch_size": 4, "logging_steps": 1000, **given,
+        },
+    )  # fmt: skip
+    made = DescentTrainer(
+        model or llama(LAYERS), args, train_dataset=rows(64), eval_dataset=rows(10, seed=1),
+        compute_metrics=compute_metrics, compute_loss_func=compute_loss_func,
+    )  # fmt: skip
     made.history = []
     made.add_callback(History(made))
     return made

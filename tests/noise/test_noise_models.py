@@ -4,18 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from noisy import Spy, added_noise, batch, gemma3n, t5, vit
+from noisy import Spy, added_noise, assert_noise_on, batch, gemma3n, t5, vit
 from scipy.stats import kstest
 from tiny import VOCAB, bert, llama
 from torch import nn
-from transformers import (
-    FNetConfig,
-    FNetForMaskedLM,
-    GPT2Config,
-    GPT2Model,
-    XLNetConfig,
-    XLNetModel,
-)
+from transformers import GPT2Config, GPT2Model, XLNetConfig, XLNetModel
 
 from hf_descent.noise.embedding_noise import EmbeddingNoise
 
@@ -68,8 +61,7 @@ def test_masks_of_other_inputs_do_not_count_for_images():
     with EmbeddingNoise(model, 1.0, seed=0, sigma=1.0):
         by_frame = model(frames, attention_mask=mask)
         unrelated = model(frames, attention_mask=torch.zeros(2, 6))
-    assert torch.equal((by_frame != 0).all(dim=(2, 3)), mask.bool())
-    assert torch.equal((by_frame == 0).all(dim=(2, 3)), ~mask.bool())
+    assert_noise_on(mask, by_frame)
     assert (unrelated != 0).all()
 
 
@@ -79,21 +71,9 @@ def test_models_that_embed_time_first_keep_their_padding(length):
     model = XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)).eval()
     inputs = batch("left", length, real=(length, 2, 1))
     (noise,) = added_noise(model, inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)  # [seq, batch, hidden]
-    is_token = inputs["attention_mask"].bool().T
-    assert (noise[~is_token] == 0).all()
-    assert (noise[is_token] != 0).all()
+    assert_noise_on(inputs["attention_mask"].T, noise)
     (batch_first,) = added_noise(bert().eval(), inputs, gamma=(0.1, 5.0), seed=0, sigma=1.0)
     torch.testing.assert_close(noise.transpose(0, 1), batch_first, rtol=1e-4, atol=1e-6)
-
-
-def test_padding_is_untouched_in_models_without_attention():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "max_position_embeddings": 16}
-    model, inputs = FNetForMaskedLM(FNetConfig(vocab_size=VOCAB, **sizes)).eval(), batch()
-    (noise,) = added_noise(model, inputs, gamma=1.0, seed=0)
-    is_token = inputs["attention_mask"].bool()
-    assert (noise[~is_token] == 0).all()
-    assert (noise[is_token] != 0).all()
 
 
 def test_token_types_looked_up_in_the_same_table_are_not_perturbed():
@@ -116,9 +96,8 @@ def test_encoder_and_decoder_are_perturbed_under_their_own_masks():
     encoder_noise, decoder_noise = added_noise(
         model, arguments, model.encoder.embed_tokens, model.decoder.embed_tokens, gamma=1.0, seed=0
     )
-    for noise, mask in [(encoder_noise, inputs["attention_mask"]), (decoder_noise, decoder["attention_mask"])]:
-        assert (noise[mask == 0] == 0).all()
-        assert (noise[mask == 1] != 0).all()
+    assert_noise_on(inputs["attention_mask"], encoder_noise)
+    assert_noise_on(decoder["attention_mask"], decoder_noise)
 
 
 def test_embeddings_of_the_decoder_are_perturbed_under_its_mask():
@@ -127,8 +106,7 @@ def test_embeddings_of_the_decoder_are_perturbed_under_its_mask():
     model.decoder.register_forward_pre_hook(lambda module, args, given: seen.append(given), with_kwargs=True)
     with torch.no_grad(), EmbeddingNoise(model, 1.0, seed=0):
         model(**batch(), decoder_inputs_embeds=torch.zeros(3, 5, 16), decoder_attention_mask=mask)
-    assert torch.equal((seen[0]["inputs_embeds"] != 0).all(dim=2), mask.bool())
-    assert torch.equal((seen[0]["inputs_embeds"] == 0).all(dim=2), ~mask.bool())
+    assert_noise_on(mask, seen[0]["inputs_embeds"])
 
 
 def test_encoder_and_decoder_share_the_level_of_a_sample():
@@ -204,16 +182,14 @@ def test_trained_prompts_stay_clean_and_tokens_get_the_noise_of_a_model_without_
     torch.testing.assert_close(noisy[:, 4:] - clean[:, 4:], expected, rtol=1e-4, atol=1e-6)
 
 
+MULTITASK = {"labels": batch()["input_ids"], "task_ids": torch.tensor([0])}
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "given", "in_decoder"),
     [
         ("PromptTuning", {}, {"decoder_inputs_embeds": torch.ones(3, 5, 16)}, 0),
-        (
-            "MultitaskPromptTuning",
-            {"num_tasks": 1},
-            {"labels": batch()["input_ids"], "task_ids": torch.tensor([0])},
-            4,
-        ),
+        ("MultitaskPromptTuning", {"num_tasks": 1}, MULTITASK, 4),
     ],
 )
 def test_prompts_of_encoders_and_decoders_stay_clean(kind, config, given, in_decoder):
@@ -271,9 +247,7 @@ def test_generation_perturbs_an_encoder_that_is_called_directly():
     model, inputs = t5(), batch()
     with EmbeddingNoise(model, 1.0, seed=0), Spy(model.encoder.embed_tokens, model.decoder.embed_tokens) as spy:
         model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, pad_token_id=0)
-    is_token = inputs["attention_mask"].bool()
-    assert (spy.added[0][is_token] != 0).all()
-    assert (spy.added[0][~is_token] == 0).all()
+    assert_noise_on(inputs["attention_mask"], spy.added[0])
     assert len(spy.added) == 5
     assert all((noise != 0).all() for noise in spy.added[1:])
 

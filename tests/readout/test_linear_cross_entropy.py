@@ -144,18 +144,6 @@ def test_two_passes_give_the_gradient_of_a_nonlinear_objective():
     assert_same_gradients(gradients(hidden, norm, head), naive)
 
 
-def test_micro_batches_add_up():
-    hidden, norm, head, labels = setting(bias=True)
-    items = len(labelled_tokens(labels).rows)
-    tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS).objective.backward()
-    whole = gradients(hidden, norm, head)
-    for row in range(BATCH):
-        part = [state[row : row + 1] for state in hidden]
-        tokens = labelled_tokens(labels[row : row + 1])
-        tiled_layer_losses(part, tokens, norm, head, WEIGHTS, num_items=items).objective.backward()
-    assert_same_gradients(gradients(hidden, norm, head), whole)
-
-
 def test_batch_without_labels():
     hidden, norm, head, labels = setting(bias=True)
     out = tiled_layer_losses(hidden, labelled_tokens(torch.full_like(labels, -100)), norm, head, WEIGHTS)

@@ -3,17 +3,7 @@ import itertools
 
 import pytest
 import torch
-from naive_head import (
-    BATCH,
-    HIDDEN,
-    LAYERS,
-    SEQ,
-    VOCAB,
-    WEIGHTS,
-    Watch,
-    naive_sums,
-    setting,
-)
+from naive_head import BATCH, HIDDEN, LAYERS, SEQ, VOCAB, WEIGHTS, Watch, naive_sums, setting
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -118,10 +108,3 @@ def test_products_are_added_in_full_precision_wherever_torch_can(monkeypatch, ki
     torch.testing.assert_close(tiles._add_product_(total, left, right), expected)
     torch.testing.assert_close(total, expected)
     assert any(each is left for each in taken) == (kind == "2.13")
-
-
-def test_a_workspace_serves_tiles_of_any_size_and_type():
-    workspace = tiles.Workspace()
-    for rows, dtype in ((3, torch.float32), (2, torch.bfloat16), (5, torch.bfloat16)):
-        tile = workspace.tile(rows, 7, dtype, torch.device("cpu"))
-        assert (tile.shape, tile.dtype) == ((rows, 7), dtype)

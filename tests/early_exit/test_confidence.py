@@ -213,26 +213,22 @@ def test_layers_that_mix_samples_are_refused(monkeypatch):
 
 
 def test_bad_arguments_to_confidence_exit_are_named():
-    with pytest.raises(ValueError, match="`threshold` is 2"):
-        ConfidenceExit(bert(), threshold=2)
-    batch = default_data_collator(toy_rows(4))
-    with pytest.raises(ValueError, match="`threshold` is not set"):
-        ConfidenceExit(bert())(**batch)
-    with pytest.raises(ValueError, match="`max_loss` is -1"):
-        ConfidenceExit(bert()).calibrate(toy_rows(4), -1)
-    with pytest.raises(ValueError, match="`confidence` is 95"):
-        ConfidenceExit(bert()).calibrate(toy_rows(4), confidence=95)
-    with pytest.raises(ValueError, match=r"needs \[batch, classes\]"):
-        ConfidenceExit(llama(), threshold=0.5)(input_ids=batch["input_ids"])
-    with pytest.raises(ValueError, match=r"needs \[batch, classes\]"):
-        ConfidenceExit(bert(num_labels=1), threshold=0.5)(input_ids=batch["input_ids"])
-    multi_label = bert()
+    rows, multi_label = toy_rows(4), bert()
+    batch, numbers = default_data_collator(rows), [row | {"labels": torch.rand(3)} for row in rows]
     multi_label.config.problem_type = "multi_label_classification"
-    with pytest.raises(ValueError, match="several labels a sample"):
-        ConfidenceExit(multi_label)
-    with pytest.raises(ValueError, match="no `labels` that are classes"):
-        ConfidenceExit(bert()).calibrate([row | {"labels": torch.rand(3)} for row in toy_rows(4)])
-    with pytest.raises(ValueError, match="`dataset` is empty"):
-        ConfidenceExit(bert(), threshold=0.5).evaluate([])
-    with pytest.raises(ValueError, match="`repeats` is 0"):
-        ConfidenceExit(bert(), threshold=0.5).evaluate(toy_rows(4), repeats=0)
+    for match, call in {
+        "`threshold` is 2": lambda: ConfidenceExit(bert(), threshold=2),
+        "several labels a sample": lambda: ConfidenceExit(multi_label),
+        "`threshold` is not set": lambda: ConfidenceExit(bert())(**batch),
+        r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(input_ids=batch["input_ids"]),
+        r"shape \[4, 1\]; .* needs \[batch": lambda: ConfidenceExit(bert(num_labels=1), 0.5)(
+            input_ids=batch["input_ids"]
+        ),
+        "`max_loss` is -1": lambda: ConfidenceExit(bert()).calibrate(rows, -1),
+        "`confidence` is 95": lambda: ConfidenceExit(bert()).calibrate(rows, confidence=95),
+        "no `labels` that are classes": lambda: ConfidenceExit(bert()).calibrate(numbers),
+        "`dataset` is empty": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate([]),
+        "`repeats` is 0": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate(rows, repeats=0),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()

@@ -57,9 +57,8 @@ def test_a_shorter_model_is_faster():
 def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
     profile = ExitProfile("accuracy", [0.5, 0.81, 0.79, 0.9], [1.0] * 4, [1.0, 2.0, 3.0, 4.0], 8)
     assert [profile.cheapest(share) for share in (0.99, 0.9, 0.5)] == [4, 2, 1]
-    assert (
-        ExitProfile("rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8, greater_is_better=False).cheapest(0.99) == 2
-    )
+    errors = ExitProfile("rmse", [30.0, 20.1, 20.0], [1.0] * 3, [1.0] * 3, 8, greater_is_better=False)
+    assert errors.cheapest(0.99) == 2
     for values in ([0.0, 0.0, 0.0], [-0.4, -0.3, -0.2], [math.nan, math.nan, math.nan]):
         assert ExitProfile("mcc", values, [1.0] * 3, [1.0] * 3, 8).cheapest() == (3 if values[0] else 1)
     assert profile.speedups.tolist() == [4.0, 2.0, 4 / 3, 1.0]

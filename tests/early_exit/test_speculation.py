@@ -80,16 +80,14 @@ def test_generation_is_greedy_whatever_the_model_does_by_default(own):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])
-def test_models_that_cannot_draft_with_their_layers_are_refused(name):
+def test_models_that_cannot_draft_with_their_layers_are_refused_and_keep_their_depth(name):
+    model = build(name, MODELS[name][0])
     with pytest.raises(ValueError, match="cannot draft with its"):
-        check_self_speculation(build(name, MODELS[name][0]), torch.tensor([[5, 6, 7]]))
-
-
-def test_the_depth_is_put_back_where_drafting_is_refused():
-    model = build("GPT2LMHeadModel", MODELS["GPT2LMHeadModel"][0])
-    with pytest.raises(ValueError, match="cannot draft"):
         check_self_speculation(model, torch.tensor([[5, 6, 7]]))
-    assert model.config.num_hidden_layers == LAYERS
+    assert getattr(model.config, MODELS[name][1]) == LAYERS
+
+
+def test_single_layers_adapters_and_no_prompts_are_refused():
     with pytest.raises(ValueError, match="has a single layer"):
         speculation_profile(llama(num_layers=1), [torch.tensor([[5, 6, 7]])])
     adapted = get_peft_model(llama(num_layers=2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))

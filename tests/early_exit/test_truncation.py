@@ -40,18 +40,15 @@ def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_sa
 
 @pytest.mark.parametrize("kind", ["ut", "dust", "vit"])
 def test_denoisers_need_no_batch(kind):
-    model = {
-        "ut": lambda: UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3)),
-        "dust": lambda: DustForVideoDenoising(DustConfig(hidden_size=16, dictionary_size=32, num_hidden_layers=3)),
-        "vit": lambda: ViTForDenoising(
-            ViTDenoiserConfig(
-                encoder_config=transformers.ViTConfig(
-                    hidden_size=12, num_hidden_layers=3, num_attention_heads=2, intermediate_size=8,
-                    image_size=8, patch_size=2, num_channels=3,
-                )
-            )
-        ),
-    }[kind]().eval()  # fmt: skip
+    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 8}
+    if kind == "vit":
+        encoder = transformers.ViTConfig(**sizes, image_size=8, patch_size=2, num_channels=3)
+        model = ViTForDenoising(ViTDenoiserConfig(encoder_config=encoder))
+    elif kind == "ut":
+        model = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3))
+    else:
+        model = DustForVideoDenoising(DustConfig(hidden_size=16, dictionary_size=32, num_hidden_layers=3))
+    model.eval()
     short, inputs = truncate(model, 2), example_inputs(model)
     assert len(inputs["pixel_values"]) == 2
     with torch.no_grad():

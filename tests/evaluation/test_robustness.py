@@ -11,9 +11,7 @@ from scipy.stats import kstest, norm
 from tiny import Stream, bert, classification_data, language_data
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    default_data_collator,
-)
+from transformers import default_data_collator
 
 from hf_descent import DescentProblem, EmbeddingNoise
 from hf_descent.evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve

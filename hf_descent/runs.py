@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,11 @@ class RunFolder:
     # Trainer nor `card` uploads.
     DATA = "_data.json"
     EXITS_FIGURE = "exits.png"
-    # What `hf-descent evaluate` writes, beside curves.
-    EVALUATIONS = ("layer_profile*.json", "certificate*.json")
+    # What `hf-descent evaluate` writes.
+    EVALUATIONS = (
+        "layer_profile*.json", "certificate*.json", "noise_curve.*", "typos_curve.*", "salt_and_pepper_curve.*",
+        "privacy_curve.json",
+    )  # fmt: skip
 
     def __init__(self, path: str | os.PathLike):
         self.name, self.path = os.fspath(path), Path(path)
@@ -105,11 +108,10 @@ class RunFolder:
             if hasattr(result, "to_csv"):
                 result.to_csv(str(self.path / f"{name}.csv"))
 
-    def remove_evaluations(self, curves: Sequence[str] = ()) -> None:
-        """Remove the profiles of earlier evaluations, perhaps of other rows, what was made of them, and `curves`."""
-        for pattern in (*self.EVALUATIONS, *(f"{name}.{ending}" for name in curves for ending in ("json", "csv"))):
-            for path in self.path.glob(pattern):
-                path.unlink()
+    def remove_evaluations(self) -> None:
+        """Remove the results of an earlier evaluation, perhaps of other rows or weights."""
+        for path in (path for pattern in self.EVALUATIONS for path in self.path.glob(pattern)):
+            path.unlink()
 
 
 def tables(results: Mapping[str, Any]) -> str:

@@ -19,17 +19,8 @@ SOURCES = (
 )  # fmt: skip
 
 
-def flags_of(argv: Sequence[str]) -> set[str]:
-    """The names of the flags on a command line."""
-    return {word[2:].split("=")[0] for word in argv if word.startswith("--")}
-
-
 def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
-    """What the records of `models` say of arguments that are not `told`; what no run recorded keeps its default.
-
-    Raises:
-        ValueError: two records differ.
-    """
+    """What the records of `models` say of arguments that are not `told`; ValueError where two records differ."""
     told, found = {*told, *(SOURCES if set(SOURCES) & set(told) else ())}, {}
     for model in models:
         for name, value in record_of(model).items():
@@ -71,15 +62,11 @@ def parse_recipe(
     """Parses flags into dataclasses; a YAML file named by `--config` gives defaults, and flags win over it.
 
     Args:
-        argument_types (sequence of `type`):
-            Dataclasses as `transformers.HfArgumentParser` takes them.
-        argv (sequence of `str`):
-            The flags.
-        models (sequence of `str`):
-            Finished runs, whose records give what neither flags nor the file do. The file may then be the recipe of
-            their training: what else it sets is left out.
-        parser_kwargs:
-            Passed to the parser (`prog`, `description`, ...).
+        argument_types (sequence of `type`): dataclasses as `transformers.HfArgumentParser` takes them.
+        argv (sequence of `str`): the flags.
+        models (sequence of `str`): finished runs, whose records give what neither flags nor the file do. The file may
+            then be the recipe of their training: what else it sets is left out.
+        parser_kwargs: passed to the parser (`prog`, `description`, ...).
 
     Raises:
         ValueError: the file is not a mapping, or has keys that no dataclass has; or a flag is unknown.
@@ -94,12 +81,15 @@ def parse_recipe(
     config_path, values = config_parser.parse_known_args(argv)[0].config, {}
     fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
     if config_path is not None:
-        values = load_recipe(config_path)
+        values = yaml.safe_load(Path(config_path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ValueError(f"{config_path} must hold lines of the form `argument: value`.")
         if models:
             values = {name: value for name, value in values.items() if name in fields}
         elif unknown := sorted(set(values) - fields):
             raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
-    known = recorded(models, flags_of(argv) | values.keys()) if models else {}
+    flags = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    known = recorded(models, flags | values.keys()) if models else {}
     values = {name: value for name, value in known.items() if name in fields} | values
     # argparse converts a default given as a string by its field's type, so YAML's "1e-5" (a string there) is fine.
     parser.set_defaults(**values)
@@ -133,15 +123,3 @@ def writable_folder(path: str | Path) -> Path:
     os.makedirs(path, exist_ok=True)
     tempfile.TemporaryFile(dir=path).close()
     return Path(path)
-
-
-def load_recipe(path: str) -> dict[str, Any]:
-    """Reads a recipe: a YAML mapping of argument names to values.
-
-    Raises:
-        ValueError: the file does not hold a mapping with string keys.
-    """
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ValueError(f"{path} must hold lines of the form `argument: value`.")
-    return values

@@ -1,11 +1,10 @@
 """`hf-descent evaluate MODEL...`: how good models are under noise and at every layer, on the same held-out rows.
 
-The task is read off the models' architecture; the data comes from flags, from a recipe (`--config`) or, as far as
-these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
-the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
-`.csv`; `layer_profile.json` and, of a constrained run, `certificate.json`, both also at noise levels
-(`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation, with `--epsilons`
-`privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
+The architecture says which task a model has; the data comes from flags, a recipe (`--config`) or the records of the
+models' training. All models see the same batches and, per batch and level, the same noise, so that `hf-descent
+compare` can pair them. Each model's folder gets `noise_curve.json` and `.csv`, `layer_profile.json` and, of a
+constrained run, `certificate.json`, both also at noise levels (`..._gamma_<level>.json`); with `--perturbation_rates`
+a curve named after the perturbation, with `--epsilons` `privacy_curve.json`. Results of an earlier evaluation go.
 """
 
 import os
@@ -33,9 +32,6 @@ from ..privacy import privacy_curve
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
 from .arguments import models_of, parse_models, record_of, writable_folder
-
-
-CURVES = ("noise_curve", "privacy_curve", *(f"{kind.name}_curve" for kind in (Typos, salt_and_pepper)))
 
 
 @dataclass
@@ -143,8 +139,7 @@ def task_of(model: str) -> tuple[type, Any]:
         if architecture.endswith(ending):
             return task
     raise ValueError(
-        f"{model} is a {architecture}; `hf-descent evaluate` takes architectures that end in {', '.join(TASKS)}. Use "
-        "`noise_curve` and `layer_profile` in a script."
+        f"{model} is a {architecture}; give architectures that end in {', '.join(TASKS)}, or use a script."
     )
 
 
@@ -188,35 +183,25 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         raise ValueError("`perturbation_rates` is given, but there are no typing errors for completions.")
     summary = RunFolder(name).summary
     gamma_train = upper_level(summary.get("noise_gamma"))
-    shared = {
-        **task.settings,
-        "batch_size": args.per_device_eval_batch_size,
-        "seed": args.noise_seed,
-        "sigma": args.noise_sigma,
-        "progress": True,
-    }
-    model = task.model.to(best_device())
+    model, noise = task.model.to(best_device()), {"seed": args.noise_seed, "sigma": args.noise_sigma}
+    shared = task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
 
     results = {}
     if args.epsilons is not None:  # first, since it refuses the most
         results["privacy_curve"] = privacy_curve(
             model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
         )
-    # Before anything is written: a killed call would leave them beside new ones. Curves of a model without a time of
-    # training, or of another one of this name, may be of other weights.
     run = RunFolder(folder)
-    started = [each.get("training_started") for each in (run.summary, summary)]
-    run.remove_evaluations(() if started[0] == started[1] is not None else CURVES)
+    run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones
     if os.path.abspath(folder) != os.path.abspath(name):
         if summary:
             run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
         else:
             (run.path / run.SUMMARY).unlink(missing_ok=True)  # of another model of this name
-    results["noise_curve"] = noise_curve(
-        model, task.rows, args.eval_gammas, gamma_train=gamma_train, draws=args.draws, **shared
-    )
+    settings = shared | {"draws": args.draws}
+    results["noise_curve"] = noise_curve(model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings)
     if args.perturbation_rates is not None:
-        settings = shared | {"perturbation": task.perturbation, "draws": args.draws}
+        settings["perturbation"] = task.perturbation
         curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)
         results[f"{task.perturbation.name}_curve"] = curve
 

@@ -85,8 +85,6 @@ def _classifier(model, tokenizer, args: ExitArguments, data_args: DataArguments)
     limit = most_tokens(tokenizer, model, data_args.max_seq_length)
     dataset = tokenize(align_classes(dataset, model.config.id2label), tokenizer, limit)
     if "test" not in dataset:
-        if len(dataset["validation"]) < 2:
-            raise ValueError("The one validation row cannot be halved; give more, or a `test_file` or `test_split`.")
         halves = dataset["validation"].train_test_split(0.5, seed=data_args.split_seed)
         dataset["validation"], dataset["test"] = halves["train"], halves["test"]
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
@@ -101,8 +99,6 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     if args.text_file is None:
         raise ValueError("`text_file` is None; a language model is measured on the texts of a file.")
     rows, column = load_file("text_file", args.text_file), data_args.text_column
-    if column not in rows.column_names:
-        raise ValueError(f"`text_column` is {column!r}; {args.text_file} has {rows.column_names}.")
     rows = rows.select(range(data_args.limit("test", rows)))
     check_texts(rows, column, args.text_file)
     positions = position_limit(model) or math.inf
@@ -110,10 +106,7 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     ids = tokenizer(rows[column][:], truncation=True, max_length=limit)["input_ids"]
     ids = [row for row in ids if len(row) > args.prompt_length]
     if not ids:
-        raise ValueError(
-            f"No text of {args.text_file}, cut to {limit} tokens, is longer than `prompt_length` = "
-            f"{args.prompt_length}; give a smaller one, or longer texts."
-        )
+        raise ValueError(f"`prompt_length` is {args.prompt_length}; no text, cut to {limit} tokens, is longer.")
     prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
     tokenizer.padding_side = "right"
     rows = [{"input_ids": row, "labels": row} for row in ids]

@@ -75,8 +75,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
     """Answers every instruction.
 
     Raises:
-        ValueError: the output exists; the instructions lack their column; the model writes no text; a prompt fills its
-            positions.
+        ValueError: the output exists; the model writes no text; a prompt fills its positions.
     """
     (name,) = models
     if os.path.exists(args.output):
@@ -134,10 +133,8 @@ def run(models: list[str], args: GenerateArguments) -> None:
 
 
 def load_instructions(path: str) -> list[dict]:
-    """The rows of a csv, json or parquet file, local or on the Hub; ValueError without instructions that are texts."""
+    """The rows of a csv, json or parquet file, local or on the Hub; ValueError where an instruction is no text."""
     rows = load_file("instructions", path)
-    if "instruction" not in rows.column_names:
-        raise ValueError(f"{path} has no column `instruction`; it has {rows.column_names}.")
     check_prompts(rows, path)
     return rows.to_list()
 

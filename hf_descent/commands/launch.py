@@ -24,27 +24,22 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
             process, or its config is for one machine and `--num_machines` for several.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--launch")
-    config, rest = parser.parse_known_args(argv)
-    if config.launch is None:
-        return None
-    path = CONFIGS / f"{config.launch}.yaml"
-    if not path.is_file():
-        path = Path(config.launch)
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"`--launch` is {config.launch!r}: give one of {names}, or a file by `accelerate config`.")
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in FLAGS:
+    for flag in ("launch", *FLAGS):
         parser.add_argument(f"--{flag}")
-    flags, rest = parser.parse_known_args(rest)
+    flags, rest = parser.parse_known_args(argv)
+    if flags.launch is None:
+        return None
+    path = next(filter(Path.is_file, (CONFIGS / f"{flags.launch}.yaml", Path(flags.launch))), None)
+    if path is None:
+        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise ValueError(f"`--launch` is {flags.launch!r}: give one of {names}, or a file by `accelerate config`.")
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if rest and not rest[0].startswith("-"):
         check_processes(rest[0], int(flags.num_processes or values.get("num_processes") or 1))
     if values.get("main_process_port") == 0 and int(flags.num_machines or 1) > 1 and flags.main_process_port is None:
         raise ValueError(
-            f"`--num_machines` is {flags.num_machines}, and with {path.name} each machine would choose a port of its "
-            "own: take the config that ends in `_multi_node`, or give all machines the same `--main_process_port`."
+            f"`--num_machines` is {flags.num_machines}, and {path.name} lets each machine choose its port: take the "
+            "config that ends in `_multi_node`, or give `--main_process_port`."
         )
     given = [part for flag in FLAGS if (value := getattr(flags, flag)) for part in (f"--{flag}", value)]
     return ["--config_file", str(path), *given, "-m", "hf_descent.cli", *rest]
@@ -53,10 +48,7 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
 def check_processes(command: str, processes: int) -> None:
     """ValueError where each of several processes would do the whole work of `command`, over the others' files."""
     if processes > 1 and command not in TRAINING:
-        raise ValueError(
-            f"`hf-descent {command}` does its work in one process: leave out `--launch` or `accelerate launch`, which "
-            f"are for {', '.join(TRAINING)}."
-        )
+        raise ValueError(f"`hf-descent {command}` works in one process; several are for {', '.join(TRAINING)}.")
 
 
 def launch(arguments: Sequence[str]) -> None:

@@ -247,11 +247,8 @@ def _long_enough(split: str, parts: list[VideoPart], num_frames: int) -> list[Vi
 
 
 def _frame_files(folder: str) -> list[Path]:
-    files = [
-        file
-        for file in Path(folder).iterdir()
-        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")  # UCSD ships "._001.tif" files
-    ]
+    files = [file for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
+    files = [file for file in files if not file.name.startswith(".")]  # UCSD ships "._001.tif" files
     if not files:
         raise ValueError(f"The folder {folder} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}.")
     return sorted(files, key=_natural)
@@ -271,10 +268,8 @@ def _stamp(path: str) -> str:
 @contextmanager
 def _opened(path: str):
     """A video file; ValueError naming it where it or one of its frames cannot be read."""
-    try:
-        import av
-    except ImportError as error:
-        raise ImportError("Video files are decoded by PyAV: `pip install hf_descent[video]`.") from error
+    import av  # `pip install hf_descent[video]`
+
     try:
         with av.open(path) as container:
             yield container

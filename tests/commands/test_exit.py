@@ -114,7 +114,7 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
     ids = torch.tensor([[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)])
     loss = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(ids, labels=ids).loss
     assert profile.losses[-1] == pytest.approx(loss.item(), rel=1e-4)
-    with pytest.raises(ValueError, match="`prompt_length` = 40"):
+    with pytest.raises(ValueError, match="`prompt_length` is 40"):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--prompt_length", "40"])
     with pytest.raises(ValueError, match="`text_file` is None"):
         cli.main(["exit", str(tmp_path / "model")])

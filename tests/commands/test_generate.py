@@ -234,7 +234,7 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
         answers("y.json", model=str(tmp_path / "classifier"))
     assert not list(tmp_path.glob("y.json*"))
     Path(instructions).write_text(json.dumps([{"question": "a"}]))
-    with pytest.raises(ValueError, match=r"no column `instruction`; it has \['question'\]"):
+    with pytest.raises(ValueError, match="Column 'instruction' doesn't exist"):
         answers("x.json")
     with pytest.raises(ValueError, match="ends in one of"):
         generate.load_instructions("rows.txt")

@@ -29,18 +29,18 @@ def test_a_config_is_a_name_or_a_file(tmp_path):
 
 @pytest.mark.parametrize("command", ["evaluate", "generate", "tune", "demo"])
 def test_a_command_of_one_process_is_not_started_in_several(command, monkeypatch):
-    with pytest.raises(ValueError, match=f"`hf-descent {command}` does its work in one process: leave out `--launch`"):
+    with pytest.raises(ValueError, match=f"`hf-descent {command}` works in one process"):
         launch_arguments([command, "--launch", "cpu_ddp"])
     assert launch_arguments([command, "--launch", "cpu_ddp", "--num_processes", "1"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ValueError, match=f"`hf-descent {command}` does its work in one process"):
+    with pytest.raises(ValueError, match=f"`hf-descent {command}` works in one process"):
         parse_arguments([command, "RUN"])
 
 
 def test_machines_do_not_choose_ports_of_their_own():
     several = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "10.0.0.1", "--machine_rank", "0"]
-    with pytest.raises(ValueError, match="`--num_machines` is 2, and with ddp.yaml each machine would choose a port"):
+    with pytest.raises(ValueError, match="`--num_machines` is 2, and ddp.yaml lets each machine choose its port"):
         launch_arguments(["sft", "--launch", "ddp", *several])
     assert launch_arguments(["sft", "--launch", "ddp", *several, "--main_process_port", "29511"])
     assert launch_arguments(["sft", "--launch", "ddp_multi_node", *several])

@@ -83,7 +83,7 @@ def test_flags_win_and_rows_that_are_named_are_not_mixed_with_recorded_ones(run,
     cli.main(["exit", str(run), *flags, "--max_seq_length", "8"])
     found = ExitProfile.from_json(tmp_path / "exit_profile.json").losses[-1]
     assert found == pytest.approx(direct(run, rows_of(run, "test"), 8), rel=1e-5)
-    files = [word for name in ("train", "validation") for word in (f"--{name}_file", str(run.parent / "other.csv"))]
+    files = [word for name in ("train", "validation") for word in (f"--{name}-file", str(run.parent / "other.csv"))]
     cli.main(["evaluate", str(run), *files, "--draws", "1", "--results_dir", str(tmp_path), "--eval_gammas", "0"])
     found = NoiseCurve.from_json(tmp_path / "run" / "noise_curve.json")
     assert found.losses[0, 0] == pytest.approx(direct(run, rows_of(run, "other"), 5), rel=1e-5)

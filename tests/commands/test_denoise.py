@@ -154,19 +154,6 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
         assert value == pytest.approx([255 / task.pixel_range * np.mean(errors) ** 0.5], rel=1e-4)
 
 
-def test_an_interrupted_run_ends_like_a_straight_one(smoke, tmp_path):
-    recipe = "recipes/smoke/video-dust/descent.yaml"
-    straight = smoke(recipe).rename(tmp_path / "straight")
-    smoke(recipe)
-    (tmp_path / "out" / "all_results.json").unlink()
-    (tmp_path / "out" / "checkpoint-16").rename(tmp_path / "gone")
-    resumed = smoke(recipe, "--resume_from_checkpoint", "true")
-    ours, theirs = results_of(resumed), results_of(straight)
-    measured = [name for name in theirs if name.startswith(("validation_", "test_")) and "radius" not in name]
-    assert len(measured) > 20
-    assert {name: ours[name] for name in measured} == pytest.approx({name: theirs[name] for name in measured})
-
-
 def test_tuning_reads_no_test_videos(workplace, tmp_path):
     tmp_path = tmp_path / "my [videos]"
     for name, folder in (("train", "training_videos"), ("train", "training_videos"), ("test", "testing_videos")):

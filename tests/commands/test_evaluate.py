@@ -196,21 +196,6 @@ def test_completions_of_a_language_model(tmp_path):
         cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
 
 
-def test_labels_of_a_completion_leave_the_prompt_out():
-    class Words:
-        eos_token = " !"
-
-        def __call__(self, text):
-            return {"input_ids": [len(word) for word in text.split()]}
-
-    row = {"prompt": "one three ", "completion": "eleven words"}
-    found = completion_labels(row, Words())
-    assert found["input_ids"] == [3, 5, 6, 5, 1]
-    assert found["labels"] == [IGNORE_INDEX, IGNORE_INDEX, 6, 5, 1]
-    cut = completion_labels(row, Words(), limit=3)
-    assert (cut["labels"], cut["attention_mask"]) == ([IGNORE_INDEX, IGNORE_INDEX, 6], [1, 1, 1])
-
-
 def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
     trl = pytest.importorskip("trl")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -226,6 +211,9 @@ def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):
     for row, made in zip(rows, trainer.train_dataset, strict=True):
         found = completion_labels(row, tokenizer)
         assert (found["input_ids"], found["labels"]) == (made["input_ids"], made["labels"])
+        cut = completion_labels(row, tokenizer, limit=8)
+        assert (cut["input_ids"], cut["labels"]) == (made["input_ids"][:8], made["labels"][:8])
+        assert cut["attention_mask"] == [1] * len(cut["labels"]) and IGNORE_INDEX in cut["labels"]
 
 
 def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):

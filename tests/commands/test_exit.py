@@ -84,16 +84,19 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, 
     assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
 
 
-def test_padding_is_masked_and_has_no_label(tmp_path, monkeypatch):
-    seen = []
+def test_padding_is_masked_and_generation_ends_with_the_positions(tmp_path, monkeypatch):
+    seen, lengths = [], []
     monkeypatch.setattr(exit, "exit_profile", lambda model, rows, **kwargs: seen.append((rows, kwargs)))
-    monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: None)
+    monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: lengths.append(kwargs["max_new_tokens"]))
     rows = written_rows(tmp_path / "texts.jsonl", 2, labels=False)
     _, (_, *args) = cli.parse_arguments(["exit", "model", "--text_file", rows, "--prompt_length", "4"])
-    tokenizer = word_tokenizer()
+    tokenizer, model = word_tokenizer(), llama()
     tokenizer.padding_side = "left"
-    exit._language_model(llama(), tokenizer, *args)
-    ((rows, settings),) = seen
+    exit._language_model(model, tokenizer, *args)
+    model.config.max_position_embeddings = -1  # as XLNet says that it has no limit
+    exit._language_model(model, tokenizer, *args)
+    assert lengths == [60, args[0].max_new_tokens]
+    rows, settings = seen[0]
     first, second = rows[0]["input_ids"], rows[1]["input_ids"][:2]
     batch = settings["data_collator"]([rows[0], {"input_ids": second, "labels": second}])
     left = len(first) - 2
@@ -149,33 +152,10 @@ def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(tmp_p
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"exit_profile.json", "exits.png"}
 
 
-def test_no_more_is_generated_than_the_model_has_positions_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(exit, "exit_profile", lambda *args, **kwargs: None)
-    seen = []
-    monkeypatch.setattr(exit, "speculation_profile", lambda *args, **kwargs: seen.append(kwargs["max_new_tokens"]))
-    args = ["--text_file", written_rows(tmp_path / "texts.jsonl", 6, labels=False), "--prompt_length", "4"]
-    _, (_, *args) = cli.parse_arguments(["exit", "model", *args])
-    model = llama()
-    exit._language_model(model, word_tokenizer(), *args)
-    model.config.max_position_embeddings = -1  # as XLNet says that it has no limit
-    exit._language_model(model, word_tokenizer(), *args)
-    assert seen == [60, args[0].max_new_tokens]
+COUNTS = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "max_eval_samples", "max_seq_length")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("batch_size", 0),
-        ("repeats", 0),
-        ("prompts", -1),
-        ("prompt_length", 0),
-        ("max_new_tokens", 0),
-        ("max_eval_samples", -1),
-        ("max_seq_length", 0),
-        ("max_loss", 1.0),
-        ("max_loss", -0.1),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [*((name, 0) for name in COUNTS), ("max_loss", 1.0), ("max_loss", -0.1)])
 def test_numbers_out_of_range_are_refused_by_name_before_anything_is_loaded(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}; give "):
         cli.main(["exit", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"), f"--{name}", str(value)])

@@ -140,14 +140,14 @@ class DescentMixin:
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labelled = self._is_labelled(inputs)
-        if not (self._reads_layers and (model.training or labelled)):
+        labelled, is_step = self._is_labelled(inputs), model.training and torch.is_grad_enabled()
+        if not (self._reads_layers and (is_step or labelled)):
             return self._plain_loss(model, inputs, return_outputs, num_items_in_batch)
         if not labelled:
             raise checks.without_labels(self, inputs)
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         self._prepare(model, inputs)
-        if not model.training:
+        if not is_step:
             measured = self._layers.measure(model, inputs, keep_logits=return_outputs)
             self._evaluated = self._evaluated.plus(measured)
             self._log_tokens(inputs, measured.outputs, measured.tokens)

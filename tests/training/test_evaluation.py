@@ -241,3 +241,15 @@ def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation
         losses.append(trainer.evaluate()["eval_loss"])
     assert losses == pytest.approx([losses[2]] * 6, rel=1e-6)
     assert losses[0] != pytest.approx(layer_profile(spread(bert()), data).losses[-1], rel=1e-4)  # single precision
+
+
+@pytest.mark.parametrize("loss_only", [True, False])
+def test_a_step_of_evaluation_takes_a_model_in_training_mode(tmp_path, loss_only):
+    """As Trainer's does, which leaves the mode to its evaluation loop."""
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=classification_data(8))
+    batch = trainer.data_collator(classification_data(8))
+    losses = []
+    for training in (True, False):
+        trainer.model.train(training)
+        losses.append(trainer.prediction_step(trainer.model, batch, loss_only)[0])
+    assert torch.equal(*losses)

@@ -21,19 +21,12 @@ import torch
 
 @dataclass
 class Passes:
-    """K = passes + 1 estimates, the input first.
+    """K = passes + 1 estimates, the input first."""
 
-    Attributes:
-        output (`[batch, ...]`): the chosen or combined estimate.
-        mse (`[K, batch]`): estimated mean squared error (SURE) of each.
-        weights (`[K, batch]`): share of each in the output; one-hot where one was chosen.
-        sigma (`[batch]`): deviation of the noise, in the units of the input.
-    """
-
-    output: torch.Tensor
-    mse: torch.Tensor
-    weights: torch.Tensor
-    sigma: torch.Tensor
+    output: torch.Tensor  # [batch, ...], the chosen or combined estimate
+    mse: torch.Tensor  # [K, batch], estimated mean squared error (SURE) of each
+    weights: torch.Tensor  # [K, batch], share of each in the output; one-hot where one was chosen
+    sigma: torch.Tensor  # [batch], deviation of the noise, in the units of the input
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from .evaluation.robustness import noise_curve
-from .evaluation.scoring import Result
+from .evaluation.scoring import Result, format_table
 from .noise.embedding_noise import EmbeddingNoise
 from .noise.lookups import look_up
 from .readout.stack import inner_model
@@ -58,21 +58,13 @@ class PrivateEmbeddings(EmbeddingNoise):
             call, a text that the last call released. TypeError: on a device without float64 (MPS).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        gamma: float | Sequence[float],
-        clip_norm: float,
-        seed: int | None = None,
-        sigma: float | None = None,
-    ):
+    def __init__(self, model: nn.Module, gamma, clip_norm: float, seed: int | None = None, sigma: float | None = None):
         super().__init__(model, gamma, secrets.randbits(63) if seed is None else seed, sigma)
         _check_below(math.inf, clip_norm=clip_norm)
         model = inner_model(model)
         if getattr(model, "main_input_name", "input_ids") != "input_ids":
             raise ValueError(f"{type(model).__name__} has no token embeddings; only those can be private.")
-        self.clip_norm = clip_norm
-        self._is_secret = seed is None
+        self.clip_norm, self._is_secret = clip_norm, seed is None
         self._last: torch.Tensor | None = None  # the clean embeddings of the last lookup, if a text's beginning
 
     @property
@@ -152,36 +144,27 @@ def median_norm(model: nn.Module) -> float:
 
 @dataclass
 class PrivacyCurve(Result):
-    """A model's metric against the privacy of its input, at E noise levels.
-
-    Attributes:
-        epsilons (float64 `[E]`): decreasing, for `tokens` tokens together.
-        gammas (float64 `[E]`): the noise levels that give them.
-        epsilons_per_token (float64 `[E]`): what the same noise gives for single tokens.
-        values, radii (float64 `[E]`): the metric, mean over the noise draws, and half-widths of its 95 % intervals.
-        clean (`float`): the metric without noise and clipping.
-        delta, clip_norm, tokens: see [`epsilon_of_gamma`].
-    """
+    """A model's metric against the privacy of its input, at E noise levels."""
 
     metric: str
-    epsilons: np.ndarray
-    gammas: np.ndarray
-    epsilons_per_token: np.ndarray
-    values: np.ndarray
-    radii: np.ndarray
-    clean: float
+    epsilons: np.ndarray  # [E], decreasing, for `tokens` tokens together
+    gammas: np.ndarray  # [E], the noise levels that give them
+    epsilons_per_token: np.ndarray  # [E], what the same noise gives for single tokens
+    values: np.ndarray  # [E], the metric, mean over the noise draws
+    radii: np.ndarray  # [E], half-widths of its 95 % intervals
+    clean: float  # the metric without noise and clipping
     delta: float
     clip_norm: float
     tokens: int
 
     def __str__(self) -> str:
-        rows = [f"{'epsilon':>10} {'per token':>10} {'gamma':>8} {self.metric:>12} {'+- (95 %)':>10}"]
-        rows.append(f"{'inf':>10} {'inf':>10} {0:8.4g} {self.clean:12.5g}")
-        for line in zip(self.epsilons, self.epsilons_per_token, self.gammas, self.values, self.radii):
-            rows.append("{:10.4g} {:10.4g} {:8.4g} {:12.5g} {:10.2g}".format(*line))
+        rows = [["epsilon", "per token", "gamma", self.metric, "+- (95 %)"]]
+        rows.append(["inf", "inf", "0", f"{self.clean:.5g}", ""])
+        columns = self.epsilons, self.epsilons_per_token, self.gammas, self.values, self.radii
+        rows += [[f"{value:.4g}" for value in line] for line in zip(*columns)]
         unit = "each token" if self.tokens == 1 else f"{self.tokens} tokens together"
-        rows.append(f"epsilon at delta {self.delta:g} for {unit}, embeddings clipped to {self.clip_norm:.4g}")
-        return "\n".join(rows)
+        below = f"epsilon at delta {self.delta:g} for {unit}, embeddings clipped to {self.clip_norm:.4g}"
+        return f"{format_table(rows)}\n{below}"
 
 
 def privacy_curve(

@@ -12,10 +12,6 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.stack import inner_model
 
 
-# With one label per row; "TokenClassification" has one per token.
-ROW_CLASSIFIERS = tuple(f"For{kind}Classification" for kind in ("Sequence", "Image", "Audio", "Video"))
-
-
 def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> None:
     """ValueError where `labels`, a tensor or a column's values, hold text or numbers that are no classes of `model`, a
     classifier or language model of transformers or of ours."""
@@ -46,7 +42,7 @@ def check_labels(model: nn.Module, name: str, labels: Any, where: str = "") -> N
 
 def check_datasets(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:
     """As [`check_labels`] for `datasets` by their argument, where a column or a list holds one label per row."""
-    if not type(inner_model(model)).__name__.endswith(ROW_CLASSIFIERS):
+    if not type(inner_model(model)).__name__.endswith("Classification"):
         return
     for argument, data in datasets.items():
         is_dataset = isinstance(data, Dataset) and data.format["type"] != "custom"

@@ -58,7 +58,7 @@ class EmbeddingNoise:
         model (`PreTrainedModel`): bare, or wrapped (DDP, FSDP, compile, PEFT).
         gamma (`float` or `(float, float)`): noise level in units of `sigma`, or a range from which each sample of each
             forward call draws its own; may be set while attached.
-        seed (`int`, *optional*): of the generator. `None`: one is drawn from torch's global generator.
+        seed (`int`, *optional*): of the generator, >= 0. `None`: one is drawn from torch's global generator.
         sigma (`float`, *optional*): standard deviation of the clean signal. `None`: `model.config.noise_sigma`, else,
             for text models, that of the embedding table without padding. [`estimate_sigma`] measures it on data.
 
@@ -77,8 +77,6 @@ class EmbeddingNoise:
         self._lookups = find_lookups(self._model) if self._main_input == "input_ids" else []
         self.gamma = gamma
         self.sigma = _resolve_sigma(self._model, self._main_input, sigma)
-        if seed is not None and seed < 0:
-            raise ValueError(f"`seed` is {seed}; give an integer >= 0.")
         self.seed = int(torch.randint(2**63 - 1, ())) if seed is None else int(seed)
         self.reseed()
         self._handles: list = []

@@ -33,11 +33,7 @@ COMMANDS = {
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
-    """Turns a command line into the command's module and the arguments of its `run`.
-
-    Args:
-        argv (sequence of `str`, *optional*):
-            The command line without the program's name. `None`: that of this process.
+    """Turns a command line (by default this process's) into the command's module and the arguments of its `run`.
 
     Raises:
         ValueError: a `--config` file cannot be read, or it or the command line sets something the command lacks; or

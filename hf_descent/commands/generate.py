@@ -1,8 +1,8 @@
 """`hf-descent generate MODEL`: answers of a language model to AlpacaEval's instructions, under noise if asked for.
 
-The output is the file that the `alpaca_eval` package reads. Each batch is written beside it as soon as it is answered
-(`.partial`), so that an interrupted run goes on where it stopped; batch and seed alone fix the noise and the sampling,
-so that it ends with the same answers.
+The output is the file that the `alpaca_eval` package reads. What is answered so far lies beside it (`.partial`), so
+that an interrupted run goes on where it stopped; batch and seed alone fix the noise and the sampling, so that it ends
+with the same answers.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from transformers.hf_argparser import HfArg
 from ..data.alpaca import PromptFormat, check_prompts, format_prompt, is_chat
 from ..data.splits import check_arguments, load_file
 from ..evaluation.sums import weights_fingerprint
-from ..files import atomic_write
+from ..files import atomic_write, read_json
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
 from .arguments import parse_models
@@ -94,7 +94,8 @@ def run(models: list[str], args: GenerateArguments) -> None:
     settings |= {"model": name, "weights": weights_fingerprint(model), "rows": rows}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
     partial_file = Path(f"{args.output}.{digest}.partial")
-    answers = begin(partial_file)
+    answers = read_json(partial_file) if partial_file.exists() else []
+    partial_file.parent.mkdir(parents=True, exist_ok=True)
     model = model.to(args.device or best_device())
     noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else None
     with tqdm(total=len(rows), initial=len(answers), desc="Answering") as progress:
@@ -112,23 +113,13 @@ def run(models: list[str], args: GenerateArguments) -> None:
                 noise.reseed(start)
             with noise or nullcontext():
                 texts = answer(model, tokenizer, inputs.to(model.device), args)
-            new = [
-                {
-                    "instruction": row["instruction"],
-                    "output": text,
-                    "generator": args.generator,
-                    "dataset": row.get("dataset") or "alpaca_eval",
-                }
-                for row, text in zip(batch, texts)
-            ]
-            with partial_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(new) + "\n")
-            answers += new
-            progress.update(len(new))
-
-    with atomic_write(args.output) as file:
-        json.dump(answers, file, indent=2, ensure_ascii=False)
-    os.remove(partial_file)
+            for row, text in zip(batch, texts):
+                said = {"instruction": row["instruction"], "output": text, "generator": args.generator}
+                answers.append(said | {"dataset": row.get("dataset") or "alpaca_eval"})
+            with atomic_write(partial_file) as file:
+                json.dump(answers, file, indent=2, ensure_ascii=False)
+            progress.update(len(batch))
+    os.replace(partial_file, args.output)
     print(f"{len(answers)} answers of {args.generator} written to {args.output}")
 
 
@@ -137,16 +128,6 @@ def load_instructions(path: str) -> list[dict]:
     rows = load_file("instructions", path)
     check_prompts(rows, path)
     return rows.to_list()
-
-
-def begin(path: Path) -> list[dict]:
-    """The answers that an interrupted run left in its partial file; none where there was no such run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    text = text[: text.rfind("\n") + 1]  # the interruption may have cut the last line short
-    if text:
-        path.write_text(text, encoding="utf-8")
-    return [row for line in text.splitlines() for row in json.loads(line)]
 
 
 @torch.no_grad()

@@ -110,11 +110,7 @@ def load_clips(args: VideoArguments) -> DatasetDict:
             splits[name] = Dataset.from_generator(
                 read_clips,
                 features=features,
-                gen_kwargs={
-                    "parts": [tuple(p) for p in parts],
-                    "num_frames": args.num_frames,
-                    "size": args.frame_size,
-                },
+                gen_kwargs={"parts": list(map(tuple, parts)), "num_frames": shape[0], "size": args.frame_size},
                 cache_dir=args.cache_dir,
                 writer_batch_size=rows_at_once(shape),
             )
@@ -125,41 +121,34 @@ def load_clips(args: VideoArguments) -> DatasetDict:
 
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos in each split; ValueError if there are none, or none is long enough."""
+    train, test = args.train_files, args.test_files or []
     if args.data_layout is not None:
         folder = Path(glob.escape(args.data_dir))
-        patterns = {split: [str(folder / pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
-    else:
-        patterns = {"train": args.train_files, "test": args.test_files or []}
-    whole = {
-        split: [VideoPart(path, 0, count_frames(path), _stamp(path)) for path in find_videos(given)]
-        for split, given in patterns.items()
-        if given and not (split == "test" and args.without_tests)
-    }
-    trained_on = {os.path.realpath(video.path) for video in whole["train"]}
-    for video in whole.get("test", ()):
-        if os.path.realpath(video.path) in trained_on:
-            raise ValueError(
-                f"{video.path} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
-                "(`split_by` time, `later_percentage`)."
-            )
+        train, test = ([str(folder / LAYOUTS[args.data_layout][split])] for split in ("train", "test"))
+    train, test = (
+        [VideoPart(path, 0, count_frames(path), _stamp(path)) for path in find_videos(patterns)]
+        for patterns in (train, [] if args.without_tests else test)
+    )
+    trained_on = {os.path.realpath(video.path) for video in train}
+    if shared := [video.path for video in test if os.path.realpath(video.path) in trained_on]:
+        raise ValueError(
+            f"{shared[0]} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
+            "(`split_by` time, `later_percentage`)."
+        )
     validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
     if args.split_by == "time":
         shares = {"train": 1 - validation - later, "validation": validation} | ({"later": later} if later else {})
-        divided = [_divide(video, list(shares.values()), args.split_gap) for video in whole["train"]]
+        divided = [_divide(video, list(shares.values()), args.split_gap) for video in train]
         parts = dict(zip(shares, map(list, zip(*divided))))
     else:
-        videos = whole["train"]
-        if len(videos) < 2:
-            raise ValueError(f"`split_by` video needs two training videos, and there is {videos[0].path}: use 'time'.")
-        order = np.random.default_rng(args.split_seed).permutation(len(videos))
-        count = min(max(1, round(validation * len(videos))), len(videos) - 1)
-        held_out = set(order[:count].tolist())
-        parts = {
-            "train": [video for i, video in enumerate(videos) if i not in held_out],
-            "validation": [video for i, video in enumerate(videos) if i in held_out],
-        }
-    if "test" in whole:
-        parts["test"] = whole["test"]
+        if len(train) < 2:
+            raise ValueError(f"`split_by` video needs two training videos, and there is {train[0].path}: use 'time'.")
+        order = np.random.default_rng(args.split_seed).permutation(len(train)).tolist()
+        count = min(max(1, round(validation * len(train))), len(train) - 1)
+        chosen = {"train": sorted(order[count:]), "validation": sorted(order[:count])}
+        parts = {name: [train[i] for i in numbers] for name, numbers in chosen.items()}
+    if test:
+        parts["test"] = test
     if args.without_tests:
         parts.pop("later", None)
     return {name: _long_enough(name, of_split, args.num_frames) for name, of_split in parts.items()}

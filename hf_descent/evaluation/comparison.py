@@ -41,19 +41,12 @@ TRAINED = ("model", "parameters", "train_rows", "pooling", "encoder", "readout")
 
 @dataclass
 class Run:
-    """One trained model's results.
+    """One trained model's results."""
 
-    Attributes:
-        folder (`str`): where they were read.
-        curve ([`NoiseCurve`]): its `noise_curve.json`.
-        profiles (`dict[float, LayerProfile]`): noise level -> that `layer_profile*.json`.
-        summary (`dict`): its `descent_config.json`; empty where there is none.
-    """
-
-    folder: str
+    folder: str  # where they were read
     curve: NoiseCurve
-    profiles: dict[float, LayerProfile] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
+    profiles: dict[float, LayerProfile] = field(default_factory=dict)  # by noise level
+    summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`; empty where there is none
 
     @classmethod
     def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
@@ -75,8 +68,8 @@ class Run:
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the constraints hold on the held-out rows at the level of training, where they were imposed; `None`
-        where there were none, or without a profile at that level."""
+        """Whether the constraints hold on held-out rows at the training level; `None` without constraints, or without
+        a profile at that level."""
         if self.summary.get("objective") in UNCONSTRAINED:
             return None
         profile = self.profiles.get(self.gamma_train or 0.0)
@@ -129,29 +122,19 @@ def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
 class Difference:
     """How much better one group of runs is than another: the metric, averaged over the noise levels.
 
-    Attributes:
-        baseline, group (`str`): the groups.
-        metric (`str`): name of the metric.
-        estimate (`float`): group minus baseline.
-        radius (`float`): half-width of the interval at `confidence`; infinite for a single run on either side.
-        data_radius (`float`): half-width over the choice of the data alone, for these very models.
-        p_value (`float`): of no difference, two-sided; not a number for a single run on either side.
-        freedom (`float`): degrees of freedom.
-        paired (`bool`): whether runs were paired by seed.
-        confidence (`float`): level of the interval and of the verdict, after correction for the comparisons made.
-        greater_is_better (`bool`): whether more of the metric is better.
+    For a single run on either side `radius` is infinite and `p_value` is not a number.
     """
 
     baseline: str
     group: str
     metric: str
-    estimate: float
-    radius: float
-    data_radius: float
-    p_value: float
-    freedom: float
-    paired: bool
-    confidence: float
+    estimate: float  # group minus baseline
+    radius: float  # half-width of the interval at `confidence`
+    data_radius: float  # half-width over the choice of the data alone, for these very models
+    p_value: float  # two-sided
+    freedom: float  # degrees of freedom
+    paired: bool  # whether runs were paired by seed
+    confidence: float  # level of interval and verdict, after correction for the comparisons made
     greater_is_better: bool
 
     @property
@@ -181,10 +164,8 @@ class Difference:
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that were trained alike but for the seed, by a name for their training; in the order of first appearance.
-
-    Names are made longer by the settings that differ where two ways of training would have the same.
-    """
+    """Runs that were trained alike but for the seed, by a name for their training: the arm, and the settings in which
+    groups of one arm differ."""
     alike: dict[str, list[Run]] = {}
     for run in runs:
         alike.setdefault(json.dumps([run.arm, run.settings], sort_keys=True), []).append(run)
@@ -264,12 +245,7 @@ def _interaction(table: np.ndarray) -> float:
 
 @dataclass
 class Comparison:
-    """Groups of runs against the first of them.
-
-    Attributes:
-        groups (`dict[str, list[Run]]`): the runs by their training; the first group is the baseline.
-        differences (`list[Difference]`): of every other group from the baseline, on the average over all levels.
-    """
+    """Groups of runs, by their training, and how every other group differs from the first, the baseline."""
 
     groups: dict[str, list[Run]]
     differences: list[Difference]

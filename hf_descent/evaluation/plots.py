@@ -59,9 +59,8 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
         _line(axes, curve.gammas, [run.curve.mean for run in runs], error, name, number, len(groups))
     for gamma in {run.curve.gamma_train for runs in groups.values() for run in runs} - {None, 0.0}:
         axes.axvline(gamma, color="0.8", zorder=0)
-        axes.text(
-            gamma, 0.01, "training level ", transform=axes.get_xaxis_transform(), ha="right", color="0.4", size=8
-        )
+        place = {"transform": axes.get_xaxis_transform(), "ha": "right"}
+        axes.text(gamma, 0.01, "training level ", **place, color="0.4", size=8)
     kind = curve.settings.get("perturbation", "gaussian")
     of_noise = kind == "gaussian" or curve.settings.get("sigma") is not None
     xlabel = "noise level, in units of sigma" if of_noise else f"rate of {kind.replace('_', ' ')}"
@@ -129,9 +128,9 @@ def _level(gamma: float) -> str:
 
 
 def _line(axes: Axes, x: np.ndarray, runs: Sequence[np.ndarray], error, name: str, number: int, groups: int):
-    """The mean of the runs, `[points]` each, with bars from least to greatest; aside, for bars of others to show."""
+    """The mean of the runs, `[points]` each, bars from least to greatest; shifted, so that bars do not overlap."""
     mean = np.mean(runs, axis=0)
     bars = np.stack([mean - np.min(runs, axis=0), np.max(runs, axis=0) - mean]).clip(min=0) + error  # [2, points]
-    aside = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
+    shift = 0.008 * (number - (groups - 1) / 2) * (x[-1] - x[0])
     style = STYLES[number % len(STYLES)]
-    axes.errorbar(x + aside, mean, bars, label=name, elinewidth=0.7, capsize=2, **style)
+    axes.errorbar(x + shift, mean, bars, label=name, elinewidth=0.7, capsize=2, **style)

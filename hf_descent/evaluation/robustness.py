@@ -122,7 +122,7 @@ class NoiseCurve(Result):
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray | float:
         """Half-width of the confidence interval of the property `name` (`"mean"` `[G]`, `"auc"`, ...), over the choice
-        of the data and the draws of the noise; not a number without two blocks, nor of a summary that is `None`."""
+        of the data and the draws of the noise; not a number without two blocks or where the property is `None`."""
         return radius(self._statistic(name), self.blocks, confidence)
 
     def pseudo_values(self, name: str) -> np.ndarray:

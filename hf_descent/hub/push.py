@@ -177,5 +177,5 @@ def hub_id(name: str | None) -> str | None:
 
 def listed(value: str | list[str] | None) -> list[str] | None:
     """The names in `value` as a list; `None` without any."""
-    # `TrainingSummary` gives None for the name of a data set in memory.
+    # `TrainingSummary` gives None for a data set in memory.
     return [value] if isinstance(value, str) else [item for item in value or [] if item] or None

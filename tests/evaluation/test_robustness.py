@@ -144,14 +144,6 @@ def test_a_given_noise_stays_as_it_is(failing):
         assert torch.equal(noisy_logits(), expected[1])
 
 
-def test_an_attached_noise_is_refused():
-    model, data = bert(), classification_data(4)
-    with EmbeddingNoise(model, 1.0) as noise, pytest.raises(ValueError, match="`noise` is attached"):
-        noise_curve(model, data, [1.0], noise=noise)
-    with pytest.raises(ValueError, match="give a data set, and no `noise`"):
-        noise_curve(model, data, [1.0], noise=noise, perturbation=salt_and_pepper)
-
-
 def test_a_routers_loss_is_none_of_the_task():
     fields, _ = MODELS["MixtralForCausalLM"]
     model, data = build("MixtralForCausalLM", fields | {"router_aux_loss_coef": 0.5}), language_data(6, ragged=False)
@@ -207,6 +199,11 @@ def test_accuracy_under_noise_follows_the_normal_law():
 
 def test_bad_input_is_refused():
     model, data = bert(), classification_data(8)
+    with EmbeddingNoise(model, 1.0) as noise, pytest.raises(ValueError, match="`noise` is attached"):
+        noise_curve(model, data, [1.0], noise=noise)
+    for rows, given in ((data, {"noise": noise}), (DataLoader(data), {})):
+        with pytest.raises(ValueError, match="give a data set, and no `noise`"):
+            noise_curve(model, rows, [1.0], perturbation=salt_and_pepper, **given)
     with pytest.raises(ValueError, match="`gammas` is"):
         noise_curve(model, data, [])
     with pytest.raises(ValueError, match="`draws` is 0"):
@@ -240,21 +237,15 @@ def test_the_noise_of_every_level_and_draw_is_standard_normal():
     assert abs(np.corrcoef(torch.stack(samples))[np.triu_indices(8, 1)]).max() < 4 / math.sqrt(len(samples[0]))
 
 
-def test_batches_are_not_counted_as_samples():
-    data = classification_data(7)
-    batched = noise_curve(bert(), DataLoader(data, 3, collate_fn=default_data_collator), [0.0])
-    rows = noise_curve(bert(), data, [0.0], batch_size=3)
-    assert (batched.settings["samples"], rows.settings["samples"]) == (None, 7)
-    assert batched.settings["data"] == rows.settings["data"]
-
-
-def test_a_stream_is_read_once():
+def test_streams_and_loaders_are_read_once_and_say_no_number_of_samples():
     rows = classification_data(20)
     expected = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8)
-    for data in (Stream(rows), DataLoader(Stream(rows), 8, collate_fn=default_data_collator)):
+    assert expected.settings["samples"] == 20
+    loaders = (DataLoader(data, 8, collate_fn=default_data_collator) for data in (rows, Stream(rows)))
+    for data in (Stream(rows), *loaders):
         curve = noise_curve(bert(), data, [0.0, 1.0], batch_size=8)
         np.testing.assert_array_equal(curve.losses, expected.losses)
-        assert curve.settings["samples"] is None
+        assert curve.settings["samples"] is None and curve.settings["data"] == expected.settings["data"]
 
 
 def test_perturbed_rows_are_collated_for_every_level_and_draw():
@@ -278,5 +269,3 @@ def test_perturbed_rows_are_collated_for_every_level_and_draw():
     noise_curve(bert(seed=1), rows, [0.5], draws=2, batch_size=5, perturbation=swap)
     assert len(set(seen)) == 40
     assert set(seen) < first  # another model, grid and batch size: the same errors
-    with pytest.raises(ValueError, match="give a data set, and no `noise`"):
-        noise_curve(model, DataLoader(rows), [0.5], perturbation=swap)

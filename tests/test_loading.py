@@ -96,18 +96,16 @@ EYE = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_
 EYE |= {"image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"}
 
 
+LLAVA = {"vision_config": EYE, "text_config": DECODER | {"model_type": "llama"}}
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "refused"),
     [
         ("GPTJForCausalLM", GPT | {"rotary_dim": 4}, True),  # tables in buffers
         ("CodeGenForCausalLM", GPT | {"n_ctx": 40, "rotary_dim": 4}, True),
         ("CTRLLMHeadModel", GPT | {"dff": 16}, True),
-        # the table is of patches
-        (
-            "LlavaForConditionalGeneration",
-            {"vision_config": EYE, "text_config": DECODER | {"model_type": "llama"}},
-            False,
-        ),
+        ("LlavaForConditionalGeneration", LLAVA, False),  # the table is of patches
     ],
 )
 def test_a_table_may_be_a_buffer_and_another_towers_does_not_count(name, fields, refused):

@@ -16,34 +16,29 @@ def collate(rows):
     return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
 
 
-@pytest.mark.parametrize("task", ["classification", "language"])
-def test_layer_losses_are_those_of_truncated_models(task):
-    model = bert() if task == "classification" else llama()
-    batch = collate(classification_data(8) if task == "classification" else language_data(8))
+@pytest.mark.parametrize(
+    ("model", "rows", "stack"),
+    [(bert(), classification_data(8), "bert.encoder.layer"), (llama(), language_data(8), "model.layers")],
+)
+def test_layer_losses_are_those_of_truncated_models(model, rows, stack):
+    batch = collate(rows)
     losses = layer_losses(model.eval(), batch)
     assert losses.shape == (3,) and losses.dtype == torch.float32 and losses.requires_grad
     for layer in (1, 2, 3):
         short = copy.deepcopy(model)
-        if task == "classification":
-            short.bert.encoder.layer = short.bert.encoder.layer[:layer]
-        else:
-            short.model.layers, short.config.num_hidden_layers = short.model.layers[:layer], layer
+        del short.get_submodule(stack)[layer:]
+        short.config.num_hidden_layers = layer
         assert losses[layer - 1].item() == pytest.approx(short(**batch).loss.item(), rel=1e-6)
 
 
-def test_layer_losses_are_those_of_a_model_that_returns_tuples():
+@pytest.mark.parametrize("model", [bert(return_dict=False), ByPlace(bert())])
+def test_layer_losses_of_a_model_that_returns_tuples(model):
     batch = collate(classification_data(4))
-    losses = layer_losses(bert().eval(), batch)
-    for model in (bert(return_dict=False), ByPlace(bert())):
-        assert torch.equal(layer_losses(model.eval(), batch), losses)
-
-
-@pytest.mark.parametrize("model", [bert(), ByPlace(bert())])
-def test_layer_losses_need_labels(model):
-    batch = collate(classification_data(4))
+    assert torch.equal(layer_losses(model.eval(), batch), layer_losses(bert().eval(), batch))
     del batch["labels"]
-    with pytest.raises(ValueError, match="labels"):
-        layer_losses(model, batch)
+    for each in (model, bert()):
+        with pytest.raises(ValueError, match="labels"):
+            layer_losses(each, batch)
 
 
 class TinyForCTC(torch.nn.Module):

@@ -270,15 +270,6 @@ def test_metrics_get_the_models_own_logits(tmp_path):
 # ---- where it does not apply ----
 
 
-def test_replay_remains_for_a_loss_of_ones_own(tmp_path, readouts):
-    def loss(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
-
-    made = trainer(tmp_path, max_steps=1, compute_loss_func=loss)
-    made.train()
-    assert readouts() == ["replay"]
-
-
 def test_a_fraction_of_tokens_needs_tiles(tmp_path):
     args = config(tmp_path, max_steps=1, readout_token_fraction=0.5)
     made = DescentTrainer(bert(), args, train_dataset=classification_data(8))

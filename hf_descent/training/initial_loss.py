@@ -4,8 +4,10 @@ That loss is f_0 where `initial_loss_bound` is "auto", and judges one that was g
 cross-entropy and the squared error, so a loss is compared with these on a real batch.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import nn
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -36,6 +39,20 @@ def is_readable_once(dataset) -> bool:
     return not has_length(dataset) and iter(dataset) is iter(dataset)
 
 
+@contextmanager
+def drawing_apart(trainer: Trainer, model: nn.Module):
+    """Training goes on as if nothing had been drawn inside; collators may have a generator of their own."""
+    collator = trainer.data_collator
+    generator = copy.deepcopy(getattr(collator, "generator", None))
+    with probing(model):
+        transformers.set_seed(SEED)
+        try:
+            yield
+        finally:
+            if hasattr(collator, "generator"):
+                collator.generator = generator
+
+
 def measure_chance(
     trainer: Trainer,
     task: TaskLoss,
@@ -47,12 +64,10 @@ def measure_chance(
     """The loss of the best constant prediction of the labels of `dataset` (`train_dataset` where not given), as the
     trainer's collator makes them; of a denoiser that of its noisy input, where it is less.
 
-    2,000 labels are read, of more than 1,000 classes 100,000: from rows drawn at random, of a stream its first ones.
+    2,000 labels are read, of more than 1,000 classes 100,000: from rows all over the data, of a stream its first.
     The model has `outputs` on the batch `inputs`, and is not run on those. `reduce` sums a tensor over processes.
 
-    Raises:
-        ValueError: the loss is none of those whose least value is known; the data cannot be read a second time; it has
-            no labels, or all are alike.
+    ValueError where no least value is known for the loss, the data can be read only once, or has no two labels.
     """
     args, data = trainer.args, trainer.train_dataset if dataset is None else dataset
     predictor = _predictor(task, inputs, outputs, args.label_smoothing_factor)
@@ -66,9 +81,8 @@ def measure_chance(
         mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
         predictor.noise_variance = mean_square * trainer.noise_sigma() ** 2
     missing = MANY_LABELS if predictor.kind == "classes" and predictor.num_classes > FEW_CLASSES else FEW_LABELS
-    with probing(task.model):
-        transformers.set_seed(SEED)
-        for batch in _collated(trainer, data, missing):
+    with drawing_apart(trainer, task.model):
+        for batch in collated(trainer, data, missing):
             missing -= predictor.update(task.answers(batch), batch[name] if is_denoiser else None)
             if missing <= 0:
                 break
@@ -76,12 +90,13 @@ def measure_chance(
     return reduce(torch.tensor(predictor.loss(), dtype=torch.float64)).item() / args.world_size
 
 
-def _collated(trainer, data, most_rows) -> Iterator[Mapping[str, Any]]:
-    """Batches of at most `most_rows` rows, as training collates them."""
+def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, Any]]:
+    """Batches of at most `most_rows` rows as training collates them, the same on all processes: spread evenly over the
+    data, in random order; of a stream the first."""
     is_stream = isinstance(data, IterableDataset) or not has_length(data)
-    if not is_stream:  # in random order, since data may be sorted and its first rows may do
-        chosen = np.random.default_rng(SEED).choice(len(data), min(len(data), most_rows), replace=False)
-        data = Subset(data, chosen.tolist())
+    if not is_stream:
+        chosen = np.linspace(0, len(data) - 1, min(len(data), most_rows)).astype(int)
+        data = Subset(data, np.random.default_rng(SEED).permutation(chosen).tolist())
     collate = trainer.get_test_dataloader(data).collate_fn  # leaves columns out that the model does not take
     rows = islice(data, most_rows) if is_stream else map(data.__getitem__, range(len(data)))
     while batch := list(islice(rows, trainer.args.train_batch_size)):

@@ -1,20 +1,14 @@
 """What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-import transformers
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device
-from datasets import Dataset
 from torch import nn
-from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 
 from ..constraints.objectives import MEASURING
 from ..constraints.state import STATE_NAME, DescentState
@@ -25,7 +19,7 @@ from ..noise.embedding_noise import deviation_from_moments, signal_moments
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import output_logits, output_loss, probing
 from ..runs import RunFolder
-from .initial_loss import is_readable_once, measure_chance
+from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
 
 
 logger = get_logger(__name__)
@@ -246,25 +240,16 @@ def find_sigma(
 
 
 def _measure_sigma(trainer, model, reduce) -> float:
-    data, rows_together = trainer.train_dataset, trainer.args.eval_batch_size * trainer.args.world_size
+    data = trainer.train_dataset
     if data is None or is_readable_once(data):
         raise ValueError(
             "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be read a "
             "second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter has it, and "
             "`estimate_sigma` measures it on batches of yours."
         )
-    max_batches = None
-    if isinstance(data, IterableDataset) or not has_length(data):
-        max_batches = math.ceil(SIGMA_ROWS / rows_together)
-    elif len(data) > (rows := math.ceil(SIGMA_ROWS / rows_together) * rows_together):
-        # Over all of it, since data may be sorted, and in whole batches, or rows would be dropped or repeated.
-        chosen = np.linspace(0, len(data) - 1, rows).astype(int).tolist()
-        data = data.select(chosen) if isinstance(data, Dataset) else Subset(data, chosen)
-    # In dataset order and with a seed of its own, so that a resumed run finds the same value.
-    with probing(model):
-        transformers.set_seed(trainer.args.seed)
-        batches = map(trainer._prepare_inputs, trainer.get_test_dataloader(data))
-        moments = reduce(signal_moments(model, batches, max_batches))
+    with drawing_apart(trainer, model):  # also for a resumed run to find the same value
+        batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
+        moments = reduce(signal_moments(model, batches))
     sigma = deviation_from_moments(moments)
     logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     return sigma

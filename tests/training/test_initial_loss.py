@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, Stream, bert, classification_data, config, llama
+from tiny import VOCAB, Stream, bert, classification_data, config, llama, word_tokenizer
 from torch.utils.data import IterableDataset
-from transformers import BertConfig, BertForMaskedLM, default_data_collator
+from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, default_data_collator
 
 from hf_descent import DescentTrainer, EmbeddingNoise
 from hf_descent.models import UTConfig, UTForVideoDenoising
@@ -87,20 +87,20 @@ def test_data_that_can_be_read_only_once_needs_a_number(tmp_path):
     assert found is None and trainer.state.global_step == 1
 
 
-def test_training_draws_as_if_nothing_had_been_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize("seed", [None, 5])  # of a collator that draws by itself
+def test_training_draws_as_if_nothing_had_been_measured(tmp_path, monkeypatch, seed):
     """Masks, dropout, the order of the rows and the noise: the losses are bit-equal."""
-
-    def mask(rows):
-        batch = default_data_collator(rows)
-        drawn = torch.rand(batch["input_ids"].shape) < 0.3
-        return batch | {"labels": batch["input_ids"].where(drawn, -100)}
+    tokenizer = word_tokenizer()
+    tokenizer.mask_token = "[UNK]"
 
     def losses():
         torch.manual_seed(0)
         sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
         model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=32))
         settings = {"max_steps": 4, "logging_steps": 1, "initial_loss_bound": 3.0, "noise_gamma": 0.5}
-        found, trainer = measured(tmp_path, model, classification_data(40), mask, **settings)
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=seed)
+        rows = [{"input_ids": row["input_ids"]} for row in classification_data(40)]
+        found, trainer = measured(tmp_path, model, rows, collator, **settings)
         return found, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
     chance, after = losses()

@@ -36,7 +36,10 @@ ALLOWED = {
     "untied, many classes, auto/layers/violations/*": "evaluations read heads in tiles, which sum in another order",
     "*label_moments*": "f_0 is measured before the first step, with no statistics of labels in a checkpoint",
     "untied, many classes, auto/*": "f_0 is measured before the first step, on more labels by another estimator",
-    "2 processes, untied, auto, noise, resume/*": "the deviation of the signal counts no row twice, as one process does",
+    **dict.fromkeys(
+        ("2 processes, untied, auto, noise, resume/*", *(f"2 processes*/{x}*" for x in ("noisy", "robust", "logs/8"))),
+        "the deviation of the signal counts no row twice: two processes find that of one",
+    ),
     "dust denoiser, auto, accumulation/*": "f_0 of a denoiser is the loss of its noisy input",
 }
 TOLERANCE = 1e-6  # of numbers above 1 relative, else absolute

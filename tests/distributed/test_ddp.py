@@ -33,6 +33,7 @@ CASES = {
     "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
 }
 NOISY = {**LANGUAGE, "noise_gamma": 0.5, "record_noise": True, "max_steps": 4, "seed": 7}
+NOISY["per_device_eval_batch_size"] = 12  # of 80 rows: two processes that share them would read some twice
 SCORED = {**LANGUAGE, "max_steps": 2}
 SAMPLED = {**LANGUAGE, "readout_token_fraction": 0.4}
 POISONED = {"poison": ["state", 3], "max_steps": 6}
@@ -74,7 +75,7 @@ def test_the_number_of_processes_does_not_matter(single, double, name, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "fine-tuning"])
 def test_another_number_of_processes_resumes(tmp_path, single, double, name):
-    """Also within the warm-up of "auto", whose label statistics are sums over processes."""
+    """Also within the warm-up of "auto"."""
     (_, straight), (folder, runs), (task, settings) = single, double, CASES[name]
     checkpoint = str(folder / f"{name}, 2x4" / "checkpoint-10")
     for resumed in (train(tmp_path, task, **settings, resume_from=checkpoint), runs[f"{name}, resumed"]):
@@ -126,8 +127,9 @@ def test_sampled_tokens_count_as_in_one_process(tmp_path, monkeypatch, single, d
 
 
 @pytest.mark.slow
-def test_noise_is_reproducible_and_independent_across_processes(double):
+def test_noise_is_reproducible_and_independent_across_processes(tmp_path, double):
     first, again = (double[1][name][0] for name in ("noise", "noise again"))
+    assert first["sigma"] == train(tmp_path, "language", 4, 2, **NOISY)[0]["sigma"]
     assert first["noise"] == again["noise"] and first["losses"] == again["losses"]
     draws = np.array(first["noise"])  # [processes, micro-steps, batch, seq, hidden]
     assert draws.shape[:3] == (2, 4 * 2, 2)

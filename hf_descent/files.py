@@ -29,14 +29,11 @@ def read_json(path: str | os.PathLike) -> dict:
 
 def find_json(name: str, file: str) -> dict:
     """A json file of a folder or of a repository on the Hub; empty where there is none. ValueError as above."""
-    quietly = {
-        f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
-    }
     try:
-        path = cached_file(name, file, **quietly)
-    except OSError:  # nor is there such a repository: the model was loaded from a folder that is gone
-        path = None
-    return {} if path is None else read_json(path)
+        path = cached_file(name, file)
+    except OSError:  # also where a model was loaded from a folder that is gone
+        return {}
+    return read_json(path)
 
 
 def plain(value: Any) -> Any:

@@ -72,16 +72,14 @@ class ViTForDenoising(PreTrainedModel):
     def __init__(self, config: ViTDenoiserConfig):
         super().__init__(config)
         self._set_encoder(AutoModel.from_config(config.encoder_config))
-        kind = config.encoder_config.model_type
-        names = ("num_channels", "patch_size", "hidden_size")
-        sizes = {name: getattr(config.encoder_config, name, None) for name in names}
-        others = [name for name in ("num_frames", "num_detection_tokens") if hasattr(config.encoder_config, name)]
-        if others or not all(isinstance(size, int) for size in sizes.values()):
+        encoder = config.encoder_config
+        sizes = [getattr(encoder, name, None) for name in ("num_channels", "patch_size", "hidden_size")]
+        if {"num_frames", "num_detection_tokens"} & {*vars(encoder)} or not all(isinstance(n, int) for n in sizes):
             raise ValueError(
-                f"A {kind} encoder ({', '.join(others) or sizes}) does not end in one token per square patch of an "
-                "image; use one that does, such as ViT, DeiT or DINOv2."
+                f"A {encoder.model_type} encoder does not end in one token per square patch of an image; use one that "
+                "does, such as ViT, DeiT or DINOv2."
             )
-        self.num_channels, self.patch_size, width = sizes.values()
+        self.num_channels, self.patch_size, width = sizes
         num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:
             raise ValueError(
@@ -122,8 +120,7 @@ class ViTForDenoising(PreTrainedModel):
             [`DenoisingOutput`]: the loss is `loss_scale * ||x - xhat||^2`, averaged over the images.
 
         Raises:
-            ValueError: the images cannot be cut into whole patches, the encoder's tokens are not patches, or the
-                labels have another shape.
+            ValueError: the images cannot be cut into whole patches, or the labels have another shape.
         """
         size, channels, shape = self.patch_size, self.num_channels, list(pixel_values.shape)
         if len(shape) != 4 or shape[1] != channels or shape[2] % size or shape[3] % size:
@@ -134,11 +131,6 @@ class ViTForDenoising(PreTrainedModel):
         rows, columns = (n // size for n in pixel_values.shape[2:])
         outputs = self.encoder(pixel_values=pixel_values, return_dict=True, **kwargs)
         tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
-        if tokens.dim() != 3 or len(tokens) != len(pixel_values) or tokens.shape[1] < rows * columns:
-            raise ValueError(
-                f"The encoder gives hidden states {list(tokens.shape)} for {len(pixel_values)} images of {rows} x "
-                f"{columns} patches; use one with one token per patch, such as ViT, DeiT or DINOv2."
-            )
         patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, channels * size * size]
         patches = patches.unflatten(2, (channels, size, size)).unflatten(1, (rows, columns))
         images = patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)  # [batch, channels, height, width]

@@ -36,7 +36,7 @@ class ModelArguments(OutputArguments):
     architecture: Literal["ut", "dust", "vit"] = HfArg(help="Kind of the denoiser.")
     num_layers: int = HfArg(default=5, help="Depth of UT and DUST. A ViT has its own.")
     attention_step: float | None = HfArg(
-        default=None, help="UT: share of the way to the attention output that a layer goes (default: 2 / num_layers)."
+        default=None, help="UT: share of the way to the attention output that a layer goes; None: 2 / num_layers."
     )
     dictionary_size: int = HfArg(default=512, help="DUST: columns of the dictionary.")
     shared_dictionary: bool = HfArg(default=False, help="DUST: one dictionary for all layers.")
@@ -47,7 +47,7 @@ class ModelArguments(OutputArguments):
     readout: Literal["patches", "linear"] = HfArg(default="patches", help="ViT: `linear` where the sizes differ.")
     loss_gamma: float | None = HfArg(
         default=None,
-        help="Give losses in units of the noisy input's own at this noise level (default: half the sum of squares).",
+        help="Give losses in units of the noisy input's own at this noise level; None: half the sum of squares.",
     )
     noise_draws: int = HfArg(default=1, help="Draws of the noise at each level of the final report.")
     picture_gamma: float = HfArg(default=0.25, help="Noise level of the picture.")
@@ -112,7 +112,7 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
 
 
 def measure_sigma(rows: Dataset, task: DenoisingTask) -> float:
-    """Deviation of the clean signal in the model's units, from the first rows."""
+    """Standard deviation of the clean signal in the model's units, from the first rows."""
     rows = rows.select(range(min(SIGMA_ROWS, len(rows))))
     return deviation_from_moments(sum(moments_of(task.batch(batch["pixel_values"])) for batch in rows.iter(64)))
 

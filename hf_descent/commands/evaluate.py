@@ -44,10 +44,10 @@ class EvaluateArguments:
     draws: int = HfArg(default=3, help="Draws of the noise at each level.")
     noise_seed: int = HfArg(default=0, help="Seed of the noise. Not `seed`: runs that differ in it share their noise.")
     noise_sigma: float | None = HfArg(
-        default=None, help="Deviation of the clean signal, for all models (default: the one saved with each)."
+        default=None, help="Standard deviation of the clean signal, for all models; None: the one saved with each."
     )
     profile_gammas: list[float] | None = HfArg(
-        default=None, help="Noise levels of the layer profiles (default: 0, the training's, the largest of the curve)."
+        default=None, help="Noise levels of the layer profiles; None: 0, the training's, the largest of the curve."
     )
     perturbation_rates: list[float] | None = HfArg(
         default=None, help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."
@@ -60,10 +60,10 @@ class EvaluateArguments:
     confidence: float = HfArg(default=0.95, help="Confidence of the certificates.")
     per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
     feasibility_tolerance: float | None = HfArg(
-        default=None, help="Largest violation of a feasible layer, as a fraction of f_0 (default: as in the training)."
+        default=None, help="Largest violation of a feasible layer, as a fraction of f_0; None: as in the training."
     )
     results_dir: str | None = HfArg(
-        default=None, help="Folder for a folder of results a model (default: the models')."
+        default=None, help="Folder that gets one folder of results per model; None: the models' own."
     )
 
     def __post_init__(self):

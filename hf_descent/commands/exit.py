@@ -31,7 +31,7 @@ from .arguments import parse_models, writable_folder
 class ExitArguments:
     """What is measured: of classifiers early exit per sample, of language models drafts by their own first layers."""
 
-    output_dir: str | None = HfArg(default=None, help="Folder for tables and figure (default: the model's, if local).")
+    output_dir: str | None = HfArg(default=None, help="Folder for tables and figure; None: the model's, if local.")
     max_loss: float = HfArg(default=0.01, help="Accuracy that early exit may cost, a share of all samples.")
     confidence: float = HfArg(default=0.95, help="Confidence that it costs no more on other data.")
     batch_size: int = HfArg(default=32, help="Samples in a batch, also when timed.")

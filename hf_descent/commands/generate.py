@@ -38,28 +38,26 @@ class GenerateArguments:
 
     output: str = HfArg(help="JSON file for the answers.")
     gamma: float = HfArg(default=0.0, help="Noise level on every token's embedding.")
-    sigma: float | None = HfArg(default=None, help="Deviation of the clean embeddings (default: the model's own).")
+    sigma: float | None = HfArg(
+        default=None, help="Standard deviation of the clean embeddings; None: the model's own."
+    )
     seed: int = HfArg(default=0, help="Seed of noise and sampling.")
     instructions: str = HfArg(
         default=ALPACA_EVAL,
         help="csv, json or parquet file with a column `instruction`, perhaps `input` and `dataset`.",
     )
-    prompt_format: PromptFormat = HfArg(default="auto", help="As in training.")
-    generator: str | None = HfArg(
-        default=None, help="Model's name in the file (default: its own, with the noise level)."
-    )
+    prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
+    generator: str | None = HfArg(default=None, help="Model's name in the file; None: its own, with the noise level.")
     batch_size: int = HfArg(default=8, help="Prompts in a batch; the noise depends on it.")
-    max_new_tokens: int = HfArg(default=1024, help="Tokens of the longest answer.")
+    max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
     temperature: float = HfArg(default=0.0, help="Temperature of the sampling; 0: greedy.")
-    top_p: float = HfArg(default=1.0, help="Nucleus of the sampling.")
+    top_p: float = HfArg(default=1.0, help="Share of the probability to sample from (nucleus).")
     num_beams: int = HfArg(default=1, help="Beams of the search.")
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = HfArg(
         default="auto", help="Precision of the weights; `auto`: as saved."
     )
-    device: str | None = HfArg(
-        default=None, help="Where the model runs (default: the first accelerator, else the CPU)."
-    )
-    max_samples: int | None = HfArg(default=None, help="Answer the first ones only.")
+    device: str | None = HfArg(default=None, help="Where the model runs; None: the first accelerator, else the CPU.")
+    max_samples: int | None = HfArg(default=None, help="Answer only this many instructions, the first ones.")
 
     def __post_init__(self):
         check_arguments(self, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1))

@@ -62,7 +62,7 @@ class TuneArguments:
         default=None, help="Ranges (or values, for a grid) as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'."
     )
     tune_gamma: float | None = HfArg(
-        default=None, help="Noise level at which trials are judged (default: the largest level of the training)."
+        default=None, help="Noise level at which trials are judged; None: the largest level of the training."
     )
 
     def __post_init__(self):

@@ -30,7 +30,7 @@ class DataArguments(SplitArguments):
     text_column: str = HfArg(default="text", help="Column of the text.")
     text_pair_column: str | None = HfArg(default=None, help="Column of the second text, where there is one.")
     label_column: str = HfArg(default="label", help="Column of the class: integers or strings.")
-    max_seq_length: int | None = HfArg(default=None, help="Tokens to keep of a text (default: the tokenizer's limit).")
+    max_seq_length: int | None = HfArg(default=None, help="Tokens to keep of a text; None: the tokenizer's limit.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from train_steps import train
 from transformers import AutoModelForCausalLM, AutoModelForImageToImage
 
+import hf_descent.models  # noqa: F401  (registers the denoisers)
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
 BACKENDS = {

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageToImage
 
 import hf_descent.models  # noqa: F401  (registers the denoisers)
 
+
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed not installed")
 BACKENDS = {
     "fsdp2": pytest.param("fsdp2", id="fsdp2"),

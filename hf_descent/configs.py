@@ -13,14 +13,16 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from .constraints.objectives import MEASURING, OBJECTIVES, UNCONSTRAINED
+from .constraints.objectives import OBJECTIVES
 from .constraints.problem import (
     LARGEST,
+    PATHS,
     SMALLEST,
     as_python,
     check_alpha,
     check_constrained_layers,
     check_initial_loss_bound,
+    check_targets,
 )
 
 
@@ -29,6 +31,8 @@ JSON_ARGUMENTS = (
     "descent_alpha",
     "initial_loss_bound",
     "constrained_layers",
+    "exit_targets",
+    "loss_targets",
     "fixed_multipliers",
     "noise_gamma",
     "eval_gammas",
@@ -36,13 +40,12 @@ JSON_ARGUMENTS = (
 # The least and the greatest value of a number, where it is given.
 RANGES = {
     **dict.fromkeys(
-        ("descent_strength", "dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"),
+        ("dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"),
         (SMALLEST, LARGEST),
     ),
-    **dict.fromkeys(
-        ("feasibility_tolerance", "dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)
-    ),
-    "readout_token_fraction": (SMALLEST, 1.0),
+    **dict.fromkeys(("dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)),
+    **dict.fromkeys(("readout_token_fraction", "descent_strength"), (SMALLEST, 1.0)),
+    "target_margin": (0.0, 0.5),
 }
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
@@ -72,20 +75,27 @@ class DescentArguments:
         What is minimised: "descent" (the constrained problem), or a baseline in the same trainer: "erm" (plain
         training), "deep_supervision" (fixed weights), "fixed" (frozen multipliers), "hinge", "quadratic" (penalties
         on the violations; under gradient accumulation these two are evaluated per micro-batch).
-    descent_alpha (`float`, `list[float]` or `"auto"`, *optional*, defaults to `"auto"`):
-        Layerwise step size alpha_l in (0, 1): each layer must bring the loss to (1 - alpha_l) times that of the layer
-        before. A number, one per layer, or "auto": the geometric schedule from f_0 to the loss reached in warm-up.
+    descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
+        What each layer must do. A step size alpha_l in (0, 1), or one per layer: bring the loss to (1 - alpha_l) times
+        that of the layer before (the paper's rows). "line": lie below an even geometric descent from f_0 to the loss
+        that the last layer has at the time. "steps": the paper's rows with the step sizes of such a descent. "auto" is
+        "line", and so is nothing given, unless there are targets.
+    exit_targets (`dict[int, float]`, *optional*):
+        By layer k < L how much higher than the last layer's its loss may be: {3: 0.05} asks that a model cut after
+        layer 3 loses at most 5 %.
+    loss_targets (`dict[int, float]`, *optional*):
+        By layer the loss that it must be below, in units of the task loss.
     initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
         The reference f_0 > 0 that takes the place of the loss before the first layer, in units of the task loss.
-        "auto": the loss of the best constant predictor, measured on the labels during warm-up.
+        "auto": the loss of the best constant prediction, measured on the labels of the training data.
     descent_strength (`float`, *optional*, defaults to `0.5`):
-        Strength of the "auto" schedule, > 0: the share of the decrease from f_0 to the warm-up loss (in logarithms)
-        that the layers must make.
+        The share of the decrease from f_0 to the last layer's loss (in logarithms) that "line" and "steps" ask for.
     constrained_layers (`list[int]`, *optional*):
-        The constrained layers, 1-based and increasing; each is compared with the one before it in the list. All
-        layers where not given. "deep_supervision" gives weight to these and the last layer.
-    feasibility_tolerance (`float`, *optional*, defaults to `0.01`):
-        A layer counts as feasible when its violation is at most this fraction of f_0.
+        The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
+        the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
+    target_margin (`float`, *optional*, defaults to `0.02`):
+        Training asks of targets a value that is lower by this share, since a constraint at rest is met half of the
+        time. The verdict is about the targets as they are given.
 
     > Parameters that control the dual step
 
@@ -99,10 +109,9 @@ class DescentArguments:
     dual_warmup_steps (`float`, *optional*, defaults to `0.25`):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
         epoch. The "auto" settings need a warm-up.
-    resilience (`float`, *optional*, defaults to `0.001`):
+    resilience (`float`, *optional*, defaults to `0.0`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
-        multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard. With the default
-        the relaxation stays below `feasibility_tolerance` up to a multiplier of 10.
+        multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.
     resilience_form (`str`, *optional*, defaults to `"weight_decay"`):
         How the relaxation is reached: "weight_decay" of the multipliers (the paper's language runs) or explicit
         "slack" variables (its video runs). Both settle at the same point.
@@ -116,9 +125,13 @@ class DescentArguments:
     > Parameters that control the primal step
 
     negative_weights (`str`, *optional*, defaults to `"clip"`):
-        What to do with a negative weight of a layer loss in the Lagrangian, which pushes that loss up: "keep" it (the
-        paper's form) or "clip" it at 0 in the primal step. In `recipes/demo`, "keep" gave a gain beyond the training
-        noise at a price without noise, "clip" neither; clipped runs reach feasibility more reliably.
+        A constraint on two layers lowers its own layer's loss and, in the Lagrangian, pushes the other's up, by a
+        negative weight: "keep" it (the paper's form), "clip" the weights at 0, or "detach": take the other layer's
+        loss as a constant in the primal step. Training then rests at an equilibrium rather than at the constrained
+        optimum. Line and exit rows are always taken so.
+    normalize_weights (`bool`, *optional*, defaults to `False`):
+        Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
+        act as a larger learning rate; not for "hinge" and "quadratic".
     penalty_coefficient (`float`, *optional*, defaults to `1.0`):
         Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic".
     fixed_multipliers (`str` or `list[float]`, *optional*):
@@ -150,21 +163,24 @@ class DescentArguments:
     """
 
     objective: str = field(default="descent")
-    descent_alpha: str = field(default="auto")
+    descent_alpha: str | None = field(default=None)
+    exit_targets: str | None = field(default=None)
+    loss_targets: str | None = field(default=None)
     initial_loss_bound: str = field(default="auto")
     descent_strength: float = field(default=0.5)
     constrained_layers: list[str] | None = field(default=None)
-    feasibility_tolerance: float = field(default=0.01)
+    target_margin: float = field(default=0.02)
     dual_learning_rate: float = field(default=0.02)
     dual_optim: str = field(default="adam")
     normalize_violations: bool = field(default=True)
     dual_warmup_steps: float = field(default=0.25)
-    resilience: float = field(default=0.001)
+    resilience: float = field(default=0.0)
     resilience_form: str = field(default="weight_decay")
     slack_learning_rate: float = field(default=0.02)
     slack_restart: bool = field(default=True)
     multiplier_max: float | None = field(default=None)
     negative_weights: str = field(default="clip")
+    normalize_weights: bool = field(default=False)
     penalty_coefficient: float = field(default=1.0)
     fixed_multipliers: str | None = field(default=None)
     stop_on_nonfinite: bool = field(default=False)
@@ -195,12 +211,14 @@ class DescentArguments:
             ("objective", OBJECTIVES),
             ("dual_optim", ("adam", "sgd")),
             ("resilience_form", ("weight_decay", "slack")),
-            ("negative_weights", ("keep", "clip")),
+            ("negative_weights", ("keep", "clip", "detach")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
-        if self.descent_alpha != "auto":
+        if not self.follows and self.layer_rows is not None:
             check_alpha(self.descent_alpha)
+        for name in ("exit_targets", "loss_targets"):
+            setattr(self, name, check_targets(name, getattr(self, name)) or None)
         if self.initial_loss_bound != "auto":
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)
@@ -240,32 +258,23 @@ class DescentArguments:
         chosen_by = self.metric_for_best_model or ""
         if chosen_by.endswith("best_candidate"):
             raise ValueError(f"`metric_for_best_model` is {chosen_by!r}, which is gone: choose by 'feasible_score'.")
-        by_plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
-        is_measured = self.is_auto and self.objective in MEASURING
-        if by_plateau and is_measured and chosen_by.endswith("max_violation"):
+        if chosen_by.endswith(("descent_share", "largest_rise")):
             raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, which `lr_scheduler_type` 'reduce_lr_on_plateau' needs "
-                "from the start, where 'auto' knows no constraints yet: choose by 'feasible_score', or give "
-                "`descent_alpha` and `initial_loss_bound` as numbers."
-            )
-        by_constraints = chosen_by.endswith("feasible_score") and self.eval_strategy != "no"
-        if by_constraints and self.is_auto and self.objective in UNCONSTRAINED:
-            # Given numbers, "erm" still reads no layers to hold against them.
-            numbers = "" if self.objective == "erm" else "give both as numbers, or "
-            raise ValueError(
-                f"`metric_for_best_model` is {chosen_by!r}, but `objective={self.objective!r}` has no constraints if "
-                f"`descent_alpha` or `initial_loss_bound` is 'auto': {numbers}choose by 'eval_loss'."
-            )
-        if is_measured and self.dual_warmup_steps == 0:
-            raise ValueError(
-                "`descent_alpha` or `initial_loss_bound` is 'auto', which is measured during warm-up, but "
-                "`dual_warmup_steps` is 0; give it steps or a fraction (0.25), or give both numbers."
+                f"`metric_for_best_model` is {chosen_by!r}, which a worse last layer improves: choose by "
+                "'feasible_score' or the loss."
             )
 
     @property
-    def is_auto(self) -> bool:
-        """Whether a part of the problem is measured during warm-up."""
-        return "auto" in (self.descent_alpha, self.initial_loss_bound)
+    def layer_rows(self) -> float | list[float] | str | None:
+        """What `descent_alpha` comes to: step sizes, "line", "steps", or `None` where there are targets alone."""
+        if self.descent_alpha is None:
+            return None if self.exit_targets or self.loss_targets else PATHS[0]
+        return PATHS[0] if self.descent_alpha == "auto" else self.descent_alpha
+
+    @property
+    def follows(self) -> bool:
+        """Whether the constraints follow the loss of the last layer."""
+        return self.layer_rows in PATHS
 
     @property
     def gamma_train(self) -> float:
@@ -323,14 +332,15 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def _parse(name: str, value: Any) -> Any:
-    """A Python value from itself, an array, its JSON text or texts; "auto", None and a folder of multipliers stay."""
+    """A Python value from itself, an array, its JSON text or texts; words, None and a folder of multipliers stay."""
     value = as_python(value)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, list):
         items = [_parse(name, item) for item in value]
         return items[0] if len(items) == 1 and isinstance(items[0], list) else items
-    if not isinstance(value, str) or value == "auto" or (name == "fixed_multipliers" and not value.startswith("[")):
+    is_folder = name == "fixed_multipliers" and isinstance(value, str) and not value.startswith("[")
+    if not isinstance(value, str) or value in ("auto", *PATHS) or is_folder:
         return value
     for read in (json.loads, float):  # JSON has neither `.5` nor `1.`
         with contextlib.suppress(ValueError):

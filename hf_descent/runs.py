@@ -61,8 +61,8 @@ class RunFolder:
     EXITS_FIGURE = "exits.png"
     # What `hf-descent evaluate` writes.
     EVALUATIONS = (
-        "layer_profile*.json", "certificate*.json", "noise_curve.*", "typos_curve.*", "salt_and_pepper_curve.*",
-        "privacy_curve.json",
+        "layer_profile*.json", "verdict*.json", "certificate*.json", "noise_curve.*", "typos_curve.*",
+        "salt_and_pepper_curve.*", "privacy_curve.json",
     )  # fmt: skip
 
     def __init__(self, path: str | os.PathLike):

@@ -94,7 +94,8 @@ class DescentMixin:
         if not self._reads_layers:
             return
         checks.check_supported(self, super().compute_loss)
-        add_callbacks(self, StepCallback(self._after_optimizer_step, self._after_epoch))
+        others = self.callback_handler.callbacks
+        add_callbacks(self, StepCallback(self._after_optimizer_step, self._after_epoch, others))
 
     @property
     def multipliers(self) -> Multipliers | None:
@@ -149,7 +150,7 @@ class DescentMixin:
         self._prepare(model, inputs)
         if not is_step:
             measured = self._layers.measure(model, inputs, keep_logits=return_outputs)
-            self._evaluated = self._evaluated.plus(measured)
+            self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size)
             self._log_tokens(inputs, measured.outputs, measured.tokens)
             loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
             return (loss, measured.outputs) if return_outputs else loss
@@ -287,8 +288,9 @@ class DescentMixin:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
-            given = (metric_key_prefix, self.state.global_step, output.num_samples)
-            output.metrics.update(evaluation.layer_metrics(self._dual, totals, *given))
+            found = evaluation.layer_metrics(self._dual, totals, metric_key_prefix, self.state.global_step)
+            metrics, self._record.certificate = found
+            output.metrics.update(metrics)
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
@@ -363,7 +365,7 @@ class DescentMixin:
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         if self.problem is not None:
-            settings |= {"problem": self.problem, "tolerance": self._dual.tolerance}
+            settings["problem"] = self.problem
         self._record.layer_profile = layer_profile(model, dataset, **{**settings, **kwargs})
         return self._record.layer_profile
 
@@ -417,12 +419,6 @@ class DescentMixin:
             # For people to read, in trainer_state.json.
             self.state.stateful_callbacks["DescentState"] = self._dual.summary()
 
-    def _determine_best_metric(self, metrics, trial):
-        chosen_by = self.args.metric_for_best_model or ""
-        if chosen_by.endswith("max_violation") and self._dual is not None and self._dual.problem is None:
-            return False  # the constraints are not known yet
-        return super()._determine_best_metric(metrics, trial)
-
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
         # The trainer state comes next, by one process, and stands for a complete save by all.
@@ -464,7 +460,7 @@ class DescentMixin:
         if self._dual is not None and "loss" in logs:
             logs.update(self._dual.logs(self.state.global_step))
         elif self._dual is not None and "train_runtime" in logs:
-            logs.update(self._dual.verdict())
+            logs.update(self._dual.report())
         super().log(logs, start_time)
 
     def hyperparameter_search(
@@ -490,8 +486,7 @@ class DescentMixin:
         given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments
         run = RunFolder(self.args.output_dir)
         run.write_summary(self._run_summary())
-        measured = {"noise_curve": self._record.noise_curve, "layer_profile": self._record.layer_profile}
-        run.write({name: result for name, result in measured.items() if result is not None})
+        run.write(self._record.results)
         write_card(run.path, **card_facts(self, given, trained=self._record.started is not None))
 
 

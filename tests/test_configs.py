@@ -1,5 +1,6 @@
 import dataclasses
 import inspect
+import json
 import re
 
 import numpy as np
@@ -12,11 +13,12 @@ from hf_descent import DescentConfig, Seq2SeqDescentConfig
 from hf_descent.configs import DescentArguments
 
 
-PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
 PARSED = {
     "descent_alpha": [0.1, 0.2, 0.3],
     "initial_loss_bound": 0.69,
     "constrained_layers": [1, 3],
+    "exit_targets": {1: 0.05, 2: 0.0},
+    "loss_targets": {3: 0.4},
     "noise_gamma": [0.0, 1.5],
     "eval_gammas": [0, 0.5, 1],
     "objective": "hinge",
@@ -32,7 +34,8 @@ GENERATION = {"predict_with_generate": True, "generation_max_length": 9, "genera
 )
 def test_python_values_command_line_and_yaml_agree(tmp_path, config_class, given):
     parser = HfArgumentParser(config_class)
-    flags = [f"--{name}={str(value).replace(' ', '')}" for name, value in given.items()]
+    words = {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in given.items()}
+    flags = [f"--{name}={value}" for name, value in words.items()]
     (by_flags,) = parser.parse_args_into_dataclasses([f"--output_dir={tmp_path}", *flags])
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), **given}))
@@ -68,6 +71,18 @@ def test_numbers_of_any_kind_become_python_s_own(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "line"), ({"descent_alpha": "auto"}, "line"), ({"descent_alpha": "steps"}, "steps"),
+        ({"exit_targets": {1: 0.1}}, None), ({"loss_targets": "{\"1\": 0.1}"}, None),
+        ({"exit_targets": {1: 0.1}, "descent_alpha": "auto"}, "line"), ({"descent_alpha": 0.2}, 0.2),
+    ],
+)  # fmt: skip
+def test_targets_alone_leave_no_other_rows(tmp_path, given, expected):
+    assert DescentConfig(str(tmp_path), **given).layer_rows == expected
+
+
 @pytest.mark.parametrize(("gamma", "upper"), [(0.5, 0.5), ([0.0, 1.5], 1.5), ([0.5, 0.5], 0.5)])
 def test_the_noise_level_of_training_is_the_upper_end_of_its_range(tmp_path, gamma, upper):
     assert DescentConfig(str(tmp_path), noise_gamma=gamma).gamma_train == upper
@@ -75,7 +90,7 @@ def test_the_noise_level_of_training_is_the_upper_end_of_its_range(tmp_path, gam
 
 def test_auto_is_the_default_on_the_command_line_too(tmp_path):
     (config,) = HfArgumentParser(DescentConfig).parse_args_into_dataclasses([f"--output_dir={tmp_path}"])
-    assert config.descent_alpha == config.initial_loss_bound == "auto" and config.objective == "descent"
+    assert config.layer_rows == "line" and config.initial_loss_bound == "auto" and config.objective == "descent"
     assert config == DescentConfig(str(tmp_path))
 
 
@@ -116,21 +131,17 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"noise_gamma": [1.0, 0.5]}, "low <= high"),
         ({"noise_gamma": [0.1, 0.2, 0.3]}, "low <= high"),
         ({"eval_gammas": [0.1, -1]}, "eval_gammas"),
-        ({"dual_warmup_steps": 0}, "dual_warmup_steps.*is 0"),
         ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),
         ({"dual_warmup_steps": 2.5}, "whole steps"),
         ({"resilience_form": "slack", "resilience": 0.0}, "resilience_form='slack'"),
         ({"objective": "fixed"}, "fixed_multipliers"),
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
         ({"metric_for_best_model": "best_candidate"}, "choose by 'feasible_score'"),
-        (
-            {**PLATEAU, "metric_for_best_model": "max_violation"},
-            "knows no constraints yet: choose by 'feasible_score'",
-        ),
-        (
-            {"objective": "erm", "metric_for_best_model": "a_feasible_score", "eval_strategy": "epoch"},
-            "metric_for_best_model.*has no constraints.*is 'auto': choose by 'eval_loss'",
-        ),
+        ({"metric_for_best_model": "eval_descent_share"}, "a worse last layer improves: choose by 'feasible_score'"),
+        ({"descent_strength": 1.5}, "descent_strength"),
+        ({"exit_targets": {1: -0.1}}, "exit_targets"),
+        ({"loss_targets": [0.4]}, "loss_targets"),
+        ({"target_margin": 0.9}, "target_margin"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):

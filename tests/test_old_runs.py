@@ -27,7 +27,11 @@ def test_a_run_is_resumed_as_it_would_have_gone_on(run):
     args = torch.load(run / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert type(args) is DescentConfig and args.descent_alpha == 0.05
     data = classification_data(16)
-    given = {name: value for name, value in args.to_dict().items() if name in ("descent_alpha", "seed", "max_steps")}
+    given = {
+        name: value
+        for name, value in args.to_dict().items()
+        if name in ("descent_alpha", "seed", "max_steps", "resilience")
+    }
     args = DescentConfig(
         output_dir=str(run), initial_loss_bound=1.2, dual_warmup_steps=1, dual_learning_rate=0.1, learning_rate=1e-3,
         per_device_train_batch_size=8, save_strategy="no", logging_steps=1, report_to=[], use_cpu=True,

@@ -78,7 +78,7 @@ def test_arms_of_one_setting_share_all_but_their_objective():
         assert (arguments[arm]["seed"], arguments[arm]["noise_gamma"]) == (7, 0.0 if arm == "erm" else 0.4)
     values = {name: [str(each[name]) for each in arguments.values()] for name in arguments["erm"]}
     differing = {name for name, found in values.items() if len(set(found)) > 1}
-    problem = {"resilience_form", "slack_restart", "dual_warmup_steps", "dual_optim", "logging_dir"}
+    problem = {"resilience", "resilience_form", "slack_restart", "dual_warmup_steps", "dual_optim", "logging_dir"}
     assert differing - problem == {"noise_gamma", "eval_gammas", "objective", "output_dir"}
     # Only a run that sees noise, in training or after it, measures sigma; the levels of all tests are in units of it.
     assert all(each["noise_gamma"] or each["eval_gammas"] for each in arguments.values())

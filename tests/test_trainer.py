@@ -296,7 +296,7 @@ def test_a_progress_bar_of_ones_own_stays(tmp_path):
         ({"torch_compile": True}, "torch_compile"),
         ({"descent_alpha": [0.1, 0.2]}, "2 values but the model has 3 layers"),
         ({"constrained_layers": [1, 4]}, "names layer 4 but the model has 3"),
-        ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values but the model has 3 layers"),
+        ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values; give one per row"),
         ({"objective": "fixed", "fixed_multipliers": [0.1, -0.1, 0.0]}, "finite and not negative"),
         ({"objective": "fixed", "fixed_multipliers": "nowhere"}, "nowhere"),
         ({"objective": "fixed", "fixed_multipliers": [1, 1, 0], "constrained_layers": [2]}, r"layers \[1\] have no"),

@@ -1,10 +1,11 @@
 """`hf-descent evaluate MODEL...`: how good models are under noise and at every layer, on the same held-out rows.
 
-The architecture says which task a model has; the data comes from flags, a recipe (`--config`) or the records of the
-models' training. All models see the same batches and, per batch and level, the same noise, so that `hf-descent
-compare` can pair them. Each model's folder gets `noise_curve.json` and `.csv`, `layer_profile.json` and, of a
-constrained run, `certificate.json`, both also at noise levels (`..._gamma_<level>.json`); with `--perturbation_rates`
-a curve named after the perturbation, with `--epsilons` `privacy_curve.json`. Results of an earlier evaluation go.
+The task is read off the models' architecture; the data comes from flags, from a recipe (`--config`) or, as far as
+these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
+the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
+`.csv`; `layer_profile.json` and, of a constrained run, `verdict.json`, both also at noise levels
+(`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation, with `--epsilons`
+`privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
@@ -17,14 +18,14 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from ..configs import DescentConfig, upper_level
+from ..configs import upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
 from ..data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from ..data.denoising import load_denoiser
 from ..data.splits import check_arguments
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..data.video import VideoArguments, load_clips
-from ..evaluation import certify, layer_profiles, noise_curve
+from ..evaluation import layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.uncertainty import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
@@ -59,9 +60,6 @@ class EvaluateArguments:
     private_tokens: int = HfArg(default=1, help="Tokens that an epsilon protects together.")
     confidence: float = HfArg(default=0.95, help="Confidence of the certificates.")
     per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
-    feasibility_tolerance: float | None = HfArg(
-        default=None, help="Largest violation of a feasible layer, as a fraction of f_0; None: as in the training."
-    )
     results_dir: str | None = HfArg(
         default=None, help="Folder that gets one folder of results per model; None: the models' own."
     )
@@ -69,7 +67,7 @@ class EvaluateArguments:
     def __post_init__(self):
         check_confidence(self.confidence)
         check_arguments(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
-        check_arguments(self, {"noise_seed": 0, "feasibility_tolerance": 0, "noise_sigma": SMALLEST})
+        check_arguments(self, {"noise_seed": 0, "noise_sigma": SMALLEST})
         for name, most in (("eval_gammas", LARGEST), ("profile_gammas", LARGEST), ("perturbation_rates", 1)):
             levels = getattr(self, name) or []
             if not all(0 <= level <= most for level in levels):
@@ -205,18 +203,13 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
         curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)
         results[f"{task.perturbation.name}_curve"] = curve
 
-    problem, tolerance = DescentProblem.saved_in(summary), 0.0
-    if problem is not None:
-        share = args.feasibility_tolerance
-        if share is None:
-            share = summary.get("arguments", {}).get("feasibility_tolerance", DescentConfig.feasibility_tolerance)
-        tolerance = share * problem.initial_loss_bound
+    problem = DescentProblem.saved_in(summary)
     gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
-    profiles = layer_profiles(model, task.rows, gammas, problem=problem, tolerance=tolerance, **shared)
+    profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
-            results[f"certificate{profile.ending}"] = certify(profile, args.confidence)
+            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence)
     run.write(results)
     return tables(results)
 

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .problem import DescentProblem
-
 
 OBJECTIVES = ("descent", "erm", "deep_supervision", "fixed", "hinge", "quadratic")
 UNCONSTRAINED = ("erm", "deep_supervision")  # which ask nothing of a layer in terms of the one below
-MEASURING = ("descent", "hinge", "quadratic")  # whose warm-up finds what is "auto"; the others have no use for it
 
 
 @dataclass
@@ -43,32 +40,7 @@ class StepObjective:
     is_linear: bool = True
 
 
-def linear_weights(
-    objective: str,
-    problem: DescentProblem,
-    multipliers: torch.Tensor,
-    coefficient: float,
-    negative_weights: str,
-    trained: torch.Tensor,
-) -> torch.Tensor | None:
-    """Weights w `[L]` of an objective that is sum_l w_l f_l (constants dropped); `None` for the penalties.
-
-    `trained` are the indices of the layers that the objective depends on: of "erm" the last alone.
-    `negative_weights="clip"` replaces negative weights of the Lagrangian by 0 in the primal step, so that no layer's
-    loss is pushed up; the dual step is not affected.
-    """
-    if objective in ("hinge", "quadratic"):
-        return None
-    if objective in ("descent", "fixed"):
-        weights = problem.weights(multipliers)
-        return weights.clamp(min=0) if negative_weights == "clip" else weights
-    weights = torch.zeros_like(multipliers).index_fill_(0, trained, coefficient)
-    weights[-1:].fill_(1.0)  # an assignment would copy from the host
-    return weights
-
-
-def penalty(objective: str, problem: DescentProblem, layer_losses: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Value of the `hinge` or `quadratic` objective at the losses `[L]`; a scalar with the graph of the losses."""
-    excess = problem.violations(layer_losses).clamp(min=0)  # [layers]
-    excess = excess.sum() if objective == "hinge" else 0.5 * excess.square().sum()
-    return layer_losses[-1] + coefficient * excess
+def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """What the `hinge` or `quadratic` objective adds to f_L for the violations `[rows]`; a scalar with their graph."""
+    excess = violations.clamp(min=0)
+    return coefficient * (excess.sum() if objective == "hinge" else 0.5 * excess.square().sum())

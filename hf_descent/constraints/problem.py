@@ -1,135 +1,280 @@
-"""The constrained problem: every constrained layer lowers the expected task loss by a factor.
+"""The constrained problem: minimise the last layer's loss, subject to rows that say what each layer must do.
 
     minimise   E f_L
-    subject to E f_l <= (1 - alpha_l) E f_prev(l)        for every constrained layer l
+    subject to E f_l <= c E f_ref      for every row: a layer l, a factor c and a reference
+
+| kind | row | says |
+|---|---|---|
+| descent | f_l <= (1 - alpha_l) f_prev(l) | each layer lowers the loss (the paper's rows) |
+| steps | f_l <= (f_L / f_0)^(s / n) f_prev(l) | the same, with the alpha that leads n layers from f_0 down to f_L |
+| line | f_l <= (f_L / f_0)^(s l / L) f_0, for l < L | each layer lies below an even descent from f_0 to f_L |
+| exit | f_k <= (1 + eps_k) f_L | a model that is cut after layer k loses at most eps_k |
+| bound | f_k <= b_k | an absolute promise |
 
 Conventions, stated once for the whole package:
 
 - layers are numbered l = 1..L; tensors over layers have shape `[L]` and hold layer l at index l-1;
-- `f_0` (`initial_loss_bound`) is a fixed reference value, not a measured loss. It takes the place of the loss before
-  the first constrained layer, which keeps a model from meeting the constraints by raising its early losses;
-- `prev(l)` is the constrained layer before l (l-1 when all layers are constrained);
-- the violation of layer l is `g_l = f_l - (1 - alpha_l) f_prev(l)`: `g_l <= 0` is satisfied. Unconstrained layers have
-  violation 0 and multiplier 0.
+- tensors over rows have shape `[rows]`: one row per layer where there are descent, steps or line rows (a layer without
+  a constraint has violation 0 and multiplier 0), then the exits, then the bounds. For the paper's rows alone, row l is
+  that of layer l;
+- the violation of a row is g = f_l - c f_ref: `g <= 0` is satisfied;
+- f_0 (`initial_loss_bound`) is a fixed reference value, the loss of a constant prediction. It takes the place of the
+  loss before the first constrained layer, which keeps a model from meeting the rows by raising its early losses;
+- prev(l) is the constrained layer before l (l-1 when all layers are constrained); s is `descent_strength`;
+- the f_L of line and steps rows is a constant, the `level`: in training the running mean of f_L, for a verdict the f_L
+  of the same data. Unless 0 < level < f_0 these rows ask for nothing;
+- in gradients the reference of a line or an exit row is a constant. The Lagrangian's own gradient would raise f_L
+  instead of lowering f_k as soon as the multiplier of an exit is near 1.
 
 Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) and the Lagrangian (5).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 
 # Settings beyond these would leave float32 when they are multiplied, divided or squared.
 SMALLEST, LARGEST = 1e-12, 1e12
-MIN_ROWS = 8  # fewer held-out rows show nothing of a model
+PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
+# A row may be missed by this part of the decrease that it asks for; exits and bounds promise a number, and may not.
+TOLERANCE = 0.1
+
+
+class Row(NamedTuple):
+    """One constraint, f_layer <= factor (level / f_0)^power f_reference.
+
+    Attributes:
+        name (`str`): in logs and files: "3", "exit_3" or "bound_3".
+        kind (`str`): "descent", "steps", "line", "exit" or "bound".
+        index (`int`): its place in tensors over rows.
+        layer (`int`): 1-based.
+        reference (`int`): 0 for f_0, l for the loss of layer l, L + 1 for the number 1.
+    """
+
+    name: str
+    kind: str
+    index: int
+    layer: int
+    reference: int
+    factor: float = 1.0
+    power: float = 0.0
 
 
 class DescentProblem:
-    """Layerwise descent constraints on the losses of one network, as pure tensor maps.
+    """Constraints on the layer losses of one network, as pure tensor maps.
 
     Args:
-        alpha (`float` or sequence of `float`):
-            Layerwise step size alpha_l in (0, 1): one value, or one per layer.
+        alpha (`float`, sequence of `float`, `"line"`, `"steps"` or `None`):
+            Layerwise step size alpha_l in (0, 1) of descent rows, one value or one per layer; or the name of the rows
+            that follow f_L. `None`: none of these.
         initial_loss_bound (`float`):
             The reference f_0 > 0, in units of the task loss.
         num_layers (`int`):
             Number of layers L.
         constrained_layers (sequence of `int`, *optional*):
-            The constrained layers, 1-based and increasing; consecutive entries constrain each other. `None`: all.
+            The layers of descent, steps or line rows, 1-based and increasing; consecutive entries constrain each
+            other. `None`: all.
         chance_loss (`float`, *optional*):
             The measured loss of the best constant prediction, where it is known; f_0 may lie above it.
+        descent_strength (`float`):
+            The share s of the decrease from f_0 to f_L, in logarithms, that line and steps rows ask for.
+        exit_targets (mapping from `int` to `float`, *optional*):
+            eps_k >= 0 by layer k < L.
+        loss_targets (mapping from `int` to `float`, *optional*):
+            b_k > 0 by layer k, in units of the task loss.
+
+    Attributes:
+        rows (`list[Row]`): the constraints.
+        num_rows (`int`): length of a tensor over rows.
+        layers (`list[int]`): the layers that have a constraint, 1-based and increasing.
 
     Raises:
         ValueError: naming the argument, its value and the remedy, when an argument is out of range; by the methods,
-            when losses or multipliers are not one per layer.
+            when losses are not one per layer or multipliers not one per row.
     """
 
     def __init__(
         self,
-        alpha: float | Sequence[float],
+        alpha: float | Sequence[float] | str | None,
         initial_loss_bound: float,
         num_layers: int,
         constrained_layers: Sequence[int] | None = None,
         chance_loss: float | None = None,
+        descent_strength: float = 0.5,
+        exit_targets: Mapping[int, float] | None = None,
+        loss_targets: Mapping[int, float] | None = None,
     ):
         if num_layers < 1:
             raise ValueError(f"`num_layers` is {num_layers}; the problem needs at least one layer.")
         self.num_layers = num_layers
-        self.alpha = check_alpha(alpha, num_layers, "alpha")
+        self.follows = isinstance(alpha, str) and alpha in PATHS
+        self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
-        self.chance_loss = chance_loss
+        self.chance_loss = None if chance_loss is None else check_initial_loss_bound(chance_loss)
+        self.descent_strength = descent_strength
+        self.exit_targets = check_targets("exit_targets", exit_targets, num_layers)
+        self.loss_targets = check_targets("loss_targets", loss_targets, num_layers)
 
-        layers = torch.tensor(self.constrained_layers)  # [constrained], 1-based
-        self._layers = layers - 1
-        self._previous = torch.cat([layers.new_zeros(1), layers[:-1]])  # [constrained], 0 stands for f_0
-        self._contraction = 1.0 - torch.tensor(self.alpha, dtype=torch.float32)[self._layers]  # [constrained]
+        self.rows = [*self._layer_rows(), *self._target_rows()]
+        if not self.rows:
+            raise ValueError(
+                f"No layer has a constraint: `constrained_layers` is {constrained_layers} and there are no targets; "
+                "give `exit_targets`, `loss_targets` or other layers."
+            )
+        self.num_rows = (0 if self.alpha is None else num_layers) + len(self.exit_targets) + len(self.loss_targets)
+        self.layers = sorted({row.layer for row in self.rows})
+        self._index = torch.tensor([row.index for row in self.rows])  # this and the following: [constraints]
+        self._layer = torch.tensor([row.layer for row in self.rows])
+        self._reference = torch.tensor([row.reference for row in self.rows])
+        self._is_target = torch.tensor([row.kind in ("exit", "bound") for row in self.rows])
+        self._is_fixed = torch.tensor([row.kind in ("exit", "bound", "line") for row in self.rows])
+        self._factor = self._factors_in(torch.float32)
+        self._power = torch.tensor([row.power for row in self.rows])
+
+    def _layer_rows(self) -> Iterator[Row]:
+        if self.alpha is None:
+            return
+        layers, reference = self.constrained_layers, 0
+        for layer in layers:
+            name, index, strength = f"{layer}", layer - 1, self.descent_strength
+            if self.alpha == "line":
+                if layer < self.num_layers:  # the last layer lies on the line
+                    yield Row(name, "line", index, layer, 0, power=strength * layer / self.num_layers)
+            elif self.alpha == "steps":
+                yield Row(name, "steps", index, layer, reference, power=strength / len(layers))
+            else:
+                yield Row(name, "descent", index, layer, reference, 1.0 - self.alpha[layer - 1])
+            reference = layer
+
+    def _target_rows(self) -> Iterator[Row]:
+        index = 0 if self.alpha is None else self.num_layers
+        for layer, share in self.exit_targets.items():
+            yield Row(f"exit_{layer}", "exit", index, layer, self.num_layers, 1.0 + share)
+            index += 1
+        for layer, loss in self.loss_targets.items():
+            yield Row(f"bound_{layer}", "bound", index, layer, self.num_layers + 1, loss)
+            index += 1
 
     @classmethod
     def saved_in(cls, summary: Mapping[str, Any]) -> "DescentProblem | None":
         """The problem in the `descent_config.json` of a run; `None` where it has none."""
-        names = ("alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss")
-        return cls(**{name: summary.get(name) for name in names}) if "alpha" in summary else None
+        if "alpha" not in summary:
+            return None
+        names = ("initial_loss_bound", "num_layers", "constrained_layers", "chance_loss")
+        newer = ("descent_strength", "exit_targets", "loss_targets")  # than version 0.1
+        given = {name: summary.get(name) for name in names} | {
+            name: summary[name] for name in newer if name in summary
+        }
+        return cls(summary["alpha"], **given)
 
     def to(self, device: torch.device | str) -> "DescentProblem":
         """Move the constants to `device` and return self."""
-        self._layers, self._previous = self._layers.to(device), self._previous.to(device)
-        self._contraction = self._contraction.to(device)
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.to(device))
         return self
 
-    def violations(self, layer_losses: torch.Tensor) -> torch.Tensor:
-        """g_l = f_l - (1 - alpha_l) f_prev(l) of the losses f `[L]`; `[L]`, 0 at unconstrained layers."""
-        layer_losses = self._over_layers("layer_losses", layer_losses)
-        bounded = torch.cat([layer_losses.new_full((1,), self.initial_loss_bound), layer_losses])  # [1 + layers]
-        contraction = self._contraction_in(layer_losses.dtype)
-        violations = bounded[self._layers + 1] - contraction * bounded[self._previous]  # [constrained]
-        return torch.zeros_like(layer_losses).index_copy(0, self._layers, violations)  # [layers]
+    def violations(
+        self,
+        layer_losses: torch.Tensor,
+        level: torch.Tensor | None = None,
+        margin: float = 0.0,
+        detach: bool = False,
+    ) -> torch.Tensor:
+        """g = f_l - c f_ref of the losses f `[L]`; `[rows]`.
 
-    def weights(self, multipliers: torch.Tensor) -> torch.Tensor:
-        """Weights w of the Lagrangian as a weighted sum of layer losses, from the multipliers `[L]`; `[L]`.
-
-        w_l = [l = L] + lambda_l - (1 - alpha_next(l)) lambda_next(l). A weight can be negative.
+        Args:
+            layer_losses (`torch.Tensor` of shape `[L]`): f.
+            level (scalar `torch.Tensor`, *optional*): the f_L of line and steps rows; where not given the one in f.
+            margin (`float`): exits and bounds ask for a value that is lower by this share.
+            detach (`bool`): whether the references of descent and steps rows are constants in the gradient, too.
         """
-        multipliers = self._over_layers("multipliers", multipliers)
-        active = multipliers[self._layers]  # [constrained]
-        weights = multipliers.new_zeros(1 + self.num_layers)  # [1 + layers], index 0 collects the constant f_0
-        weights[-1:].fill_(1.0)  # an assignment would copy from the host
-        weights.index_add_(0, self._layers + 1, active)
-        weights.index_add_(0, self._previous, -self._contraction_in(active.dtype) * active)
-        return weights[1:]
+        losses = self._checked("layer_losses", layer_losses, self.num_layers)
+        level = losses[-1] if level is None else level
+        asked, _ = self._asked(losses, level, detach)
+        asked = torch.where(self._is_target, (1 - margin) * asked, asked)
+        violations = losses[self._layer - 1] - asked  # [constraints]
+        violations = torch.where(self._asks(level), violations, violations.clamp(max=0))
+        return self._over_rows(violations)
 
-    def lagrangian(self, layer_losses: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
-        """f_L + sum_l lambda_l g_l (paper, equation 5); a scalar."""
-        violations = self.violations(layer_losses)
-        return layer_losses[-1] + self._over_layers("multipliers", multipliers).to(violations.dtype) @ violations
+    def bounds(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each row asks its layer's loss to be below, c f_ref, and by how much it may be missed: a tenth of the
+        decrease that it asks for, nothing for exits and bounds; each `[rows]`, 0 without a constraint."""
+        losses = self._checked("layer_losses", layer_losses, self.num_layers)
+        asked, reference = self._asked(losses, losses[-1], detach=True)
+        tolerances = torch.where(self._is_target, 0.0, TOLERANCE * (reference - asked))
+        return self._over_rows(asked), self._over_rows(torch.where(self._asks(losses[-1]), tolerances, 0.0))
+
+    def weights(
+        self, multipliers: torch.Tensor, level: torch.Tensor | None = None, detach: bool = False
+    ) -> torch.Tensor:
+        """Weights w `[L]` of the layer losses in the gradient of the Lagrangian, from the multipliers `[rows]`.
+
+        w_l = [l = L] + the multipliers of the rows of l - those of descent and steps rows that refer to l, times their
+        factor (nothing of these with `detach`). A weight can be negative. `level` as in `violations`, for steps rows.
+        """
+        multipliers = self._checked("multipliers", multipliers, self.num_rows)
+        active = multipliers[self._index]
+        weights = multipliers.new_zeros(self.num_layers + 2)  # for f_0, the layers, and the number 1
+        weights[self.num_layers : -1].fill_(1.0)  # an assignment would copy from the host
+        weights.index_add_(0, self._layer, active)
+        if not detach:
+            factors = self._factors_at(multipliers.dtype, level)
+            weights.index_add_(0, self._reference, torch.where(self._is_fixed, 0.0, -factors * active))
+        return weights[1:-1]
+
+    def lagrangian(
+        self, layer_losses: torch.Tensor, multipliers: torch.Tensor, level: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """f_L + the sum of multipliers times violations (paper, equation 5); a scalar."""
+        violations = self.violations(layer_losses, level)
+        multipliers = self._checked("multipliers", multipliers, self.num_rows)
+        return layer_losses[-1] + multipliers.to(violations.dtype) @ violations
 
     def max_violation(self, layer_losses: torch.Tensor) -> torch.Tensor:
-        """The largest violation over the constrained layers, in units of the loss; a scalar tensor."""
-        return self.violations(layer_losses)[self._layers].max()
+        """The largest violation of a row, in units of the loss; a scalar tensor."""
+        return self.violations(layer_losses)[self._index].max()
 
-    def feasible(self, layer_losses: torch.Tensor, tol: float = 0.0) -> bool:
-        """Whether every violation is at most `tol` (in units of the loss), and no constrained layer is at chance.
+    def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
+        """Whether every row is met and no constrained layer, nor the last one, is as high as `chance`; an estimate.
 
-        Never with a violation or a last loss that is not finite.
+        `tol` is the largest violation that is tolerated, in units of the loss; the rows' own tolerances otherwise.
         """
-        met = (self.max_violation(layer_losses) <= tol) & torch.isfinite(layer_losses[-1])
-        return bool(met) and not self.at_chance(layer_losses, tol)
+        beyond, learned = self.excess(layer_losses)
+        if tol is not None:
+            beyond = self.violations(layer_losses)[self._index] - tol
+        return bool((beyond <= 0).all() & (learned < 0).all())
 
-    def at_chance(self, layer_losses: torch.Tensor, tol: float = 0.0) -> list[int]:
-        """The constrained layers whose loss is above `chance`, or within `tol` below it.
+    def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How far the losses are from what is tolerated: of each constraint its violation less its tolerance, and of
+        its layer the loss less `chance`, which a row may ask for as little as; of the latter also that of the last
+        layer. `[constraints]` and `[constraints + 1]`: the rows are met where they are at most 0 and below 0."""
+        losses = self._checked("layer_losses", layer_losses, self.num_layers)
+        beyond = (self.violations(losses) - self.bounds(losses)[1])[self._index]
+        return beyond, torch.cat([losses[self._layer - 1], losses[-1:]]) - self.chance
 
-        They may satisfy a constraint that asks for less than `tol`, but have learned nothing.
+    def shortfall(self, layer_losses: torch.Tensor) -> float:
+        """The largest share of the way from chance to what a row asks that its layer still misses; 0 if none does."""
+        beyond, _ = self.excess(layer_losses)
+        way = self.chance - self.bounds(layer_losses)[0][self._index]
+        return (beyond.clamp(min=0) / way.clamp(min=SMALLEST)).max().item()
+
+    def descent_share(self, layer_losses: torch.Tensor) -> float | None:
+        """The share of the decrease to f_L that every layer keeps up with: min over the constrained l < L of
+        log(f_0 / f_l) / ((l / L) log(f_0 / f_L)), with the measured loss at chance as f_0.
+
+        1 is an even geometric descent, 0 a layer at chance. A worse last layer raises it: never quote it without f_L.
+        `None` where it says nothing: chance was not measured, f_L is not below it, or a loss is not positive.
         """
-        losses = self._over_layers("layer_losses", layer_losses)[self._layers]  # [constrained]
-        return (self._layers[losses >= self.chance - tol] + 1).tolist()
-
-    def shortfall(self, layer_losses: torch.Tensor, tol: float = 0.0) -> float:
-        """How far the losses are from feasible: the largest violation, or more than `tol` by how far the worst of the
-        layers at chance is from leaving it."""
-        worst = layer_losses[self._layers].max() - (self.chance - 2 * tol)
-        return torch.maximum(self.max_violation(layer_losses), worst).item()
+        layers = torch.tensor([layer for layer in self.constrained_layers if layer < self.num_layers])
+        losses, chance = self._checked("layer_losses", layer_losses, self.num_layers).double().cpu(), self.chance_loss
+        if not len(layers) or chance is None or not (losses > 0).all() or not losses[-1] < chance:
+            return None
+        heights = (chance / losses).log()
+        return (self.num_layers / layers * heights[layers - 1] / heights[-1]).min().item()
 
     @property
     def chance(self) -> float:
@@ -144,19 +289,72 @@ class DescentProblem:
             "num_layers": self.num_layers,
             "constrained_layers": self.constrained_layers,
             "chance_loss": self.chance_loss,
+            "descent_strength": self.descent_strength,
+            "exit_targets": self.exit_targets,
+            "loss_targets": self.loss_targets,
         }
 
-    def _over_layers(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        if values.shape != (self.num_layers,):
-            raise ValueError(f"`{name}` has shape {list(values.shape)}; give [{self.num_layers}].")
-        # In whole numbers 1 - alpha would be 0, in half precision a small alpha lost.
+    def _asked(self, losses: torch.Tensor, level: torch.Tensor, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The right-hand side of each constraint and its reference; each `[constraints]`."""
+        first, last = losses.new_full((1,), self.initial_loss_bound), losses.new_ones(1)
+        references = torch.cat([first, losses, last])  # [1 + layers + 1]
+        reference = references[self._reference]
+        reference = torch.where(self._is_fixed | detach, reference.detach(), reference)
+        return self._factors_at(losses.dtype, level) * reference, reference
+
+    def _asks(self, level: torch.Tensor) -> torch.Tensor:
+        """Whether each constraint asks for anything at this level, `[constraints]`."""
+        return (self._power == 0) | self._is_between(level)
+
+    def _is_between(self, level: torch.Tensor) -> torch.Tensor:
+        return (level > 0) & (level < self.initial_loss_bound)
+
+    def _factors_at(self, dtype: torch.dtype, level: torch.Tensor | None) -> torch.Tensor:
+        """The factors `[constraints]` at a level."""
+        factors = self._factor if dtype == self._factor.dtype else self._factors_in(dtype)
+        if not self.follows or level is None:
+            return factors
+        ratio = torch.where(self._is_between(level), level.detach() / self.initial_loss_bound, 1.0)
+        return factors * ratio**self._power
+
+    def _factors_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """Kept in float32, that of training, alone, since MPS has no float64."""
+        return torch.tensor([row.factor for row in self.rows], dtype=dtype, device=self._layer.device)
+
+    def _over_rows(self, values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(self.num_rows).index_copy(0, self._index, values)
+
+    def _checked(self, name: str, values: torch.Tensor, size: int) -> torch.Tensor:
+        if values.shape != (size,):
+            raise ValueError(f"`{name}` has shape {list(values.shape)}; give [{size}].")
+        # In whole numbers a factor would be 0 or 1, in half precision a small alpha lost.
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
-    def _contraction_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """1 - alpha `[constrained]`; kept in float32, that of training, alone, since MPS has no float64."""
-        if dtype == self._contraction.dtype:
-            return self._contraction
-        return 1.0 - torch.tensor(self.alpha, dtype=dtype, device=self._layers.device)[self._layers]
+
+def largest_rise(layer_losses: torch.Tensor) -> float | None:
+    """max f_l / f_(l-1) - 1 over the layers l >= 2; `None` where a loss is not positive or there is one layer."""
+    if len(layer_losses) < 2 or not (layer_losses > 0).all():
+        return None
+    return (layer_losses[1:] / layer_losses[:-1]).max().item() - 1
+
+
+def check_targets(name: str, targets: Mapping[int, float] | None, num_layers: int | None = None) -> dict[int, float]:
+    """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
+    exits = name == "exit_targets"
+    try:
+        found = {int(layer): float(as_python(value)) for layer, value in (targets or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        found = {0: 0.0}
+    last = None if num_layers is None else num_layers - exits
+    least = 0.0 if exits else SMALLEST
+    for layer, value in found.items():
+        if layer < 1 or (last is not None and layer > last) or not least <= value <= LARGEST:
+            layers = "layers" if last is None else f"layers 1 to {last}"
+            what = (
+                "how much higher the loss may be than the last layer's ({3: 0.05})" if exits else "a loss ({3: 0.4})"
+            )
+            raise ValueError(f"`{name}` is {targets!r}; give for some of the {layers} {what}.")
+    return dict(sorted(found.items()))
 
 
 def check_alpha(

@@ -14,9 +14,8 @@ from safetensors.torch import save
 
 from ..files import atomic_write
 from . import objectives
-from .auto import geometric_alpha
 from .multipliers import Multipliers
-from .problem import LARGEST, MIN_ROWS, DescentProblem, check_alpha, check_constrained_layers
+from .problem import LARGEST, DescentProblem, Row
 
 
 if TYPE_CHECKING:
@@ -27,12 +26,13 @@ logger = get_logger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
-UNKNOWN_SCORE = -1e9  # below that of any checkpoint with a known problem, also when steps are added to it
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
-    "objective", "descent_alpha", "initial_loss_bound", "descent_strength", "constrained_layers", "dual_warmup_steps",
-    "fixed_multipliers",
+    "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
+    "dual_warmup_steps", "fixed_multipliers",
 )  # fmt: skip
+# A row is looked at this often in the constrained part of a run, to see whether it can be met.
+PROGRESS_CHECKS = 10
 
 
 class DescentState:
@@ -45,6 +45,7 @@ class DescentState:
         num_layers (`int`): number of layers L.
         max_steps (`int`): optimizer steps of the whole run, of which a fractional warm-up is a part.
         start_step (`int`): the step at which the duals start; warm-up is counted from here.
+        chance (`float`, *optional*): the measured loss of the best constant prediction, where it is known.
         device (`torch.device`): where the losses arrive.
         fixed_run (`dict`, *optional*): `descent_config.json` of the run that `fixed_multipliers` names.
     """
@@ -55,23 +56,51 @@ class DescentState:
         num_layers: int,
         max_steps: int,
         start_step: int,
+        chance: float | None = None,
         device: torch.device | str = "cpu",
         fixed_run: Mapping[str, Any] | None = None,
     ):
         self.args, self.num_layers, self.max_steps, self.device = args, num_layers, max_steps, device
         warmup = args.dual_warmup_steps
         self.active_from = start_step + (math.ceil(warmup * max_steps) if warmup < 1 else int(warmup))
-        check_constrained_layers(args.constrained_layers, num_layers)
-        if args.descent_alpha != "auto":
-            check_alpha(args.descent_alpha, num_layers)
         if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:
             logger.warning(
                 f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
                 "never act. Lower `dual_warmup_steps` or train longer."
             )
-        self.chance: float | None = None  # the measured loss of the best constant prediction
+        self.problem: DescentProblem | None = None
+        self._index: torch.Tensor | None = None
+        bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
+        if args.objective == "fixed" and isinstance(args.fixed_multipliers, str):
+            problem = DescentProblem.saved_in(fixed_run or {})
+            if problem is None:
+                raise ValueError(
+                    f"There is no run in {args.fixed_multipliers} with multipliers: it is unconstrained, or its "
+                    "training has not begun."
+                )
+            self._take_problem(problem)
+        elif bound is not None:
+            self._take_problem(
+                DescentProblem(
+                    args.layer_rows,
+                    bound,
+                    num_layers,
+                    args.constrained_layers,
+                    chance,
+                    args.descent_strength,
+                    args.exit_targets,
+                    args.loss_targets,
+                )
+            )
+            if chance is not None and bound > 1.001 * chance:
+                logger.info(
+                    f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
+                    "prediction: a layer at chance can meet the first constraint, though no verdict calls that met."
+                )
+        elif args.objective not in objectives.UNCONSTRAINED and max_steps > 0:
+            raise ValueError("The loss of a constant prediction is not known: set `initial_loss_bound` to a number.")
         self.multipliers = Multipliers(
-            num_layers,
+            num_layers if self.problem is None else self.problem.num_rows,
             args.dual_learning_rate,
             optim=args.dual_optim,
             resilience=args.resilience,
@@ -80,19 +109,17 @@ class DescentState:
             maximum=args.multiplier_max,
             device=device,
         )
-        self.problem: DescentProblem | None = None
-        self._index: torch.Tensor | None = None
         if args.objective == "fixed":
             self._set_fixed_multipliers(fixed_run)
-        elif not args.is_auto:
-            self._set_problem(args.descent_alpha, args.initial_loss_bound)
         # Running averages of the layer losses, and the weight that makes up for their start at zero.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.averages, self.average_weight = zeros(num_layers), zeros(1)
+        self.warmup_losses = zeros(num_layers)  # the averages at the end of warm-up; zeros before
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._reported: set[str] = set()
         self._released: torch.Tensor | None = None  # what slacks relaxed before they started afresh
+        self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = None  # step, violations, multipliers
 
     # ---- primal side ----
 
@@ -101,21 +128,16 @@ class DescentState:
         objective = self.args.objective
         if objective in objectives.UNCONSTRAINED:
             return objective == "erm"
-        return self.problem is None or step < self.active_from
-
-    @property
-    def awaits_problem(self) -> bool:
-        """Whether warm-up is to find the problem."""
-        return self.problem is None and self.max_steps > 0 and self.args.objective in objectives.MEASURING
+        return step < self.active_from
 
     @property
     def trained_layers(self) -> list[int]:
         """The layers (1-based) whose losses the objective depends on at some step."""
         if self.args.objective == "erm":
             return [self.num_layers]
-        layers = self.args.constrained_layers or range(1, self.num_layers + 1)
-        constrained = self.problem.constrained_layers if self.problem else layers
-        return sorted({*constrained, self.num_layers})
+        if self.args.objective == "deep_supervision":
+            return sorted({*(self.args.constrained_layers or range(1, self.num_layers + 1)), self.num_layers})
+        return sorted({*self.problem.layers, self.num_layers})
 
     def weighted_layers(self, step: int) -> list[int]:
         """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
@@ -133,20 +155,23 @@ class DescentState:
         if self.args.objective in ("hinge", "quadratic"):
             # Divided by its share, a part is the micro-batch's own mean.
             own = layer_losses / torch.where(share > 0, share, 1.0)
-            return share * objectives.penalty(self.args.objective, self.problem, own, self.args.penalty_coefficient)
+            violations = self._violations(own, detach=self.args.negative_weights == "detach")
+            penalty = objectives.penalty(self.args.objective, violations, self.args.penalty_coefficient)
+            return share * (own[-1] + penalty)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
         return self.weights()[self._trained] @ layer_losses[self._trained]
 
     def weights(self) -> torch.Tensor:
         """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
-        return objectives.linear_weights(
-            self.args.objective,
-            self.problem,
-            self.multipliers.values,
-            self.args.penalty_coefficient,
-            self.args.negative_weights,
-            self._trained,
-        )
+        args = self.args
+        if args.objective in ("descent", "fixed"):
+            detach = args.negative_weights == "detach"
+            weights = self.problem.weights(self.multipliers.values, self.level, detach)
+            weights = weights.clamp(min=0) if args.negative_weights == "clip" else weights
+        else:
+            weights = torch.zeros_like(self.averages).index_fill_(0, self._trained, args.penalty_coefficient)
+            weights[-1:].fill_(1.0)  # an assignment would copy from the host
+        return weights / weights.abs().sum() if args.normalize_weights else weights
 
     @property
     def _trained(self) -> torch.Tensor:
@@ -170,15 +195,15 @@ class DescentState:
         self.averages = (1 - weight) * self.averages + weight * counted
         self.average_weight = (1 - weight) * self.average_weight + weight
         self._logged += torch.cat([counted, usable[None]])
+        if step + 1 == self.active_from:
+            self.warmup_losses = self.mean_losses
 
         if self.args.objective == "descent" and not self.inactive(step):
-            violations = self.problem.violations(layer_losses)
+            violations = self._violations(layer_losses)
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
             self.multipliers.step(torch.where(usable, violations, torch.nan))
             self._released = None
-        if step + 1 >= self.active_from and self.awaits_problem:
-            self._end_warmup()
 
     def restart_slacks(self) -> None:
         """See [`Multipliers`]; the verdict, which may come before the next step, still tells of them."""
@@ -190,162 +215,131 @@ class DescentState:
         """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
         return self.averages / self.average_weight
 
-    def take_chance(self, chance: float) -> None:
-        """The measured loss of the best constant prediction: f_0 where that is "auto", else what it is judged by."""
-        self.chance, bound = chance, self.args.initial_loss_bound
-        if bound == "auto" and self.awaits_problem and self.args.descent_alpha != "auto":
-            self._set_problem(self.args.descent_alpha, chance)
-        if self.problem is not None and self.problem.chance_loss is None:
-            self.problem.chance_loss = chance
-        if bound != "auto" and bound > 1.001 * chance:
-            logger.info(
-                f"`initial_loss_bound`={bound:.4g} lies above the best constant prediction's loss, {chance:.4g}."
-            )
+    @property
+    def level(self) -> torch.Tensor:
+        """The f_L to which line and steps rows lead at present; f_0, from which they ask nothing, before any step."""
+        mean = self.mean_losses[-1]
+        return torch.where(mean.isfinite(), mean, self.problem.initial_loss_bound)
 
-    def _end_warmup(self) -> None:
-        """Fix the schedule that was to be measured."""
-        bound = self.chance if self.args.initial_loss_bound == "auto" else self.args.initial_loss_bound
-        last, layers = self.mean_losses[-1].item(), self.args.constrained_layers or range(self.num_layers)
-        self._set_problem(geometric_alpha(bound, last, len(layers), self.args.descent_strength), bound)
-        logger.info(
-            f"Descent schedule: f_0 = {bound:.4g}, alpha = {self.problem.alpha[-1]:.4g}, measured in the warm-up up "
-            f"to step {self.active_from}, at f_L = {last:.4g}."
-        )
-
-    def _set_problem(self, alpha, initial_loss_bound) -> None:
-        layers = self.args.constrained_layers
-        self._take_problem(DescentProblem(alpha, initial_loss_bound, self.num_layers, layers, self.chance))
+    def _violations(self, layer_losses: torch.Tensor, detach: bool = False) -> torch.Tensor:
+        """Those that training acts on, `[rows]`."""
+        return self.problem.violations(layer_losses, self.level, self.args.target_margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
         self.problem, self._index = problem.to(self.device), None
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
-        """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given, and of a
-        given problem with the same f_0 the loss at chance."""
+        """For a model that is only evaluated: the problem and the multipliers of the run whose `descent_config.json`
+        is given, and of a given problem with the same f_0 the loss at chance."""
         saved = DescentProblem.saved_in(summary)
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
-        self.chance = saved.chance_loss
-        if self.problem is None:
+        if self.problem is None or self.args.initial_loss_bound == "auto":
             self._take_problem(saved)
         elif self.problem.initial_loss_bound == saved.initial_loss_bound:
             self.problem.chance_loss = saved.chance_loss
+        if self.problem.rows == saved.rows:
+            self.multipliers.values = torch.tensor(summary["multipliers"], dtype=torch.float32, device=self.device)
 
     def _set_fixed_multipliers(self, run: Mapping[str, Any] | None) -> None:
-        values = self.args.fixed_multipliers
-        if isinstance(values, str):
-            problem = DescentProblem.saved_in(run or {})
-            if problem is None:
-                raise ValueError(
-                    f"There is no run in {values} with multipliers: it is unconstrained, or was saved in its warm-up."
-                )
-            values = run["multipliers"]
-            self._take_problem(problem)
-        elif self.args.is_auto:
-            raise ValueError(
-                "`fixed_multipliers` as a list needs `descent_alpha` and `initial_loss_bound` as numbers, not 'auto'."
-            )
-        else:
-            self._set_problem(self.args.descent_alpha, self.args.initial_loss_bound)
-        if len(values) != self.num_layers:
-            raise ValueError(
-                f"`fixed_multipliers` has {len(values)} values but the model has {self.num_layers} layers."
-            )
+        values, problem = self.args.fixed_multipliers, self.problem
+        values = run["multipliers"] if isinstance(values, str) else values
+        if len(values) != problem.num_rows:
+            raise ValueError(f"`fixed_multipliers` has {len(values)} values; give one per row, {problem.num_rows}.")
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
-        if free := [n for n, value in enumerate(values, 1) if value and n not in self.problem.constrained_layers]:
+        constrained = {row.index for row in problem.rows}
+        if free := [index + 1 for index, value in enumerate(values) if value and index not in constrained]:
             raise ValueError(f"`fixed_multipliers` is {values}, but layers {free} have no constraint; set 0 there.")
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
 
-    # ---- logs and verdicts ----
-
-    @property
-    def tolerance(self) -> float:
-        """The largest violation that counts as feasible, in units of the loss; of a known problem."""
-        return self.args.feasibility_tolerance * self.problem.initial_loss_bound
+    # ---- logs ----
 
     def logs(self, step: int) -> dict[str, float]:
-        """Scalars of the steps since the last call, per layer; empty where there was no usable step."""
+        """Scalars of the steps since the last call, per layer and row; empty where there was no usable step."""
         *sums, count = self._logged.tolist()
         self._logged.zero_()
         self._report_faults()
         if count == 0:
             return {}
         losses = (torch.tensor(sums) / count).to(self.device)  # [layers]
-        per_layer, logs = {"layer_loss": losses}, {}
-        if self.problem is not None:
-            violations = self.problem.violations(losses)
-            per_layer |= {"violation": violations, "multiplier": self.multipliers.values}
-            if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
-                per_layer["weight"] = self.weights()
-            logs["max_violation"] = self.problem.max_violation(losses).item()
-            logs["lagrangian"] = self.problem.lagrangian(losses, self.multipliers.values).item()
-        for name, values in per_layer.items():
-            logs |= {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
+        logs = _numbered("layer_loss", losses)
+        if self.problem is None:
+            return logs
+        violations = self.problem.violations(losses, self.level)
+        for row in self.problem.rows:
+            logs[f"violation_{row.name}"] = violations[row.index].item()
+            logs[f"multiplier_{row.name}"] = self.multipliers.values[row.index].item()
+        if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
+            logs |= _numbered("weight", self.weights())
+        logs["max_violation"] = max(violations[row.index].item() for row in self.problem.rows)
+        logs["lagrangian"] = self.problem.lagrangian(losses, self.multipliers.values, self.level).item()
+        self._report_progress(step)
         return logs
 
-    def evaluation(
-        self, layer_losses: torch.Tensor, prefix: str, step: int = 0, rows: int = MIN_ROWS
-    ) -> dict[str, float]:
-        """Metrics of held-out layer losses `[L]`: the losses, and feasibility once the problem is known.
+    def report(self) -> dict[str, float]:
+        """What the rows asked and what training reached, said in the log; the largest violation as a metric.
 
-        No model is called feasible on fewer than `MIN_ROWS` rows, or before the loss at chance was measured.
-
-        `feasible_score` is one number to choose a checkpoint by (greater is better): every infeasible state has a
-        negative score, minus its `shortfall` ([`DescentProblem`]) in units of f_0; a feasible one a positive score
-        that falls with f_L. A loss that is not finite has the score of an unknown problem. In warm-up, before the
-        problem is known, the score rises with every `step`, so that patience with it does not run out.
+        Running averages of training losses are no certificate: a model has fitted these rows of data.
         """
-        metrics = {f"{prefix}_layer_loss_{layer}": f for layer, f in enumerate(layer_losses.tolist(), start=1)}
-        if self.problem is not None:
-            losses, last = layer_losses.to(self.device, torch.float32), layer_losses[-1].item()
-            feasible = self.problem.feasible(losses, self.tolerance)
-            metrics[f"{prefix}_max_violation"] = self.problem.max_violation(losses).item()
-            metrics[f"{prefix}_feasible"] = float(feasible and rows >= MIN_ROWS)
-            shortfall = self.problem.shortfall(losses, self.tolerance) / self.problem.initial_loss_bound
-            score = (1 / (1 + last) if last >= 0 else 1 - last) if feasible else -shortfall
-            metrics[f"{prefix}_feasible_score"] = score if math.isfinite(score + last) else UNKNOWN_SCORE
-        if self.awaits_problem:
-            metrics |= {f"{prefix}_feasible": 0.0, f"{prefix}_feasible_score": UNKNOWN_SCORE + step}
-        return metrics
-
-    @property
-    def train_feasibility(self) -> dict[str, float]:
-        """Feasibility of the running averages of training; empty before the problem is known."""
+        self._report_faults()
         if self.problem is None or not self.average_weight.item():
             return {}
-        metrics = self.evaluation(self.mean_losses, "train")
-        return {name: metrics[name] for name in ("train_max_violation", "train_feasible")}
-
-    def verdict(self) -> dict[str, float]:
-        """[`train_feasibility`], said in the log."""
-        self._report_faults()
-        metrics = self.train_feasibility
-        if not metrics:
-            return {}
-        problem = self.problem
-        violations = problem.violations(self.mean_losses).tolist()  # [layers]
-        hardest = max(problem.constrained_layers, key=lambda layer: violations[layer - 1])
-        text = (
-            f"layer {hardest} has the largest violation, {metrics['train_max_violation']:.4g} "
-            f"(f_0 = {problem.initial_loss_bound:.4g}, multiplier {self.multipliers.values[hardest - 1]:.3g})"
-        )
-        if at_chance := problem.at_chance(self.mean_losses, self.tolerance):
-            text += f"; layers {at_chance} are no better than a constant prediction, within the tolerance"
-        if metrics["train_feasible"]:
-            logger.info(f"The descent constraints are met at the end of training: {text}.")
+        problem, losses = self.problem, self.mean_losses
+        asked, tolerances = problem.bounds(losses)
+        text = "row: asked, reached, tolerance, multiplier"
+        for row in problem.rows:
+            numbers = asked[row.index], losses[row.layer - 1], tolerances[row.index]
+            numbers = *numbers, self.multipliers.values[row.index]
+            text += f"\n{row.name}: {', '.join(f'{number.item():.4g}' for number in numbers)}"
+        for when, found in {"now": losses, "after warm-up, of plain training": self.warmup_losses}.items():
+            if (share := problem.descent_share(found)) is not None:
+                text += f"\ndescent share {when}: {share:.2f}"
+        if problem.feasible(losses):
+            logger.info(f"On the last training batches every row is within its tolerance:\n{text}")
         elif self.args.objective == "descent":
             # In units of the loss.
             relaxed = (self.multipliers.relaxation if self._released is None else self._released).max().item()
             relaxed *= problem.initial_loss_bound if self.args.normalize_violations else 1.0
             if relaxed:
-                text += f"; resilience has relaxed them by up to {relaxed:.4g}"
+                text += f"\nresilience has relaxed them by up to {relaxed:.4g}"
             logger.warning(
-                f"The descent constraints are NOT met at the end of training: {text}. Infeasible models can be far "
-                "worse than plain ones: train longer, lower `descent_strength` (or `descent_alpha`), raise "
-                "`dual_learning_rate`, or choose a feasible checkpoint by `metric_for_best_model='feasible_score'`."
+                f"On the last training batches NOT every row is within its tolerance:\n{text}\nAsk for less "
+                "(`descent_strength`, `descent_alpha`, the targets), train longer, or raise `dual_learning_rate`."
             )
-        return metrics
+        return {"train_max_violation": problem.max_violation(losses).item()}
+
+    def _report_progress(self, step: int) -> None:
+        """Log, once each, a row whose multiplier keeps rising while its violation does not fall."""
+        since = self.active_from if self._progress is None else self._progress[0]
+        if self.args.objective != "descent" or step < since + (self.max_steps - self.active_from) / PROGRESS_CHECKS:
+            return
+        losses, multipliers = self.mean_losses, self.multipliers.values.clone()
+        violations = self.problem.violations(losses) - self.problem.bounds(losses)[1]
+        before, self._progress = self._progress, (step, violations, multipliers)
+        if before is None:
+            return
+        stuck = (violations > 0) & (violations > 0.95 * before[1]) & (multipliers > 1.05 * before[2])
+        for row in self.problem.rows:
+            if stuck[row.index] and row.name not in self._reported:
+                self._reported.add(row.name)
+                logger.warning(
+                    f"The multiplier of row {row.name} keeps rising and its violation does not fall: it may ask for "
+                    f"more than this model can do. Attainable, it seems: {self._attainable(row, losses)}."
+                )
+
+    def _attainable(self, row: Row, losses: torch.Tensor) -> str:
+        loss, reference = losses[row.layer - 1].item(), [self.problem.initial_loss_bound, *losses.tolist(), 1.0]
+        ratio = loss / reference[row.reference]
+        if row.kind == "exit":
+            return f"`exit_targets` of {ratio - 1:.3g} at layer {row.layer}"
+        if row.kind == "bound":
+            return f"`loss_targets` of {loss:.3g} at layer {row.layer}"
+        if row.kind == "descent":
+            return f"`descent_alpha` of {1 - ratio:.3g} at layer {row.layer}"
+        share = self.problem.descent_strength / row.power * math.log(ratio)
+        share /= math.log(reference[self.num_layers] / reference[0])
+        return f"`descent_strength` of {max(share, 0.0):.2g}"
 
     def _report_faults(self) -> None:
         """Log, once each, a layer whose loss was not finite and a multiplier at its cap."""
@@ -353,13 +347,13 @@ class DescentState:
         if faults and "nonfinite" not in self._reported:
             self._reported.add("nonfinite")
             logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
-        cap = self.args.multiplier_max
-        capped = [layer for layer, v in enumerate(self.multipliers.values.tolist(), start=1) if cap and v >= cap]
+        cap, values = self.args.multiplier_max, self.multipliers.values.tolist()
+        capped = [row.name for row in (self.problem.rows if self.problem and cap else []) if values[row.index] >= cap]
         if capped and "cap" not in self._reported:
             self._reported.add("cap")
             logger.warning(
-                f"The multiplier of layer {capped[0]} is at `multiplier_max`={cap}: its constraint may not be met. "
-                "Raise the cap, or lower `descent_strength` (or `descent_alpha`)."
+                f"The multiplier of row {capped[0]} is at `multiplier_max`={cap}: the row may not be met. Raise the "
+                "cap, or ask for less."
             )
 
     @property
@@ -372,18 +366,20 @@ class DescentState:
     def summary(self) -> dict:
         """The problem and the multipliers in plain Python values, for people and for `fixed_multipliers`."""
         summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
-        summary |= {"chance_loss": self.chance} if self.problem is None else self.problem.state_dict()
+        if self.problem is not None:
+            summary |= self.problem.state_dict()
         if self.average_weight.item():
             summary["train_layer_losses"] = self.mean_losses.tolist()
-        return summary | self.train_feasibility
+        if self.warmup_losses.any():
+            summary["warmup_layer_losses"] = self.warmup_losses.tolist()
+        return summary
 
     def save(self, folder: str, write: bool = True) -> None:
-        """Write the state into a checkpoint folder by an atomic write. All processes call, one writes."""
+        """Write the state into a checkpoint folder by an atomic write, where `write`."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
-        tensors |= {"averages": self.averages.cpu(), "average_weight": self.average_weight.cpu()}
+        tensors |= {name: getattr(self, name).cpu() for name in ("averages", "average_weight", "warmup_losses")}
         meta = {
             "active_from": self.active_from,
-            "chance": self.chance,
             "problem": None if self.problem is None else self.problem.state_dict(),
             "schedule": self._schedule(),
         }
@@ -408,16 +404,25 @@ class DescentState:
             _check_values(tensors, meta)
             self.averages = tensors["averages"].to(self.averages)
             self.average_weight = tensors["average_weight"].to(self.average_weight)
+            # Version 0.1 did not keep them.
+            self.warmup_losses = tensors.get("warmup_losses", self.warmup_losses).to(self.averages)
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{path} does not hold a complete dual state ({error}); resume from another one."
             ) from error
-        self.active_from, self.chance = meta["active_from"], meta["chance"]
+        self.active_from = meta["active_from"]
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
 
     def _schedule(self) -> dict:
-        return {"num_layers": self.num_layers} | {name: getattr(self.args, name) for name in SCHEDULE}
+        """As JSON gives it back. A step size that follows f_L is "auto", as version 0.1 called its own."""
+        rows = "auto" if self.args.follows else self.args.layer_rows
+        settings = {name: getattr(self.args, name) for name in SCHEDULE} | {"descent_alpha": rows}
+        return json.loads(json.dumps({"num_layers": self.num_layers, **settings}))
+
+
+def _numbered(name: str, values: torch.Tensor) -> dict[str, float]:
+    return {f"{name}_{layer}": value for layer, value in enumerate(values.tolist(), start=1)}
 
 
 def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
@@ -427,20 +432,20 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             meta = json.loads(file.metadata()["state"])
-            meta = {"chance": (meta["problem"] or {}).get("chance_loss")} | meta  # older files do not name it
-            return tensors, {name: meta[name] for name in ("active_from", "chance", "problem", "schedule")}
+            if meta["problem"] is not None:
+                DescentProblem(**meta["problem"])
+            return tensors, {name: meta[name] for name in ("active_from", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 
 
 def _check_values(tensors: dict[str, torch.Tensor], meta: dict) -> None:
     """ValueError where what a state file holds beside the multipliers cannot come from training."""
-    averages, weight, chance = tensors["averages"], tensors["average_weight"], meta["chance"]
+    averages, weight = tensors["averages"], tensors["average_weight"]
     holds = {
-        "averages": averages.shape == tensors["multipliers.values"].shape and averages.isfinite().all(),
+        "averages": averages.shape == (meta["schedule"]["num_layers"],) and averages.isfinite().all(),
         "average_weight": weight.shape == (1,) and 0 <= weight < math.inf,
         "active_from": isinstance(meta["active_from"], int) and meta["active_from"] >= 0,
-        "chance": chance is None or (isinstance(chance, int | float) and 0 < chance < math.inf),
     }
     for name in (name for name, is_sound in holds.items() if not is_sound):
         raise ValueError(f"'{name}' is {tensors[name].tolist() if name in tensors else meta[name]}")

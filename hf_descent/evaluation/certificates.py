@@ -1,74 +1,144 @@
-"""Certified layers: which constraints hold with confidence, on finite data.
+"""The certificate: row by row, whether what was asked of the layers is met on held-out data, with confidence.
 
-A certificate is an ESTIMATE from held-out samples. Assumed: the samples are independent, of the distribution that
-the statement is about, enough for the t interval of a mean, and none of them was trained on. The radii stand for the
-near-feasibility term of the paper's Theorem 1; its constants cannot be measured and are not claimed.
-
-Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, Theorem 1.
+Assumed: the samples are independent, of the distribution that the statement is about, enough for the t interval of a
+mean, and none of them was trained on, or chose this model among others. A certificate is about the layer losses of one
+model; the constants of the paper's theorems cannot be measured and are not claimed.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from ..constraints.problem import DescentProblem
-from .profile import LayerProfile
+from ..constraints.problem import DescentProblem, largest_rise
 from .scoring import Result, format_table
+from .uncertainty import radius
+
+
+# With fewer blocks the interval is too narrow where losses are heavy-tailed.
+MIN_BLOCKS = 8
+MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
 
 
 @dataclass
 class Certificate(Result):
-    """Which layers are feasible with confidence, from one layer profile (an estimate; see the module).
+    """What each row of a problem asked, and what was reached; layer l at index l-1, rows in the problem's order.
 
     Attributes:
+        losses (float64 `[L]`): f_l.
+        rows (`list[str]`): names of the rows; those of layers without a constraint are left out.
+        asked (float64 `[rows]`): the loss that each row asks its layer to be below.
+        reached (float64 `[rows]`): the loss of that layer.
+        tolerances (float64 `[rows]`): by how much it may be missed.
+        radii (float64 `[rows]`): half-widths of the intervals of `reached - asked - tolerances`, paired over the
+            data.
+        verdicts (`list[str]`): "met" where that interval lies below 0, and the intervals of the layer's loss and of
+            f_L below the loss at chance; "not met" where the former lies above 0 or the layer's loss above chance;
+            else "not shown". Nothing is met on fewer than 8 blocks of data, in a model of one layer, or with a loss
+            that is not positive.
+        feasible (`bool`): whether every row is met. Each interval has the `confidence` by itself, and that all of
+            them hold is then no less sure (an intersection-union test).
+        has_learned (`bool`): whether the constrained layers and the last one are below chance, as `verdicts` asks.
+        max_violation (`float`): the largest violation, in units of the loss.
+        shortfall (`float`): see [`DescentProblem`]; 0 where every row is within its tolerance, as an estimate.
+        descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
         gamma (`float`): noise level of the input.
-        confidence (`float`): level at which all statements hold TOGETHER.
-        layers (`list[int]`): the constrained layers, 1-based.
-        violations (float64 `[constrained]`): g_l, in units of the loss.
-        radii (float64 `[constrained]`): half-widths of simultaneous intervals of g_l (Bonferroni over the layers).
-        certified (`list[bool]`): whether g_l plus its radius is at most the tolerance, and f_l plus its own less than
-            the loss at chance by more than that ([`DescentProblem`]).
-        certified_share (`float`): share of the constrained layers that are certified.
-        refuted_share (`float`): share of those where either is beyond it less the radius; the rest is open.
+        confidence (`float`): of each interval.
+        multipliers (`list[float]`, *optional*): of each row, in the training.
     """
 
-    gamma: float
-    confidence: float
-    layers: list[int]
-    violations: np.ndarray
+    losses: np.ndarray
+    rows: list[str]
+    asked: np.ndarray
+    reached: np.ndarray
+    tolerances: np.ndarray
     radii: np.ndarray
-    certified: list[bool]
-    certified_share: float
-    refuted_share: float
+    verdicts: list[str]
+    feasible: bool
+    has_learned: bool
+    max_violation: float
+    shortfall: float
+    descent_share: float | None
+    largest_rise: float | None
+    gamma: float = 0.0
+    confidence: float = 0.95
+    multipliers: list[float] | None = None
 
     def __str__(self) -> str:
-        rows = [["layer", "violation", "+-", "feasible"]]
-        for layer, violation, error, certified in zip(self.layers, self.violations, self.radii, self.certified):
-            verdict = "certified" if certified else "not certified"
-            rows.append([f"{layer}", f"{violation:.5g}", f"{error:.2g}", verdict])
-        return (
-            f"{format_table(rows)}\nEstimate at noise level {self.gamma:g}: {self.certified_share:.0%} of the "
-            f"constrained layers are certified feasible, {self.refuted_share:.0%} infeasible, the rest is open; "
-            f"{self.confidence:.0%} for all of it together.\n"
-            "Assumed: independent samples of the distribution in question, none of them trained on."
-        )
+        columns = {
+            "row": self.rows,
+            "asked": [f"{loss:.4g}" for loss in self.asked],
+            "reached": [f"{loss:.4g}" for loss in self.reached],
+            f"+- ({self.confidence:.0%})": [f"{error:.2g}" for error in self.radii],
+            "tolerance": [f"{tolerance:.2g}" for tolerance in self.tolerances],
+            "multiplier": [f"{multiplier:.3g}" for multiplier in self.multipliers or []],
+            "verdict": self.verdicts,
+        }
+        columns = {title: cells for title, cells in columns.items() if cells}
+        table = [list(columns), *map(list, zip(*columns.values()))]
+        count = self.verdicts.count(MET)
+        told = f"{count} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
+        if self.descent_share is not None:
+            told += f", descent share {self.descent_share:.2f}"
+        if self.largest_rise is not None:
+            told += f", largest rise from layer to layer {self.largest_rise:.1%}"
+        return f"{format_table(table)}\n{told}."
 
 
-def certify(profile: LayerProfile, confidence: float = 0.95) -> Certificate:
-    """The certificate of a profile that was measured against a problem.
+def certify(
+    problem: DescentProblem,
+    blocks: np.ndarray,
+    confidence: float = 0.95,
+    gamma: float = 0.0,
+    multipliers: torch.Tensor | None = None,
+) -> Certificate:
+    """The certificate of a problem from sums over held-out data.
+
+    Args:
+        problem ([`DescentProblem`]): what was asked.
+        blocks (float64 `[B, L, 2]`): of each block of the data and each layer the sum of the losses and of the items.
+        confidence (`float`): of each interval.
+        gamma (`float`): the noise level of the input.
+        multipliers (`torch.Tensor` of shape `[rows]`, *optional*): those of the training.
 
     Raises:
-        ValueError: the profile has no problem, or `confidence` is no level.
+        ValueError: `confidence` is no level.
     """
-    if profile.problem is None:
-        raise ValueError("The profile was measured without `problem`, so it has no constraints to certify.")
-    layers = profile.constrained_layers
-    index = np.array(layers) - 1
-    violations, losses = profile.violations[index], profile.losses[index]
-    # A layer is infeasible in one of two ways: both intervals of one level are no less sure together.
-    radii, errors = (profile.radius(name, confidence, len(layers))[index] for name in ("violations", "losses"))
-    margin = DescentProblem(**profile.problem).chance - profile.tolerance
-    certified = (violations + radii <= profile.tolerance) & (losses + errors < margin)  # never with a radius of nan
-    refuted = (violations - radii > profile.tolerance) | (losses - errors >= margin)
-    shares = float(certified.mean()), float(refuted.mean())
-    return Certificate(profile.gamma, confidence, layers, violations, radii, certified.tolist(), *shares)
+    problem = DescentProblem(**problem.state_dict())  # the given one may be on a device
+
+    def excess(sums):
+        return torch.cat(problem.excess(torch.from_numpy(_means(sums)))).numpy()
+
+    total, count = blocks.sum(axis=0), len(problem.rows)
+    losses, values = torch.from_numpy(_means(total)), excess(total)
+    errors = np.broadcast_to(radius(excess, blocks, confidence), values.shape)
+    if len(blocks) < MIN_BLOCKS or problem.num_layers < 2 or not (losses > 0).all():
+        errors = np.full(values.shape, np.nan)
+    upper, lower = values + errors, values - errors
+    learned = (upper[count:-1] < 0) & (upper[-1] < 0)
+    met = (upper[:count] <= 0) & learned
+    failed = (lower[:count] > 0) | (lower[count:-1] > 0)
+    index = [row.index for row in problem.rows]
+    asked, tolerances = (values[index].numpy() for values in problem.bounds(losses))
+    return Certificate(
+        losses=losses.numpy(),
+        rows=[row.name for row in problem.rows],
+        asked=asked,
+        reached=losses[[row.layer - 1 for row in problem.rows]].numpy(),
+        tolerances=tolerances,
+        radii=errors[:count],
+        verdicts=np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist(),
+        feasible=bool(met.all()),
+        has_learned=bool(learned.all()),
+        max_violation=problem.max_violation(losses).item(),
+        shortfall=problem.shortfall(losses),
+        descent_share=problem.descent_share(losses) if upper[-1] < 0 else None,
+        largest_rise=largest_rise(losses),
+        gamma=gamma,
+        confidence=confidence,
+        multipliers=None if multipliers is None else multipliers[index].tolist(),
+    )
+
+
+def _means(sums: np.ndarray) -> np.ndarray:
+    return sums[:, 0] / sums[:, 1]

@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..configs import levels_of
-from ..constraints.problem import MIN_ROWS, DescentProblem
+from ..constraints.problem import DescentProblem, largest_rise
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
+from .certificates import Certificate, certify
 from .scoring import (
     Evaluation,
     Result,
@@ -42,12 +43,7 @@ class LayerProfile(Result):
         values (float64 `[L]`): the metric read out at each layer.
         sample_losses (float64 `[samples, L]`): f_l(x_n), the mean over the items of sample n, where it has any.
         gamma (`float`): noise level of the input.
-        violations (float64 `[L]`, *optional*): g_l of the problem, in units of the loss; at most 0 is satisfied.
-        max_violation (`float`, *optional*): the largest violation over the constrained layers.
-        feasible (`bool`, *optional*): whether no violation exceeds the tolerance and no constrained layer is at chance
-            ([`DescentProblem`]); never on fewer than 8 samples.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
-        tolerance (`float`): largest violation that counts as feasible, in units of the loss.
         blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
             blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
@@ -59,11 +55,7 @@ class LayerProfile(Result):
     values: np.ndarray
     sample_losses: np.ndarray
     gamma: float = 0.0
-    violations: np.ndarray | None = None
-    max_violation: float | None = None
-    feasible: bool | None = None
     problem: dict[str, Any] | None = None
-    tolerance: float = 0.0
     blocks: np.ndarray | None = None
     scale: float = 1.0
     data: str | None = None
@@ -85,21 +77,24 @@ class LayerProfile(Result):
         """Share of (sample, layer) steps whose loss falls, rho < 1; not a number for a single layer."""
         return float(np.mean(self.ratios < 1.0)) if self.ratios.size else float("nan")
 
+    def certificate(self, confidence: float = 0.95) -> Certificate:
+        """What each row of the problem asked, and whether it is met; ValueError without a problem."""
+        if self.problem is None:
+            raise ValueError("The profile was measured without `problem`, so it has no constraints to certify.")
+        return certify(DescentProblem(**self.problem), self.blocks[..., 2:], confidence, self.gamma)
+
     @property
-    def constrained_layers(self) -> list[int]:
-        """The constrained layers of the problem, 1-based; none without a problem."""
-        return [] if self.problem is None else self.problem["constrained_layers"]
+    def feasible(self) -> bool | None:
+        """Whether every row of the problem is met with confidence; `None` without a problem."""
+        return None if self.problem is None else self.certificate().feasible
 
     def radius(self, name: str, confidence: float = 0.95, comparisons: int = 1) -> np.ndarray:
-        """Half-width `[L]` of the confidence intervals of `"losses"`, `"values"` or `"violations"`, over the choice of
-        the data and the noise; of `comparisons` intervals that hold together. Not a number without two blocks."""
+        """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
+        the noise; of `comparisons` intervals that hold together. Not a number without two blocks."""
         return np.broadcast_to(radius(self.statistic(name), self.blocks, confidence, comparisons), self.losses.shape)
 
     def statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
         """Maps sums `[L, 4]` to the attribute that a profile with these sums has."""
-        if name == "violations":
-            problem = DescentProblem(**self.problem)
-            return lambda sums: problem.violations(torch.from_numpy(mean_loss(sums))).numpy()
         return {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[name]
 
     def to_dict(self) -> dict[str, float]:
@@ -110,14 +105,14 @@ class LayerProfile(Result):
         if self.ratios.size:
             flat["ratio_mean"], flat["ratio_median"] = float(np.mean(self.ratios)), float(np.median(self.ratios))
             flat["descending_share"] = self.descending_share
-        if self.violations is not None:
-            flat |= {"max_violation": self.max_violation, "feasible": float(self.feasible)}
-        return flat
+        found = {"largest_rise": largest_rise(torch.from_numpy(self.losses))}
+        if self.problem is not None:
+            verdict = self.certificate()
+            found |= {name: getattr(verdict, name) for name in ("max_violation", "feasible", "descent_share")}
+        return flat | {name: float(value) for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
         columns = {"loss": "losses", self.metric: "values"}
-        if self.violations is not None:
-            columns["violation"] = "violations"
         rows = [["layer"], *([f"{layer}"] for layer in range(1, len(self.losses) + 1))]
         for title, name in columns.items():
             rows[0] += [title, "+- (95 %)"]
@@ -156,7 +151,6 @@ def layer_profiles(
     gammas: Sequence[float],
     *,
     problem: DescentProblem | Mapping[str, Any] | None = None,
-    tolerance: float = 0.0,
     seed: int = 0,
     sigma: float | None = None,
     **settings,
@@ -166,7 +160,6 @@ def layer_profiles(
     Args:
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
-        tolerance (`float`): largest violation that counts as feasible, in units of the loss.
         seed, sigma: see [`EmbeddingNoise`].
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
@@ -200,7 +193,7 @@ def layer_profiles(
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
     metric, scale = name_of(evaluation.metric), float(evaluation.scale)
     return [
-        _profile(metric, scale, blocks[:, level], samples[level], gamma, problem, tolerance, fingerprint)
+        _profile(metric, scale, blocks[:, level], samples[level], gamma, problem, fingerprint)
         for level, gamma in enumerate(gammas)
     ]
 
@@ -216,17 +209,8 @@ def _find_layers(evaluation, inputs, problem) -> LayerLosses:
     return layers
 
 
-def _profile(metric, scale, blocks, sample_losses, gamma, problem, tolerance, data) -> LayerProfile:
+def _profile(metric, scale, blocks, sample_losses, gamma, problem, data) -> LayerProfile:
     total = blocks.sum(axis=0)  # [layers, 4]
-    losses, values, verdict = mean_loss(total), metric_value(metric, scale, total), {}
-    if problem is not None:
-        arguments, found = problem.state_dict(), torch.from_numpy(losses)
-        problem = DescentProblem(**arguments)  # the given one may be on a device
-        verdict = {
-            "violations": problem.violations(found).numpy(),
-            "max_violation": problem.max_violation(found).item(),
-            "feasible": len(sample_losses) >= MIN_ROWS and problem.feasible(found, tolerance),
-            "problem": arguments,
-            "tolerance": tolerance,
-        }
-    return LayerProfile(metric, losses, values, sample_losses, gamma, blocks=blocks, scale=scale, data=data, **verdict)
+    losses, values = mean_loss(total), metric_value(metric, scale, total)
+    problem = None if problem is None else problem.state_dict()
+    return LayerProfile(metric, losses, values, sample_losses, gamma, problem, blocks, scale, data)

@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import DescentProblem
+from ..evaluation.certificates import MET
 from ..evaluation.robustness import SUMMARIES
 
 
@@ -44,13 +45,13 @@ TASKS = {
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 # Numbers of an evaluation that are not metrics, or have a table of their own.
 NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "ratio_")
-NO_METRICS += ("descending_share", "steps", "num_", "preparation_time")
+NO_METRICS += ("share", "rise", "steps", "num_", "preparation_time")
 # Tasks with a class in PEFT; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 EXIT_CLASSES = ("AutoModelForSequenceClassification", "AutoModelForCausalLM")  # of the models that `exit` takes
 # Parts of a card that may be missing.
 PARTS = ("baseline", "descent", "evaluation", "settings", "versions", "noise_curve", "layer_profile", "exit_profile")
-PARTS += ("confidence_exit", "speculation_profile")
+PARTS += ("confidence_exit", "speculation_profile", "verdict")
 
 
 def render(card: Mapping[str, Any]) -> ModelCard:
@@ -60,9 +61,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         card (`dict`): plain JSON values. Needed: `model_name`, `architecture`, `objective`, `library_name`, `paper`.
     """
     card = {**card, **{name: dict(card.get(name) or {}) for name in PARTS}}
-    noise, layers, exits, beside = (
-        card[each] for each in ("noise_curve", "layer_profile", "exit_profile", "baseline")
-    )
+    noise, layers, beside = (card[each] for each in ("noise_curve", "layer_profile", "baseline"))
     auto_class, task = _task(card)
     names = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")
     data = ModelCardData(
@@ -72,8 +71,6 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         **{name: card.get(name) for name in names},
     )
     layers.setdefault("losses", _layer_losses(card["evaluation"]))
-    depth = len(exits.get("values") or layers["losses"])
-    cheapest = exits.get("cheapest") or depth  # the last layer is not an exit
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -82,9 +79,9 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         usage=_usage(card, auto_class),
         metric_table=_metric_table(card, beside),
         noise_table=_noise_table(noise, beside),
-        layer_table=_layer_table(card, layers, beside),
-        verdict=_verdict(card, layers),
-        exit_layer=cheapest if cheapest < depth else max(1, depth // 2),
+        layer_table=_layer_table(layers, beside) if layers["losses"] else "",
+        verdict=_verdict(card),
+        exit_layer=_exit_layer(card, layers["losses"]),
         exit_tool="hf-descent exit" if auto_class in EXIT_CLASSES else "hf_descent.early_exit.exit_profile",
         is_classifier=str(task).endswith("-classification") and task != "token-classification",
         setting_table=_setting_table(card, beside),
@@ -206,54 +203,58 @@ def _noise_table(noise, beside) -> str:
     return _table({"gamma": rows, noise["metric"]: values} | ({beside["model_name"]: others} if other else {}))
 
 
-def _layer_table(card, layers, beside) -> str:
-    losses, descent = layers["losses"], card["descent"]
-    if not losses:
-        return ""
-    numbers = range(1, len(losses) + 1)
-    columns = {"layer": numbers, "f_l": losses}
+def _layer_table(layers, beside) -> str:
+    losses = layers["losses"]
+    columns = {"layer": range(1, len(losses) + 1), "f_l": losses}
     if layers.get("values"):
         columns[layers["metric"]] = layers["values"]
-    constrained = [] if card["objective"] in UNCONSTRAINED else descent.get("constrained_layers") or numbers
-    for name, values in (("violation", layers.get("violations")), ("multiplier", descent.get("multipliers"))):
-        if constrained and len(values or []) == len(losses):
-            columns[name] = [value if layer in constrained else None for layer, value in zip(numbers, values)]
     other = (beside.get("layer_profile") or {}).get("losses") or []
     if len(other) == len(losses):
         columns[f"f_l of {beside.get('model_name')}"] = other
     return _table(columns)
 
 
-def _verdict(card, layers) -> str:
-    """Whether the constraints are met, by what was measured: the profile, else the evaluation, else the training."""
+def _verdict(card) -> str:
+    """What was asked of the layers and whether it is met, row by row."""
+    found, evaluation = card["verdict"], card["evaluation"]
+    if found:
+        count, total = found["verdicts"].count(MET), len(found["rows"])
+        where = f"on held-out data, at noise gamma {found['gamma']:g}" if found["gamma"] else "on held-out data"
+        said = f"**{count} of {total}** constraints on the layers {'are' if count != 1 else 'is'} met {where}"
+        words = [f"{said}, each with {found['confidence']:.0%} confidence; f_L = {_cell(found['losses'][-1])}."]
+        if card["objective"] in UNCONSTRAINED:
+            words.append("This model was not trained to meet them.")
+        if found.get("descent_share") is not None:
+            words.append(f"Every layer keeps up with {found['descent_share']:.0%} of an even descent to that loss.")
+        problem, losses = DescentProblem.saved_in(card["descent"]), card["descent"].get("warmup_layer_losses")
+        share = problem.descent_share(torch.tensor(losses)) if problem and losses else None
+        if share is not None:
+            words.append(f"At the end of warm-up, of plain training, it was {share:.0%}, on training data.")
+        columns = {name: found[name] for name in ("rows", "asked", "reached", "tolerances", "multipliers", "verdicts")}
+        errors = ["" if error is None else f" ± {error:.2g}" for error in found["radii"]]
+        columns["reached"] = [f"{_cell(loss)}{error}" for loss, error in zip(found["reached"], errors)]
+        return " ".join(words) + "\n\n" + _table({name: cells for name, cells in columns.items() if cells})
+    old = next((value for name, value in evaluation.items() if name.endswith("_feasible")), None)
     if card["objective"] in UNCONSTRAINED:
-        return "Feasibility was not asked for: no layer was constrained."
-    evaluation = {name.split("_", 1)[-1]: value for name, value in card["evaluation"].items()}
-    descent, losses, source = card["descent"], layers["losses"], "held-out data"
-    if layers.get("max_violation") is not None:
-        found = layers
-        source += f" at noise gamma {layers['gamma']:g}" if layers.get("gamma") else " without noise"
-    elif evaluation.get("max_violation") is not None:
-        found = evaluation
-    elif descent.get("train_max_violation") is not None:
-        found = {name: descent.get(f"train_{name}") for name in ("max_violation", "feasible")}
-        losses, source = descent.get("train_layer_losses") or [], "the last training batches (running averages)"
-    else:
-        return "Whether the constraints are met was not measured."
-    problem, at_chance = DescentProblem.saved_in(descent), []
-    words = f"the largest violation is {_cell(found['max_violation'])}"
-    if problem is not None:
-        words += f" (f_0 = {_cell(problem.initial_loss_bound)})"
-        if len(losses) == problem.num_layers and None not in losses:
-            share = card["settings"].get("feasibility_tolerance", 0.0)
-            tolerance = layers.get("tolerance") or share * problem.initial_loss_bound
-            at_chance = problem.at_chance(torch.tensor(losses), tolerance)
-    if found["feasible"] and not at_chance:
-        return f"**Feasible** on {source}: {words}, within the tolerance."
-    if at_chance:
-        which = f"layer {at_chance[0]} is" if len(at_chance) == 1 else f"layers {_cell(at_chance)} are"
-        words += f"; {which} no better than a constant prediction, within the tolerance"
-    return f"**Not feasible** on {source}: {words}. Such models can be far worse than plain ones."
+        return "No layer was constrained."
+    if old is not None:
+        old = "feasible" if old else "not feasible"
+        return f"Version 0.1 called this model {old}, by a rule that even an untrained model could meet."
+    return "Whether the constraints are met was not measured on held-out data."
+
+
+def _exit_layer(card, losses) -> int | None:
+    """The layer at which the card cuts the model: the cheapest exit, or the first one from the middle on that has
+    learned at least half as much as the last; `None` where there is none."""
+    depth, cheapest = len(card["exit_profile"].get("values") or losses), card["exit_profile"].get("cheapest")
+    if cheapest is not None and cheapest < depth:  # the last layer is not an exit
+        return cheapest
+    chance = card["descent"].get("chance_loss") or card["descent"].get("initial_loss_bound")
+    if not losses or chance is None:
+        return None
+    learned = [chance - loss for loss in losses]
+    upper = range(max(1, depth // 2), depth)
+    return next((layer for layer in upper if 2 * learned[layer - 1] > learned[-1] > 0.02 * chance), None)
 
 
 def _setting_table(card, beside) -> str:

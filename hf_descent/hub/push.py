@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from transformers.utils import CONFIG_NAME, logging
 
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
-from ..evaluation import LayerProfile, NoiseCurve
+from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import COMMON
 from ..evaluation.scoring import Result
 from ..files import atomic_write, plain, read_json
@@ -27,11 +27,14 @@ logger = logging.get_logger(__name__)
 
 # How the class names in `hf_descent.models` begin.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
-LAYER_FIELDS = ("metric", "losses", "values", "gamma", "violations", "max_violation", "feasible", "tolerance", "data")
+LAYER_FIELDS = ("metric", "losses", "values", "gamma", "data", "descending_share")
+VERDICT_FIELDS = ("rows", "asked", "reached", "radii", "tolerances", "verdicts", "multipliers", "feasible")
+VERDICT_FIELDS += ("descent_share", "largest_rise", "losses", "gamma", "confidence")
 # Name of a result file -> (class, attributes that the card shows). Samples and blocks stay in the file.
 RESULTS: dict[str, tuple[type[Result], tuple[str, ...]]] = {
     "noise_curve": (NoiseCurve, ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "gamma_train")),
-    "layer_profile": (LayerProfile, (*LAYER_FIELDS, "descending_share")),
+    "layer_profile": (LayerProfile, LAYER_FIELDS),
+    "verdict": (Certificate, VERDICT_FIELDS),
     "exit_profile": (ExitProfile, ("metric", "values", "speedups", "batch_size", "device")),
     "confidence_exit": (ConfidenceReport, ()),
     "speculation_profile": (SpeculationProfile, ("acceptance",)),
@@ -88,6 +91,8 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     for name, (kind, shown) in RESULTS.items():
         for result in run.results(kind, name):
             card[name] = {field: getattr(result, field) for field in shown} | _derived(result)
+            if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
+                card["verdict"] = {field: getattr(result.certificate(), field) for field in VERDICT_FIELDS}
     if baseline is not None:
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
@@ -130,6 +135,7 @@ def _derived(result: Result) -> dict[str, Any]:
             return {"text": str(result)}
         case SpeculationProfile():
             return {"speedups": result.tokens_per_second / result.greedy_tokens_per_second}
+    return {}
 
 
 def _comparable(baseline: dict[str, Any], card: dict[str, Any]) -> dict[str, Any]:

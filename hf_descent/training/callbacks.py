@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import has_length
 
@@ -36,10 +36,21 @@ def add_callbacks(trainer: Trainer, step: "StepCallback") -> None:
 
 
 class StepCallback(TrainerCallback):
-    """Calls back after the optimizer's step and after every epoch; no state is kept here."""
+    """Calls back after the optimizer's step and after every epoch; no state is kept here.
 
-    def __init__(self, after_step: Callable[[], None], after_epoch: Callable[[], None]):
-        self.after_step, self.after_epoch = after_step, after_epoch
+    Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
+    still may meet them, at first at the price of the score. `others` are the callbacks of the trainer.
+    """
+
+    def __init__(self, after_step: Callable[[], None], after_epoch: Callable[[], None], others: list[TrainerCallback]):
+        self.after_step, self.after_epoch, self.others = after_step, after_epoch, others
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        chosen_by = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+        if chosen_by.endswith("feasible_score") and (metrics or {}).get(chosen_by, 0.0) < 0:
+            for callback in self.others:
+                if isinstance(callback, EarlyStoppingCallback):
+                    callback.early_stopping_patience_counter = -1  # it is about to count this evaluation
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.after_step()

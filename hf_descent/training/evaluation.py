@@ -1,8 +1,10 @@
 """What the evaluation of a trainer needs beside its model: which rows count, which data, with which settings."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import find_batch_size
 from torch import nn
@@ -10,8 +12,10 @@ from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
 from ..configs import DescentArguments, levels_of
-from ..constraints.problem import MIN_ROWS, as_python
+from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.problem import as_python, largest_rise
 from ..constraints.state import DescentState
+from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
 from ..losses.layerwise import LayerLosses
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
@@ -19,6 +23,7 @@ from ..readout.stack import inner_model
 
 logger = logging.get_logger(__name__)
 
+UNKNOWN_SCORE = -1e9  # below that of any model that has learned something, also when steps are added to it
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
@@ -55,18 +60,54 @@ def readout_without_labels(
     return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
 
 
-def layer_metrics(dual: DescentState, totals: torch.Tensor, prefix: str, step: int, rows: int) -> dict[str, float]:
-    """The metrics of an evaluation that read the layers, from the sums of their losses and the items, `[L + 1]`."""
-    *sums, count = totals.tolist()
-    if not count:
-        return {}
-    if rows < MIN_ROWS:
-        logger.warning_once(
-            f"{rows} rows of evaluation data are too few for a verdict on the constraints: give at least {MIN_ROWS}."
-        )
-    losses = torch.tensor(sums) / count  # [layers]
+def layer_metrics(
+    dual: DescentState, totals: torch.Tensor, prefix: str, step: int
+) -> tuple[dict[str, float], Certificate | None]:
+    """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
+
+    `feasible_score` is one number to choose a checkpoint by; greater is better. Where every row is within its
+    tolerance it is positive and falls with f_L; else it is minus the share of the way from chance that the worst row
+    still misses. A model that has shown no layer to be better than chance comes last, the later one first.
+
+    Args:
+        dual ([`DescentState`]): the problem and its multipliers.
+        totals (`torch.Tensor` of shape `[B, L + 1]`): of each block of the data the sums of the layer losses, and the
+            items.
+        prefix (`str`): of the metrics' names.
+        step (`int`): optimizer steps so far.
+    """
+    blocks = totals.double().cpu().numpy()
+    blocks = blocks[blocks[:, -1] > 0]
+    if not len(blocks):
+        return {}, None
+    blocks = np.stack([blocks[:, :-1], np.broadcast_to(blocks[:, -1:], blocks[:, :-1].shape)], axis=-1)  # [B, L, 2]
+    losses = torch.from_numpy(blocks[..., 0].sum(0) / blocks[..., 1].sum(0))  # [layers]
     # Trainer averages batches; f_L is an average over items.
-    return {f"{prefix}_loss": losses[-1].item(), **dual.evaluation(losses, prefix, step, rows)}
+    metrics = {f"layer_loss_{layer}": loss for layer, loss in enumerate(losses.tolist(), start=1)}
+    metrics |= {"loss": losses[-1].item(), "feasible": 0.0, "feasible_score": UNKNOWN_SCORE + step}
+    certificate, rise = None, largest_rise(losses)
+    if dual.problem is not None:
+        if len(blocks) < MIN_BLOCKS and dual.args.objective not in UNCONSTRAINED:
+            logger.warning_once(
+                f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
+                f"{MIN_BLOCKS} batches, or set a smaller `per_device_eval_batch_size`."
+            )
+        certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values)
+        metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
+        if certificate.descent_share is not None:
+            metrics["descent_share"] = certificate.descent_share
+        if certificate.has_learned and math.isfinite(score := _score(certificate, losses)):
+            metrics["feasible_score"] = score
+    if rise is not None:
+        metrics["largest_rise"] = rise
+    return {f"{prefix}_{name}": value for name, value in metrics.items()}, certificate
+
+
+def _score(certificate: Certificate, losses: torch.Tensor) -> float:
+    if certificate.shortfall > 0:
+        return -certificate.shortfall
+    last = losses[-1].item()
+    return 1 / (1 + last) if last >= 0 else 1 - last
 
 
 def chosen_levels(args: DescentArguments, gammas) -> list[float]:

@@ -10,8 +10,8 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from torch import nn
 from transformers import Trainer
 
-from ..constraints.objectives import MEASURING
-from ..constraints.state import STATE_NAME, DescentState
+from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.state import STATE_NAME, DescentState, read_state
 from ..losses.label_checks import check_labels
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
@@ -190,11 +190,17 @@ def make_dual(
         )
     saved = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
     fixed = args.fixed_multipliers
+    known = read_state(checkpoint)[1]["problem"] if saved else None
+    known = known or RunFolder("" if trainer.is_in_train else loaded_from(trainer.model)).summary
+    chance = known.get("chance_loss") or (known.get("initial_loss_bound") if saved else None)
+    if chance is None:
+        chance = _chance(trainer, task, inputs, outputs, reduce)
     dual = DescentState(
         args,
         layers.num_layers,
         state.max_steps,
         0 if saved else state.global_step,
+        chance,
         args.device,
         RunFolder(fixed).summary if isinstance(fixed, str) else None,
     )
@@ -203,14 +209,21 @@ def make_dual(
     elif checkpoint is not None:
         logger.warning(f"{checkpoint} holds no dual state: the multipliers start afresh, with a warm-up.")
     elif not trainer.is_in_train:
-        dual.take_saved_problem(RunFolder(loaded_from(trainer.model)).summary)
-    if trainer.is_in_train and dual.chance is None:
-        try:
-            dual.take_chance(measure_chance(trainer, task, inputs, outputs, reduce))
-        except ValueError:
-            if args.initial_loss_bound == "auto" and args.objective in MEASURING:
-                raise
+        dual.take_saved_problem(known)
     return dual
+
+
+def _chance(trainer, task, inputs, outputs, reduce) -> float | None:
+    """The loss of the best constant prediction on the training data, of a model that is only evaluated on its
+    evaluation data; `None` where it can neither be measured nor is needed."""
+    args, trains = trainer.args, trainer.is_in_train
+    data = trainer.train_dataset if trains else trainer.callback_handler.eval_dataloader.dataset
+    try:
+        return measure_chance(trainer, task, inputs, outputs, reduce, data)
+    except ValueError:
+        if trains and args.initial_loss_bound == "auto" and args.objective not in UNCONSTRAINED:
+            raise
+        return None
 
 
 def loaded_from(model: nn.Module) -> str:

@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import torch
 
-from ..evaluation import LayerProfile, NoiseCurve
+from ..evaluation import Certificate, LayerProfile, NoiseCurve
+from ..evaluation.scoring import Result
+from ..evaluation.uncertainty import BLOCKS
 from ..losses.layerwise import MeasuredLosses, StepLosses
 
 
@@ -44,19 +46,24 @@ class StepSums:
 
 @dataclass
 class LayerTotals:
-    """Sums of the layer losses over the items of an evaluation, and their number, `[L + 1]`, in this process."""
+    """Sums of the layer losses over the items of an evaluation, and their number, in this process.
+
+    Each block of the data has its own, `[blocks, L + 1]`: batch i goes to block i modulo their number.
+    """
 
     sums: torch.Tensor | None = None
     batches: int = 0
 
     def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
         """The sums and the number, zeros where no batch was read."""
-        return torch.zeros(num_layers + 1, device=device) if self.sums is None else self.sums
+        return torch.zeros(BLOCKS, num_layers + 1, device=device) if self.sums is None else self.sums
 
-    def plus(self, measured: MeasuredLosses) -> "LayerTotals":
+    def plus(self, measured: MeasuredLosses, process_index: int = 0, num_processes: int = 1) -> "LayerTotals":
         """These, with a batch more."""
-        sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])
-        return LayerTotals(sums if self.sums is None else self.sums + sums, self.batches + 1)
+        sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])  # [layers + 1]
+        blocks = self.over(len(measured.means), sums.device).clone()
+        blocks[(self.batches * num_processes + process_index) % BLOCKS] += sums
+        return LayerTotals(blocks, self.batches + 1)
 
 
 @dataclass
@@ -66,14 +73,25 @@ class RunRecord:
     Attributes:
         resumed_from (`str`, *optional*): the checkpoint that it goes on from.
         started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
-        noise_curve, layer_profile (*optional*): of the last `evaluate_robustness` and `evaluate_layers`.
+        certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
+            `evaluate_layers`.
     """
 
     resumed_from: str | None = None
     started: float | None = None
+    certificate: Certificate | None = None
     noise_curve: NoiseCurve | None = None
     layer_profile: LayerProfile | None = None
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+
+    @property
+    def results(self) -> dict[str, Result]:
+        """What was measured, by the names of the files."""
+        profile, verdict = self.layer_profile, self.certificate
+        if profile is not None and profile.problem is not None:
+            verdict = profile.certificate()
+        found = {"noise_curve": self.noise_curve, "layer_profile": profile, "verdict": verdict}
+        return {name: result for name, result in found.items() if result is not None}
 
     @property
     def step_seconds(self) -> float | None:

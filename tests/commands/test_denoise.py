@@ -111,7 +111,7 @@ def test_training_beats_the_noisy_input_and_constraints_hold(smoke):
     flags = ["--max_steps", "200", "--save_strategy", "no", "--attention_step", "0.4", "--learning_rate", "3e-4"]
     folder = smoke("recipes/smoke/video-ut/descent.yaml", *flags)
     results = results_of(folder)
-    assert results["validation_feasible"] == 1.0
+    assert results["validation_max_violation"] < 0
     noisy_rmse = 0.15 * AutoModelForImageToImage.from_pretrained(folder).config.noise_sigma * 255
     assert results["validation_rmse@0.15"] < 0.8 * noisy_rmse
 

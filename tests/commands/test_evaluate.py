@@ -48,7 +48,7 @@ def workplace(tmp_path_factory):
             {
                 "noise_gamma": 0.5,
                 "objective": "descent",
-                "arguments": {"objective": "descent", "feasibility_tolerance": 0.25, "seed": 4},
+                "arguments": {"objective": "descent", "seed": 4},
                 "alpha": [0.1] * 3,
                 "initial_loss_bound": 0.7,
                 "num_layers": 3,
@@ -92,8 +92,8 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert (private.tokens, private.delta) == (8, 1e-4)
     clean = LayerProfile.from_json(f"{names[1]}/layer_profile.json")
     assert clean.losses[-1] == pytest.approx(expected.losses[0, 0], rel=1e-5)
-    assert clean.problem["initial_loss_bound"] == 0.7 and clean.tolerance == 0.25 * 0.7  # as in its training
-    certificate = Certificate.from_json(f"{names[1]}/certificate.json")
+    assert clean.problem["initial_loss_bound"] == 0.7  # as in its training
+    certificate = Certificate.from_json(f"{names[1]}/verdict.json")
     assert str(certificate) in printed and certificate.confidence == 0.9
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
     cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
@@ -107,19 +107,18 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     cli.main([*argv, "--profile_gammas", "0", "0.25", "0"])
     clean, noisy = (LayerProfile.from_json(name / f"layer_profile{end}.json") for end in ("", "_gamma_0.25"))
     assert (clean.gamma, noisy.gamma) == (0.0, 0.25)
-    assert Certificate.from_json(name / "certificate_gamma_0.25.json").gamma == 0.25
-    results = ("layer_", "certificate", "noise_curve")
+    assert Certificate.from_json(name / "verdict_gamma_0.25.json").gamma == 0.25
+    results = ("layer_", "verdict", "noise_curve")
     former = {file.name for file in name.iterdir() if file.name.startswith(results)}
     kept = {file.name for file in name.iterdir()} - former  # a killed call leaves none
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "certify", lambda *args: 1 / 0)
+        patch.setattr(LayerProfile, "certificate", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cli.main([*argv, "--profile_gammas", "2"])
     assert {file.name for file in name.iterdir()} == kept
-    cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5", "--feasibility_tolerance", "0.5"])
-    assert LayerProfile.from_json(name / "layer_profile_gamma_2.json").tolerance == 0.35
+    cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5"])
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
-    assert not (name / "certificate.json").exists()
+    assert not (name / "verdict.json").exists()
     assert NoiseCurve.from_json(name / "noise_curve.json").settings["sigma"] == 0.5
 
 
@@ -133,7 +132,7 @@ def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, mo
     shutil.copytree(workplace / "run-1", repository / "snapshots" / ("0" * 40))
     flags = ["--draws", "1", "--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
     cli.main(["evaluate", "someone/run", "--config", str(workplace / "recipe.yaml"), *flags])
-    assert Certificate.from_json(tmp_path / "results" / "run" / "certificate_gamma_0.5.json").gamma == 0.5
+    assert Certificate.from_json(tmp_path / "results" / "run" / "verdict_gamma_0.5.json").gamma == 0.5
     assert NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
     found, local = Run.load(str(tmp_path / "results" / "run")), Run(str(workplace / "run-1"), None)
     local.summary = json.loads((workplace / "run-1" / "descent_config.json").read_text())
@@ -237,7 +236,6 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
         ("private_tokens", 0),
         ("per_device_eval_batch_size", 0),
         ("noise_seed", -1),
-        ("feasibility_tolerance", -1.0),
         ("noise_sigma", 0.0),
         ("eval_gammas", [0.0, -1.0]),
         ("profile_gammas", [-1.0]),

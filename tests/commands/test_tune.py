@@ -99,15 +99,19 @@ def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(com
     folder = tmp_path / "descent" / "trial-0"
     noisy = json.loads((folder / "layer_profile_gamma_0.5.json").read_text())
     assert noisy["losses"] != json.loads((folder / "layer_profile.json").read_text())["losses"]
-    noisy["feasible"] = not noisy["feasible"]
+    noisy["blocks"] *= 8  # enough for a verdict, on a problem that is met
+    noisy["problem"] |= {"alpha": [0.1, *[1e-6] * 2], "initial_loss_bound": 9.0, "chance_loss": 9.0}
+    for layers in noisy["blocks"]:
+        for layer, sums in enumerate(layers):
+            sums[2:] = [1 - 0.1 * layer, 1.0]
     (folder / "layer_profile_gamma_0.5.json").write_text(json.dumps(noisy))
-    assert tune.judge(str(folder), 0.0)[1]["feasible"] is noisy["feasible"] is not trial["feasible"]
+    assert tune.judge(str(folder), 0.0)[1]["feasible"] is True is not trial["feasible"]
 
     problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]
     cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
     trial = json.loads((tmp_path / "supervised" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is None
-    assert json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())["feasible"] is not None
+    assert json.loads((tmp_path / "supervised" / "trial-0" / "layer_profile.json").read_text())["problem"] is not None
 
 
 def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):

@@ -1,3 +1,5 @@
+import json
+import math
 import re
 from functools import partial
 
@@ -6,6 +8,7 @@ import pytest
 import torch
 
 from hf_descent import DescentProblem
+from hf_descent.constraints.problem import largest_rise
 
 
 def naive_violations(f, alpha, f0, layers):
@@ -76,7 +79,8 @@ def test_feasibility_counts_constrained_layers_only():
     problem = DescentProblem(0.5, 1.0, 3, [1, 3])
     losses = torch.tensor([0.5, 9.0, 0.26])
     assert problem.max_violation(losses).item() == pytest.approx(0.01, abs=1e-6)
-    assert not problem.feasible(losses) and problem.feasible(losses, tol=0.011)
+    assert not problem.feasible(losses, tol=0.0) and problem.feasible(losses, tol=0.011)
+    assert not problem.feasible(losses, tol=0.009) and problem.feasible(losses)  # a tenth of 0.25
     assert not problem.feasible(torch.tensor([0.5, 0.1, float("nan")]), tol=1.0)
     assert problem.max_violation(torch.tensor([0.25, 9.0, 0.0])).item() == -0.125
     # A loss that no constraint names cannot spoil the others.
@@ -115,3 +119,130 @@ def test_arrays_and_their_numbers_are_taken_as_python_s_own(array):
 def test_bad_constrained_layers_are_shown_as_they_were_given(layers):
     with pytest.raises(ValueError, match=re.escape(f"`constrained_layers` is {layers!r}; ") + ".*integers"):
         DescentProblem(0.1, 1.0, 3, layers)
+
+
+EXITS, BOUNDS = {1: 0.25, 3: 0.0}, {2: 0.4, 4: 0.28}
+F = [0.9, 0.5, 0.35, 0.3]
+
+
+def naive_rows(alpha, f, level, f0=2.0, layers=(1, 2, 4), strength=0.6):
+    """(kind, layer, what is asked, the reference of the tolerance) of every constraint, written out one by one."""
+    rows, previous, ratio = [], f0, level / f0
+    for layer in layers:
+        if alpha == "steps":
+            rows.append(("steps", layer, ratio ** (strength / len(layers)) * previous, previous))
+        elif alpha == "line" and layer < 4:
+            rows.append(("line", layer, f0 ** (1 - strength * layer / 4) * level ** (strength * layer / 4), f0))
+        elif alpha == 0.3:
+            rows.append(("descent", layer, 0.7 * previous, previous))
+        previous = f[layer - 1]
+    rows += [("exit", layer, (1 + share) * f[3], None) for layer, share in EXITS.items()]
+    return rows + [("bound", layer, loss, None) for layer, loss in BOUNDS.items()]
+
+
+def mixed(alpha, **others):
+    return DescentProblem(
+        alpha, 2.0, 4, [1, 2, 4], descent_strength=0.6, exit_targets=EXITS, loss_targets=BOUNDS, **others
+    )
+
+
+@pytest.mark.parametrize("alpha", [None, 0.3, "line", "steps"])
+@pytest.mark.parametrize("level", [None, 0.7])
+def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
+    problem, f = mixed(alpha), torch.tensor(F, dtype=torch.float64)
+    rows = naive_rows(alpha, F, level or F[-1])
+    assert [(row.kind, row.layer) for row in problem.rows] == [row[:2] for row in rows]
+    assert problem.num_rows == (4 if alpha else 0) + 4 and problem.layers == [1, 2, 3, 4]
+    index = [row.index for row in problem.rows]
+    level = None if level is None else torch.tensor(level)
+    found = problem.violations(f, level)
+    assert found[index].tolist() == pytest.approx([F[layer - 1] - asked for _, layer, asked, _ in rows])
+    assert found.count_nonzero() == len(rows)
+    tight = problem.violations(f, level, margin=0.1)
+    asked = [asked * (0.9 if kind in ("exit", "bound") else 1) for kind, _, asked, _ in rows]
+    assert tight[index].tolist() == pytest.approx([F[row[1] - 1] - a for row, a in zip(rows, asked)])
+    if level is None:
+        asked, tolerances = problem.bounds(f)
+        assert asked[index].tolist() == pytest.approx([row[2] for row in rows])
+        expected = [0 if reference is None else 0.1 * (reference - asked) for _, _, asked, reference in rows]
+        assert tolerances[index].tolist() == pytest.approx(expected)
+    again = DescentProblem(**json.loads(json.dumps(problem.state_dict())))
+    assert again.rows == problem.rows and again.state_dict() == problem.state_dict()
+    assert DescentProblem.saved_in(problem.state_dict()).rows == problem.rows
+
+
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("alpha", [None, 0.3, "line", "steps"])
+def test_the_weights_are_the_gradient_and_fixed_references_have_none(alpha, detach):
+    problem, level = mixed(alpha), torch.tensor(0.7, dtype=torch.float64)
+    f = torch.tensor(F, dtype=torch.float64, requires_grad=True)
+    multipliers = torch.rand(problem.num_rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weights = problem.weights(multipliers, level, detach)
+    (gradient,) = torch.autograd.grad(f[-1] + multipliers @ problem.violations(f, level, detach=detach), f)
+    assert weights.tolist() == pytest.approx(gradient.tolist())
+    (gradient,) = torch.autograd.grad(problem.lagrangian(f, multipliers, level), f)
+    assert problem.weights(multipliers, level).tolist() == pytest.approx(gradient.tolist())
+    if detach or alpha in (None, "line"):  # each layer's own rows alone
+        own = [
+            sum(multipliers[row.index].item() for row in problem.rows if row.layer == layer) for layer in range(1, 5)
+        ]
+        assert weights.tolist() == pytest.approx([*own[:3], 1 + own[3]])
+
+
+@pytest.mark.parametrize("alpha", ["line", "steps"])
+@pytest.mark.parametrize("level", [2.0, 2.5, 0.0, -1.0, float("nan")])
+def test_rows_that_follow_ask_for_nothing_unless_f_L_is_below_chance(alpha, level):
+    problem, f = DescentProblem(alpha, 2.0, 3), torch.tensor([3.0, 2.5, 2.2])
+    assert (problem.violations(f, torch.tensor(level)) <= 0).all()
+    assert not problem.feasible(torch.tensor([2.0, 2.0, 2.0])) and not problem.feasible(f)
+
+
+def test_an_untrained_model_meets_no_row_whatever_is_asked():
+    """Layers at chance or above, against each kind of row; f_0 may be given far above chance."""
+    for losses in ([0.69, 0.69, 0.69], [0.6935, 0.6935, 0.6935]):
+        problems = [DescentProblem(alpha, 0.69, 3, chance_loss=0.69) for alpha in (0.01, "line", "steps")]
+        problems += [DescentProblem(0.1, 1.7, 3, chance_loss=0.69, constrained_layers=[1])]
+        problems += [
+            DescentProblem(None, 0.69, 3, exit_targets={1: 0.1}),
+        ]
+        problems += [DescentProblem(None, 0.69, 3, loss_targets={1: 0.8})]
+        assert not any(problem.feasible(torch.tensor(losses)) for problem in problems)
+
+
+def test_share_rise_and_shortfall_by_hand():
+    problem = DescentProblem("line", 1.0, 4, chance_loss=1.0, descent_strength=0.5)
+    even = torch.tensor([0.5 ** (layer / 4) for layer in range(1, 5)])
+    assert problem.descent_share(even) == pytest.approx(1.0) and largest_rise(even) == pytest.approx(0.5**0.25 - 1)
+    bent = torch.tensor([1.0, 0.9, 0.99, 0.5])
+    assert problem.descent_share(bent) == pytest.approx(0.0) and largest_rise(bent) == pytest.approx(0.1)
+    bent[0] = 0.95
+    shares = [math.log(1 / f) / (layer / 4 * math.log(2)) for layer, f in enumerate(bent[:3].tolist(), start=1)]
+    assert problem.descent_share(bent) == pytest.approx(min(shares))
+    # Layer 3 is asked for 0.5^(3/8), and may miss it by a tenth of the way from 1.
+    asked = 0.5 ** (3 / 8)
+    assert problem.shortfall(bent) == pytest.approx((0.99 - asked - 0.1 * (1 - asked)) / (1 - asked), rel=1e-5)
+    assert problem.shortfall(even) == 0.0
+    for nothing in (torch.ones(4), torch.tensor([0.9, 0.8, 0.7, 1.0]), torch.tensor([0.5, -0.1, 0.4, 0.3])):
+        assert problem.descent_share(nothing) is None
+    assert DescentProblem(0.1, 1.0, 1, chance_loss=1.0).descent_share(torch.tensor([0.5])) is None
+    assert DescentProblem("line", 1.0, 4).descent_share(even) is None  # f_0 was given, chance not measured
+    assert largest_rise(torch.tensor([0.5, -0.1])) is None and largest_rise(torch.tensor([0.5])) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("exit_targets", {4: 0.1}), ("exit_targets", {0: 0.1}), ("exit_targets", {1: -0.1}), ("exit_targets", [0.1]),
+        ("exit_targets", {"first": 0.1}), ("loss_targets", {5: 0.1}), ("loss_targets", {1: 0.0}),
+        ("loss_targets", {1: float("nan")}),
+    ],
+)  # fmt: skip
+def test_targets_name_layers_and_numbers(name, targets):
+    with pytest.raises(ValueError, match=f"`{name}` is "):
+        DescentProblem(None, 1.0, 4, **{name: targets})
+
+
+def test_a_problem_has_constraints():
+    for nothing in ({"alpha": None}, {"alpha": "line", "constrained_layers": [3]}):
+        with pytest.raises(ValueError, match="No layer has a constraint"):
+            DescentProblem(**nothing, initial_loss_bound=1.0, num_layers=3)

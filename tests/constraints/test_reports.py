@@ -1,19 +1,22 @@
 import json
 import logging
+import math
 import re
 import sqlite3
 import struct
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import InOrder, bert, classification_data, config, language_data, llama, truncated
-from transformers import Trainer, TrainingArguments
+from transformers import BertForMaskedLM, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DescentState
-from hf_descent.evaluation import certify
+from hf_descent.models import UTConfig, UTForVideoDenoising
+from hf_descent.training.evaluation import layer_metrics
 
 
 DATA = classification_data()
@@ -36,34 +39,38 @@ def test_evaluation_reports_the_losses_of_truncated_models(tmp_path):
     assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
     violations = [f - 0.7 * previous for f, previous in zip(losses, [1.0, *losses])]
     assert metrics["eval_max_violation"] == pytest.approx(max(violations), abs=1e-5)
-    assert metrics["eval_feasible"] == float(max(violations) <= 0.01)
+    assert metrics["eval_feasible"] == 0 and metrics["eval_largest_rise"] == pytest.approx(
+        max(after / before for before, after in pairwise(losses)) - 1, abs=1e-4
+    )
     assert all(isinstance(value, int | float) for value in metrics.values())
 
 
-def test_the_score_ranks_infeasible_below_feasible_and_feasible_by_loss(tmp_path):
-    state = DescentState(config(tmp_path), 3, 6, 0)
+def measured(state, losses, spread=0.0, blocks=16, step=0):
+    """The metrics of an evaluation whose blocks of 10 items have these layer losses, give or take."""
+    noise = torch.randn(blocks, 1, generator=torch.Generator().manual_seed(0)) * spread
+    sums = torch.cat([10 * (torch.tensor(losses) + noise), torch.full((blocks, 1), 10.0)], dim=1)
+    return layer_metrics(state, sums, "eval", step)[0]
 
-    def score(*losses):
-        return state.evaluation(torch.tensor(losses), "eval")["eval_feasible_score"]
 
-    feasible = [score(0.7, 0.49, 0.3), score(0.7, 0.49, 0.34), score(0.6, 0.4, 0.0)]
-    infeasible = [score(0.9, 0.5, 0.01), score(5.0, 0.5, 0.0), score(float("nan"), 0.1, 0.1)]
-    assert feasible[2] > feasible[0] > feasible[1] > 0 > infeasible[0] > infeasible[1] > infeasible[2]
+def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp_path):
+    state = DescentState(config(tmp_path), 3, 6, 0, 1.0)
+
+    def score(*losses, **given):
+        return measured(state, losses, **given)["eval_feasible_score"]
+
+    met = [score(0.7, 0.49, 0.3), score(0.7, 0.49, 0.34), score(0.6, 0.4, 0.01)]
+    unmet = [score(0.9, 0.5, 0.01), score(0.99, 0.5, 0.01)]
+    unknown = [score(1.0, 1.0, 1.0, step=9), score(0.99, 0.9, 0.9, spread=0.1), score(0.7, 0.49, float("nan"))]
+    assert met[2] > met[0] > met[1] > 0 > unmet[0] > unmet[1] > -1 > -1e8 > max(unknown)
+    # Layer 1 is asked for 0.7, and may miss it by a tenth of 0.3.
+    assert unmet[0] == pytest.approx(-(0.9 - 0.7 - 0.03) / 0.3, rel=1e-4)
+    assert score(0.7, 0.49, 0.3, blocks=7) < -1e8 and unknown[0] > unknown[1]  # too little data; the later one first
 
 
 def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(tmp_path):
-    state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0)
-    found = state.evaluation(torch.tensor([0.5, 0.4, float("nan")]), "eval")
+    state = DescentState(config(tmp_path, constrained_layers=[1]), 3, 6, 0, 1.0)
+    found = measured(state, [0.5, 0.4, float("nan")])
     assert found["eval_feasible"] == 0 and found["eval_feasible_score"] < -1e8
-
-
-def test_tolerance_and_score_are_in_units_of_f_0(tmp_path):
-    args = config(tmp_path, initial_loss_bound=4.0, feasibility_tolerance=0.1)
-    state = DescentState(args, 3, 6, 0)
-    # The first layer's bound is 2.8, and the tolerance 0.4.
-    near, far = (state.evaluation(torch.tensor([first, 0.0, 0.0]), "eval") for first in (3.1, 3.3))
-    assert (near["eval_feasible"], far["eval_feasible"]) == (1.0, 0.0)
-    assert far["eval_feasible_score"] == pytest.approx(-0.5 / 4)
 
 
 def test_the_best_feasible_checkpoint_is_kept(tmp_path):
@@ -87,7 +94,7 @@ def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
     last = logs[-1]
     assert last["violation_2"] == pytest.approx(last["layer_loss_2"] - 0.7 * last["layer_loss_1"], abs=1e-6)
     final = trainer.state.log_history[-1]
-    assert final["train_feasible"] in (0.0, 1.0) and "train_max_violation" in final
+    assert "train_max_violation" in final
 
 
 @pytest.mark.parametrize("steps", [8, 10])
@@ -178,7 +185,7 @@ def test_trackers_hold_every_layers_numbers_as_series(tmp_path, monkeypatch, tra
 def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
     logging.getLogger("hf_descent").propagate = True
     DescentTrainer(bert(), config(tmp_path, descent_alpha=0.9), train_dataset=DATA).train()
-    assert "NOT met" in caplog.text and "layer" in caplog.text
+    assert "NOT every row" in caplog.text and "multiplier" in caplog.text
 
 
 FAR_ABOVE_CHANCE = {"initial_loss_bound": 1.6, "descent_alpha": 0.005, "dual_warmup_steps": 0}
@@ -188,59 +195,91 @@ def custom_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels)
 
 
+def masked_bert():
+    torch.manual_seed(0)
+    return BertForMaskedLM(bert().config)
+
+
+def denoiser():
+    torch.manual_seed(0)
+    return UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3, attention_step=0.5))
+
+
+def frames(count, noise=0.5):
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.rand(count, 4, 16, generator=generator)
+    noisy = clean + noise * torch.randn(clean.shape, generator=generator)
+    return [{"pixel_values": x, "labels": y} for x, y in zip(noisy, clean)]
+
+
+AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto"}
+MASK = torch.arange(16) % 3 == 0
+MASKED = [
+    {**row, "input_ids": row["input_ids"].masked_fill(MASK, 0), "labels": row["input_ids"].masked_fill(~MASK, -100)}
+    for row in language_data(64, length=16, seed=2)
+]
+
+
 @pytest.mark.parametrize(
     ("make", "rows", "given", "loss"),
     [
-        (bert, DATA, {}, None),
-        (partial(bert, 24), DATA, {}, None),
+        (bert, DATA, AUTO, None),
+        (partial(bert, 24), DATA, AUTO, None),
+        (bert, DATA, AUTO | {"descent_alpha": "steps"}, None),
+        (bert, DATA, {"descent_alpha": None, "exit_targets": {1: 0.1}, "initial_loss_bound": "auto"}, None),
+        (bert, DATA, {"descent_alpha": None, "loss_targets": {1: 1.5}, "initial_loss_bound": "auto"}, None),
         (bert, DATA, FAR_ABOVE_CHANCE, None),
         (bert, DATA, FAR_ABOVE_CHANCE, custom_loss),
-        (llama, language_data(64, length=16, seed=2), {}, None),
+        (llama, language_data(64, length=16, seed=2), AUTO, None),
+        (masked_bert, MASKED, AUTO, None),
+        (partial(bert, num_labels=1), [{**row, "labels": float(row["labels"])} for row in DATA], AUTO, None),
+        (denoiser, frames(64), AUTO, None),
     ],
-    ids=["classifier", "24 layers", "f_0 above chance", "custom loss", "causal language model"],
-)
-def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, caplog, make, rows, given, loss):
-    """The constraints ask for less than their tolerance here, so that layers at chance violate none of them."""
-    logging.getLogger("hf_descent").propagate = True
-    auto = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 0.5}
-    args = config(tmp_path, max_steps=8, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, **auto | given)
+    ids=[
+        "classifier", "24 layers", "steps", "exit", "bound", "f_0 above chance", "custom loss", "causal LM",
+        "masked LM", "regression", "denoiser",
+    ],
+)  # fmt: skip
+def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, make, rows, given, loss):
+    args = config(
+        tmp_path, max_steps=4, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
+        **{"dual_warmup_steps": 1} | given,
+    )  # fmt: skip
     trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows, layer_loss_fn=loss)
-    with caplog.at_level(logging.INFO):
-        trainer.train()
-    verdict = next(log for log in trainer.state.log_history if "train_feasible" in log)
-    tolerance = 0.01 * trainer.problem.initial_loss_bound
-    assert verdict["train_max_violation"] < tolerance and verdict["train_feasible"] == 0
-    assert "NOT met" in caplog.text and "are met" not in caplog.text
+    trainer.train()
     evaluations = [log for log in trainer.state.log_history if "eval_feasible" in log] + [trainer.evaluate()]
-    assert len(evaluations) == 5
+    assert len(evaluations) == 3
     assert all(log["eval_feasible"] == 0 > log["eval_feasible_score"] for log in evaluations)
+    assert not any("eval_descent_share" in log for log in evaluations)
     trainer.save_model()
     trainer.create_model_card()
-    assert "**Not feasible** on held-out data" in (tmp_path / "README.md").read_text()
-    profile = trainer.evaluate_layers()
-    assert profile.max_violation < tolerance and not profile.feasible and not any(certify(profile).certified)
-    trainer.create_model_card()
-    assert "**Not feasible** on held-out data without noise" in (tmp_path / "README.md").read_text()
+    assert "is met" not in (tmp_path / "README.md").read_text().split("## Use")[0]
+    numbers = isinstance(rows[0]["labels"], float) or make is denoiser
+    profile = trainer.evaluate_layers(batch_size=2, metric="rmse" if numbers else "accuracy")
+    assert not profile.feasible and "met" not in profile.certificate().verdicts
     again = DescentTrainer(type(trainer.model).from_pretrained(tmp_path), args, eval_dataset=rows, layer_loss_fn=loss)
     assert again.evaluate()["eval_feasible"] == 0
 
 
-def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, caplog):
+@pytest.mark.parametrize("problem", [AUTO, {"descent_alpha": None, "exit_targets": {1: 0.5}}])
+def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, caplog, problem):
     logging.getLogger("hf_descent").propagate = True
     rows = classification_data(256, pad=False)
-    given = {"initial_loss_bound": 1.2, "descent_alpha": [0.3, 0.01, 0.01]}
-    args = config(tmp_path, max_steps=90, per_device_train_batch_size=32, **given)
+    args = config(tmp_path, max_steps=90, per_device_train_batch_size=32, **problem)
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert "are met at the end of training" in caplog.text and "NOT met" not in caplog.text
+    assert "every row is within its tolerance" in caplog.text and "NOT" not in caplog.text
     metrics, few = trainer.evaluate(), trainer.evaluate(rows[:3])
     assert metrics["eval_feasible"] == 1 and metrics["eval_feasible_score"] > 0 and few["eval_feasible"] == 0
-    assert all(few[f"eval_layer_loss_{layer}"] < 0.7 for layer in (1, 2, 3))
-    assert "3 rows of evaluation data are too few" in caplog.text
+    losses = [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]
+    heights = [math.log(trainer.problem.chance_loss / loss) for loss in losses]
+    expected = min(3 / layer * heights[layer - 1] / heights[2] for layer in (1, 2))
+    assert metrics["eval_descent_share"] == pytest.approx(expected, rel=1e-4) and expected > 0.5
+    assert "too little for a verdict" in caplog.text
     profiles = [trainer.evaluate_layers(part, batch_size=8) for part in (rows, rows[:3])]
     assert [profile.feasible for profile in profiles] == [True, False]
-    assert [certify(profile).certified_share for profile in profiles] == [1.0, 0.0]
+    assert [set(profile.certificate().verdicts) for profile in profiles] == [{"met"}, {"not shown"}]
     with pytest.raises(ValueError, match="no rows"):
         trainer.evaluate([])
     for empty in ([], {"some": rows, "none": []}):

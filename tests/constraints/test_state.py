@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from tiny import InOrder, batches, bert, classification_data, config, llama, naive_layer_losses
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DescentState
@@ -116,49 +115,61 @@ def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
         trainer.train()
 
 
-def test_auto_bound_counts_every_row_once(tmp_path):
-    bounds = []
-    for steps in (4, 12):
-        args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=steps, max_steps=steps + 1)
-        trainer = DescentTrainer(bert(), args, train_dataset=DATA[:32])
-        trainer.train()
-        bounds.append(trainer.problem.initial_loss_bound)
-    assert bounds[0] == bounds[1]
-
-
 def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
     state = DescentState(config(tmp_path, constrained_layers=[1, 3]), 3, 6, 0)
     assert state.objective_at(0).value(torch.tensor([1.0, math.inf, 0.5]), torch.ones(())) == 0.5
 
 
-def test_the_auto_schedule_leads_through_the_constrained_layers(tmp_path):
+def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp_path):
+    args = config(tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=2, dual_optim="sgd")
+    trainer = InOrder(bert(), args, train_dataset=DATA)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    average, values = 0.0, [0.0, 0.0]
+    for step, log in enumerate(logs, start=1):
+        average = 0.98 * average + 0.02 * log["loss"]
+        level = average / (1 - 0.98**step)
+        for layer in (1, 2):
+            violation = log[f"layer_loss_{layer}"] - 4 * (level / 4) ** (0.5 * layer / 3)
+            assert log[f"violation_{layer}"] == pytest.approx(violation, abs=1e-5)
+            if step > 2:
+                values[layer - 1] = max(0.0, values[layer - 1] + 0.02 * violation / 4)
+            assert log[f"multiplier_{layer}"] == pytest.approx(values[layer - 1], abs=1e-6)
+        assert "violation_3" not in log  # the last layer lies on the line
+
+
+def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
+    def worsening(outputs, labels, num_items_in_batch=None):
+        if not torch.is_grad_enabled():
+            worsening.calls += 1
+        return F.cross_entropy(outputs.logits, labels) * (1 + worsening.calls)
+
+    for bound, steps in ((1e-3, 12), (1e3, 6)):  # never met; met at once, after which the loss rises
+        worsening.calls = 0
+        args = config(
+            tmp_path, max_steps=12, descent_alpha=0.1, initial_loss_bound=bound, eval_strategy="steps", eval_steps=2,
+            save_strategy="steps", save_steps=2, load_best_model_at_end=True, metric_for_best_model="feasible_score",
+            constrained_layers=[1], learning_rate=0.0,
+        )  # fmt: skip
+        stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
+        data = {"train_dataset": DATA, "eval_dataset": DATA, "callbacks": stopping, "layer_loss_fn": worsening}
+        trainer = DescentTrainer(bert(), args, **data)
+        trainer.train()
+        assert trainer.state.global_step == steps
+
+
+def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path, caplog):
     args = config(
-        tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=1, descent_strength=0.8,
-        constrained_layers=[1, 3],
-    )  # fmt: skip
+        tmp_path, max_steps=60, descent_alpha=None, learning_rate=0.0, exit_targets={1: 0.0}, loss_targets={2: 0.5}
+    )
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     trainer.train()
-    level = trainer.state.log_history[0]["loss"]  # of the one step of warm-up
-    assert (1 - trainer.problem.alpha[0]) ** 2 == pytest.approx((level / 4) ** 0.8, rel=1e-5)
-
-
-def own_loss(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs.logits, labels)
-
-
-@pytest.mark.parametrize(("bound", "loss", "save_only_model"), [("auto", None, False), (1.1, own_loss, True)])
-def test_evaluation_in_the_warm_up_of_auto_has_a_score_below_every_other(tmp_path, bound, loss, save_only_model):
-    args = config(
-        tmp_path, descent_alpha="auto", initial_loss_bound=bound, dual_warmup_steps=4, max_steps=6,
-        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
-        metric_for_best_model="feasible_score", save_only_model=save_only_model,
-    )  # fmt: skip
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST, layer_loss_fn=loss)
-    trainer.train()
-    scores = [log["eval_feasible_score"] for log in trainer.state.log_history if "eval_loss" in log]
-    assert scores[0] < -1e6 < scores[-1] and not trainer.state.best_model_checkpoint.endswith("-2")
-    best = load_file(f"{trainer.state.best_model_checkpoint}/descent_state.safetensors")["multipliers.values"]
-    assert torch.equal(trainer.multipliers.values, best)
+    told = [record.message for record in caplog.records if "keeps rising" in record.message]
+    f = trainer._dual.mean_losses
+    expected = {"bound_2": f"`loss_targets` of {f[1]:.1g}"} | ({} if f[0] < f[2] else {"exit_1": "`exit_targets` of"})
+    assert len(told) == len(expected)
+    for name, text in expected.items():
+        assert any(f"row {name} " in line and text in line for line in told)
 
 
 def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path):
@@ -175,16 +186,13 @@ def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path
     assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
 
 
-def test_a_run_without_constraints_is_judged_by_numbers_that_were_given_and_measures_none(tmp_path):
-    for settings, judged in (({}, True), ({"descent_alpha": "auto"}, False), ({"initial_loss_bound": "auto"}, False)):
-        args = config(tmp_path, objective="deep_supervision", dual_warmup_steps=2, **settings)
-        trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
-        trainer.train()
-        trainer.save_model()
-        assert (trainer.problem is not None) == judged
-        assert ("eval_feasible" in trainer.evaluate()) == judged
-        assert any("max_violation" in log for log in trainer.state.log_history) == judged
-        assert ("train_feasible" in trainer.state.log_history[-2]) == judged
+@pytest.mark.parametrize("settings", [{}, {"descent_alpha": "auto", "initial_loss_bound": "auto"}])
+def test_a_run_with_fixed_weights_is_judged_by_the_same_rows(tmp_path, settings):
+    args = config(tmp_path, objective="deep_supervision", dual_warmup_steps=2, **settings)
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
+    trainer.train()
+    assert {"eval_feasible", "eval_max_violation", "eval_largest_rise"} <= trainer.evaluate().keys()
+    assert "train_max_violation" in trainer.state.log_history[-2] and not trainer.multipliers.values.any()
 
 
 def test_deep_supervision_weighs_the_constrained_layers(tmp_path):

@@ -259,7 +259,8 @@ def test_what_proves_nothing_is_refused_or_said(tmp_path):
 
 def test_feasible_is_meant_at_the_training_noise_whatever_the_curve(tmp_path):
     run = make_run([0.5, 0.6], objective="descent")
-    run.summary["noise_gamma"], run.profiles[0.0].feasible, run.profiles[2.0].feasible = [1.0, 2.0], True, False
+    run.summary["noise_gamma"], run.profiles[0.0] = [1.0, 2.0], make_profile([0.9, 0.6, 0.4], 0.0, True)
+    run.profiles[2.0] = make_profile([0.9, 0.6, 0.4], 2.0, False)
     folder = save_run(tmp_path / "run", run)
     replace(run.curve, gamma_train=None).to_json(tmp_path / "run" / "typos_curve.json")
     for curve in ("noise_curve", "typos_curve"):

@@ -8,8 +8,12 @@ from cards import read, trained
 from tiny import bert, classification_data, language_data, llama
 
 from hf_descent import DescentTrainer, cli
+from hf_descent.early_exit import ExitProfile
 from hf_descent.hub.card import render
 from hf_descent.loading import load_model as load_adapted
+
+
+EXITS = ExitProfile("accuracy", [0.7, 0.7, 0.7], [1, 1, 1], [1, 2, 3], 8)  # whose cheapest exit is layer 1
 
 
 @pytest.mark.parametrize(
@@ -31,7 +35,9 @@ def test_adapters_and_own_architectures_are_loaded_as_their_card_says(tmp_path):
     base = llama()
     base.name_or_path = base.config._name_or_path = "someone/base"
     model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM"))
-    trained(tmp_path / "adapter", model, language_data(8)).create_model_card()
+    trainer = trained(tmp_path / "adapter", model, language_data(8))
+    EXITS.to_json(tmp_path / "adapter" / "exit_profile.json")
+    trainer.create_model_card()
     card, text = read(tmp_path / "adapter")
     assert card.data.to_dict()["library_name"] == "peft" and card.data.base_model == "someone/base"
     assert "AutoPeftModelForCausalLM" in text and "model.merge_and_unload()" in text
@@ -76,7 +82,9 @@ def test_the_code_for_an_adapted_classifier_loads_it_with_all_its_classes(poolin
 
 
 def test_the_code_of_a_card_runs(tmp_path, monkeypatch):
-    trained(tmp_path / "run").create_model_card()
+    trainer = trained(tmp_path / "run")
+    EXITS.to_json(tmp_path / "run" / "exit_profile.json")
+    trainer.create_model_card()
     _, text = read(tmp_path / "run")
     use, early = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -47,7 +47,6 @@ def solve(tmp_path, steps, **arguments):
     args = config(
         tmp_path,
         objective="descent",
-        descent_alpha=0.5,
         initial_loss_bound=1.0,
         max_steps=steps,
         optim="sgd",
@@ -55,7 +54,7 @@ def solve(tmp_path, steps, **arguments):
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         logging_steps=500,
-        **{"resilience": 0.0, "negative_weights": "keep", **arguments},
+        **{"descent_alpha": 0.5, "negative_weights": "keep", **arguments},
     )
     trainer = DescentTrainer(Parabolas(), args, train_dataset=data)
     trainer.train()
@@ -71,6 +70,33 @@ def test_hard_constraints(tmp_path, dual_optim, normalize, rate):
     )
     assert theta == pytest.approx(1.0, abs=0.002)
     assert multipliers.values.tolist() == pytest.approx([0.5, 0.0], abs=0.004)
+
+
+ROOT = np.sqrt(2) * np.array([1, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("constraint", "expected"),
+    [
+        # f_1 = (1 + eps) f_2: theta = sqrt(1 + eps) (1.5 - theta).
+        ({"exit_targets": {1: 0.0}}, 0.75),
+        ({"exit_targets": {1: 0.5}}, 1.5 * 1.5**0.5 / (1 + 1.5**0.5)),
+        # f_1 = f_0^(1/2) f_2^(1/2), of two layers with s = 1: theta^2 + sqrt(2) theta - 1.5 sqrt(2) = 0.
+        ({"descent_alpha": "line", "descent_strength": 1.0}, np.roots([1, ROOT[0], -ROOT[1]]).max()),
+        ({"loss_targets": {1: 0.32}}, 0.8),
+        ({"loss_targets": {1: 0.32}, "target_margin": 0.36}, 0.64),
+    ],
+)
+@pytest.mark.parametrize("scheme", ["keep", "detach"])
+def test_rows_with_fixed_references_rest_where_each_holds_the_other_losses_fixed(
+    tmp_path, constraint, expected, scheme
+):
+    """Stationarity lambda theta + (theta - 1.5) = 0, whatever the reference: an equilibrium. In the optimum of the
+    constrained problem the multiplier of the exit at eps = 0 would be 0.5, since it weighs f_2 by 1 - lambda."""
+    settings = {"descent_alpha": None, "target_margin": 0.0, "negative_weights": scheme} | constraint
+    theta, multipliers = solve(tmp_path, 250, dual_optim="sgd", dual_learning_rate=0.2, **settings)
+    assert theta == pytest.approx(expected, abs=0.003)
+    assert multipliers.values[0].item() == pytest.approx((1.5 - expected) / expected, abs=0.01)
 
 
 @pytest.mark.parametrize("form", ["weight_decay", "slack"])

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import InOrder, bert, classification_data, config
 from transformers import TrainerCallback
 
-from hf_descent import DescentTrainer
+from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
 from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint
@@ -64,7 +64,8 @@ class Preempted(TrainerCallback):
 
 
 def test_preempted_by_sigterm_with_a_checkpoint_in_time_equals_straight(tmp_path):
-    changes = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True, "resilience_form": "slack"}
+    changes = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True, "resilience": 0.1}
+    changes["resilience_form"] = "slack"
     straight = make(tmp_path / "straight", **changes)
     straight.train()
     pid = os.fork()
@@ -132,6 +133,7 @@ def two_steps(tmp_path_factory):
     return folder / "checkpoint-2"
 
 
+PROBLEM = DescentProblem("line", 1.0, 3).state_dict()
 AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 5}
 
 
@@ -148,8 +150,8 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
         (lambda path: rewrite(path, {"averages": torch.ones(4)}), "averages"),
         (lambda path: rewrite(path, {"average_weight": torch.tensor([-0.5])}), "average_weight"),
         (lambda path: rewrite(path, state={"active_from": None}), "active_from"),
-        (lambda path: rewrite(path, state={"chance": float("nan")}), "chance"),
-        (lambda path: rewrite(path, state={"chance": -1.0}), "chance"),
+        (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": float("nan")}}), "nan"),
+        (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": -1.0}}), "-1.0"),
         (lambda path: save_file(load_file(path), path, metadata={"state": '{"active_from": 0}'}), "cannot be read"),
         (lambda path: save_file(load_file(path), path), "cannot be read"),
     ],

@@ -29,7 +29,12 @@ from hf_descent.training.checkpoints import CHECKSUMS_NAME, faults, newest_compl
 
 
 SETTINGS = {
-    "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 5},
+    "auto": {
+        "descent_alpha": "auto",
+        "initial_loss_bound": "auto",
+        "dual_warmup_steps": 5,
+        "loss_targets": {1: 0.5},
+    },
     "slack": {"resilience": 0.1, "resilience_form": "slack", "slack_restart": True},
     "range": {"noise_gamma": [0.0, 0.8], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "erm": {"objective": "erm"},
@@ -111,9 +116,8 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
     Trainer(bert(dropout=0.2), args, train_dataset=classification_data(40)).train()
     resumed = make(arguments(tmp_path, **SETTINGS["auto"]))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_1" in log}
-    assert min(logs) == 4 + 5  # the schedule is known when the 5 steps of warm-up after the resume are over
-    assert logs[9]["multiplier_1"] == 0 and resumed.multipliers.values.max() > 0
+    logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_bound_1" in log}
+    assert logs[4 + 5]["multiplier_bound_1"] == 0 < logs[4 + 6]["multiplier_bound_1"]  # a warm-up after the resume
     again = make(arguments(tmp_path, **SETTINGS["auto"]))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
@@ -127,15 +131,13 @@ def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, st
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["state"])
     (folder / CHECKSUMS_NAME).unlink()
-    measured, other = meta["chance"], 0.875
-    assert measured == pytest.approx(math.log(3), rel=0.02)
-    if step == 8:
-        meta["problem"] |= {"chance_loss": other, "initial_loss_bound": other}
-    older = {name: value for name, value in meta.items() if name != "chance"} | {"labels_until": 1.0}
-    counts = {"label_moments": torch.tensor([30.0, 1.0, 1.0], dtype=torch.float64)} if step == 3 else {}
-    expected = measured if step == 3 else other  # an older version had measured nothing for good within its warm-up
-    for state, more, chance in ((meta | {"chance": other}, {}, other), (older, counts, expected)):
-        save_file(tensors | more, path, metadata={"state": json.dumps(state)})
+    measured, other = meta["problem"]["chance_loss"], 0.875
+    assert measured == meta["problem"]["initial_loss_bound"] == pytest.approx(math.log(3), rel=0.02)
+    changed = meta["problem"] | {"chance_loss": other, "initial_loss_bound": other}
+    # Version 0.1 knew no problem within its warm-up.
+    older = {"problem": None, "labels_until": 1.0}, {"label_moments": torch.tensor([30.0, 1.0, 1.0])}, measured
+    for state, more, chance in (({"problem": changed}, {}, other), *([older] if step == 3 else [])):
+        save_file(tensors | more, path, metadata={"state": json.dumps(meta | state)})
         resumed = make(arguments(tmp_path, **SETTINGS["auto"], max_steps=10))
         resumed.train(resume_from_checkpoint=str(folder))
         assert resumed.problem.initial_loss_bound == resumed.problem.chance_loss == chance

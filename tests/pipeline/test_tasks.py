@@ -149,12 +149,12 @@ def test_layer_losses_and_constraints(tmp_path, task):
     generator = torch.Generator().manual_seed(0)
     data = [row(generator) for _ in range(32)]
     args = config(
-        tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=3, descent_strength=20.0,
+        tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=3, loss_targets={1: 1e-3},
         learning_rate=1e-3, max_steps=8, per_device_eval_batch_size=32,
     )  # fmt: skip
     trainer = DescentTrainer(model, args, train_dataset=data, eval_dataset=data)
     trainer.train()
-    assert trainer.multipliers.values.shape == (3,) and trainer.multipliers.values.max() > 0
+    assert trainer.multipliers.values.shape == (3 + 1,) and trainer.multipliers.values[3] > 0
     assert 0 < trainer.problem.initial_loss_bound < 10
 
     metrics = trainer.evaluate()

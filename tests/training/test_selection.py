@@ -2,12 +2,11 @@
 
 import pytest
 from tiny import bert, classification_data, config
-from transformers import EarlyStoppingCallback
 
 from hf_descent import DescentTrainer
 
 
-def test_the_least_violation_is_chosen_among_those_that_are_known(tmp_path):
+def test_the_least_violation_is_chosen(tmp_path):
     args = config(
         tmp_path, max_steps=6, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         load_best_model_at_end=True, metric_for_best_model="max_violation", descent_alpha="auto", dual_warmup_steps=3,
@@ -16,21 +15,7 @@ def test_the_least_violation_is_chosen_among_those_that_are_known(tmp_path):
     trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data)
     trainer.train()
     logs = {log["step"]: log for log in trainer.state.log_history if "eval_max_violation" in log}
-    assert min(logs) == 3
     assert trainer.state.best_global_step == min(logs, key=lambda step: logs[step]["eval_max_violation"])
-
-
-def test_patience_with_feasibility_does_not_run_out_in_warm_up(tmp_path):
-    data = classification_data(32)
-    args = config(
-        tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=8, max_steps=10,
-        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model="feasible_score",
-    )  # fmt: skip
-    stopping = EarlyStoppingCallback(2)
-    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data, callbacks=[stopping])
-    trainer.train()
-    assert trainer.problem is not None and trainer.state.best_global_step >= 8
 
 
 DATA = classification_data(16)

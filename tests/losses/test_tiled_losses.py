@@ -74,7 +74,7 @@ def no_tiles(monkeypatch):
 SETTINGS = {
     "descent": {},
     "keep": {"negative_weights": "keep", "dual_learning_rate": 0.2},
-    "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto"},
+    "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto", "loss_targets": {1: 0.5}},
     "some layers": {"constrained_layers": [1, 3]},
     "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     "label smoothing": {"label_smoothing_factor": 0.1},

@@ -70,7 +70,7 @@ class DescentMixin:
         model=None,
         args=None,
         *positional,
-        readout: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], torch.Tensor] | None = None,
+        readout: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], torch.Tensor] | str | None = None,
         layer_loss_fn: Callable[..., torch.Tensor] | None = None,
         **keywords,
     ):
@@ -205,6 +205,8 @@ class DescentMixin:
         layer_losses = self._reduce(self._step.layer_losses)
         if not self.accelerator.optimizer_step_was_skipped:
             self._dual.dual_step(layer_losses, self.state.global_step, self._step.items)
+            if self.state.global_step + 1 == self._dual.active_from:
+                checks.report_layers_at_chance(self._layers.readout, self._dual)
         if self.args.stop_on_nonfinite and self._dual.has_faults:
             self.control.should_training_stop = True
 
@@ -496,9 +498,11 @@ class DescentTrainer(DescentMixin, Trainer):
     Args:
         model, args, ...:
             As for [`~transformers.Trainer`]; plain `TrainingArguments` get the defaults of [`DescentConfig`].
-        readout (`Callable`, *optional*, keyword only):
-            `readout(model, hidden, inputs) -> logits`, read off every layer's hidden state `[batch, seq, hidden]` in
-            place of the model's own tail, e.g. one linear layer on the first token.
+        readout (`Callable`, `"mean"` or `"cls"`, *optional*, keyword only):
+            What reads every layer in place of the model's own tail: `readout(model, hidden, inputs) -> logits`, hidden
+            states `[batch, seq, hidden]`. "mean" and "cls" are a classifier's last linear layer on the mean of the
+            tokens and on the first one, without pooler and final norm. A readout is not saved with the model, whose
+            own tail is not trained; `LinearReadoutForSequenceClassification` is a model that reads in this way.
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.

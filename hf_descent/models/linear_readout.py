@@ -10,6 +10,8 @@ from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from ..readout.pooling import pool
+
 
 @strict
 class LinearReadoutConfig(PreTrainedConfig):
@@ -95,12 +97,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
         hidden = outputs.last_hidden_state  # [batch, seq, width]
-        if self.config.pooling == "cls":
-            pooled = hidden[:, 0]  # [batch, width]
-        else:
-            mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden.dtype)
-            pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)  # [batch, width]
-        logits = self.classifier(pooled)  # [batch, labels]
+        logits = self.classifier(pool(hidden, attention_mask, self.config.pooling))  # [batch, labels]
         loss = None
         if labels is not None:
             loss = self.loss_function(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput, logging
 
 from . import random_state
+from .pooling import pooled_readout
 from .stack import errors_explained, find_layer_stack, map_tensors, tensors
 from .tape import Tape, clone, noise_disabled, taped
 
@@ -94,7 +95,8 @@ class Readout:
         Args:
             model: the unwrapped `nn.Module` (a `PeftModel`, too).
             inputs: the dict given to `model(**inputs)`, with or without labels.
-            readout: `readout(model, hidden, inputs) -> logits`, for every layer in place of the model's own.
+            readout: `readout(model, hidden, inputs) -> logits`, for every layer in place of the model's own; "mean" or
+                "cls" (see [`DescentTrainer`]).
             trains: whether `readout` is for training, and must have no parameters beside the model's.
 
         Raises:
@@ -108,6 +110,7 @@ class Readout:
                 _check_replay(model, stack, inputs)
             _stacks[model] = (_fingerprint(model), stack)
             logger.info(f"{type(model).__name__}: {stack.num_layers} layers in `{stack.name}`.")
+        readout = pooled_readout(model, readout) if isinstance(readout, str) else readout
         self = cls(model, stack, readout)
 
         def check(layer, outputs, hidden):
@@ -224,6 +227,10 @@ def _check_replay(model, stack, inputs):
         tape.give_within_stack, logits = _poisoned, None
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
+        if own_logits.dim() == 2:
+            tape.give = _first_token_alone
+            logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
+            stack.reads_first_token = torch.equal(logits, own_logits)
 
     tape.give = tape.give_within_stack = give
     with taped(tape, check):
@@ -285,3 +292,9 @@ def probing(model):
 
 def _poisoned(output):
     return map_tensors(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, output)
+
+
+def _first_token_alone(output):
+    return map_tensors(
+        lambda t: torch.cat([t[:, :1], torch.zeros_like(t[:, 1:])], dim=1) if t.dim() == 3 else t, output
+    )

@@ -162,7 +162,7 @@ def run_summary(
     trainer: Trainer,
     record: RunRecord,
     command: Mapping[str, Any],
-    readout: Callable | None,
+    readout: Callable | str | None,
     dual: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, what a step costs, the dual side.
@@ -184,7 +184,8 @@ def run_summary(
         if has_length(trainer.train_dataset):
             summary["train_rows"] = len(trainer.train_dataset)
         if readout is not None:
-            summary["readout"] = getattr(readout, "__name__", type(readout).__name__)
+            name = getattr(readout, "__name__", type(readout).__name__)
+            summary["readout"] = readout if isinstance(readout, str) else name
     # Of the model's config, without which an adapter is saved.
     config = getattr(model, "config", None)
     of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")

@@ -5,13 +5,18 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import has_length
 
+from ..constraints.state import DescentState
 from ..losses.label_checks import check_datasets
+from ..readout.replay import Readout
 from ..readout.stack import inner_model
 
+
+logger = get_logger(__name__)
 
 # Metrics that only an evaluation that reads layers has.
 OF_LAYERS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score")
@@ -124,6 +129,18 @@ def check_data(trainer: Trainer, readout: Callable | None) -> None:
         evaluated = trainer.eval_dataset
         evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
         check_datasets(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
+
+
+def report_layers_at_chance(readout: Readout, dual: DescentState) -> None:
+    """Log where a head on the first token finds nothing in the early layers, as in pretrained encoders."""
+    if dual.problem is None or readout.readout is not None or not readout.stack.reads_first_token:
+        return
+    at_chance = (dual.mean_losses >= 0.98 * dual.problem.chance).tolist()
+    if any(at_chance) and not at_chance[-1]:
+        logger.info(
+            f"After warm-up {sum(at_chance)} of {len(at_chance)} layers are still at chance, read at the first token "
+            '([CLS]), which early layers hardly use: `readout="mean"` reads the mean of the tokens.'
+        )
 
 
 def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:

@@ -1,0 +1,39 @@
+"""Readouts of a classifier by name: its own last linear layer on the mean of the tokens, or on the first one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .stack import inner_model
+
+
+def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
+    """Hidden states `[batch, seq, width]` to `[batch, width]`: the first token ("cls"), or the mean of all tokens but
+    padding ("mean")."""
+    if pooling == "cls":
+        return hidden[:, 0]
+    mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden.dtype)
+    return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def pooled_readout(model: nn.Module, pooling: str) -> Callable:
+    """The `readout(model, hidden, inputs)` that the word `pooling` stands for; ValueError where `model` has none."""
+    if pooling not in ("mean", "cls"):
+        raise ValueError(
+            f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs) -> logits`."
+        )
+    config = getattr(inner_model(model), "config", None)
+    heads = _linear_layers(model, getattr(config, "num_labels", None))
+    if not heads:
+        raise ValueError(
+            f"`readout` is {pooling!r}, but {type(model).__name__} has no linear layer with one output per label."
+        )
+    return lambda model, hidden, inputs: heads[-1](pool(hidden, inputs.get("attention_mask"), pooling))
+
+
+def _linear_layers(module: nn.Module, outputs: int | None) -> list[nn.Module]:
+    """Those with that many outputs; an adapted one as a whole, without the matrices of its adapter."""
+    if getattr(module, "out_features", 0) == outputs:
+        return [module]
+    return [layer for child in module.children() for layer in _linear_layers(child, outputs)]

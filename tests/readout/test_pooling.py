@@ -1,0 +1,116 @@
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from tiny import VOCAB, batches, bert, classification_data, config, llama
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from hf_descent import DescentTrainer, layer_profile
+
+
+DATA = classification_data(16)
+
+
+def distilbert():
+    return DistilBertForSequenceClassification(
+        DistilBertConfig(vocab_size=VOCAB, dim=16, hidden_dim=32, n_heads=2, n_layers=3, num_labels=3)
+    )
+
+
+def roberta():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
+    return RobertaForSequenceClassification(RobertaConfig(vocab_size=VOCAB, pad_token_id=0, num_labels=3, **sizes))
+
+
+def adapted(modules_to_save=("classifier",), target_modules=("query",)):
+    """As PEFT has it: a head that is trained beside its frozen original, or one with an adapter of its own."""
+    settings = {"target_modules": list(target_modules), "modules_to_save": list(modules_to_save)}
+    model = get_peft_model(bert(), LoraConfig(r=2, init_lora_weights=False, **settings))
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # else the head is still its original
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+MODELS = {
+    "bert": (bert, lambda model: model.classifier),
+    "distilbert": (distilbert, lambda model: model.classifier),
+    "roberta": (roberta, lambda model: model.classifier.out_proj),
+    "a head that PEFT trains": (adapted, lambda model: model.base_model.model.classifier.modules_to_save["default"]),
+    "a head with an adapter": (
+        lambda: adapted([], ["query", "classifier"]),
+        lambda model: model.base_model.model.classifier,
+    ),
+}
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_read_by_the_last_linear_layer_of_the_model_alone(tmp_path, name, pooling):
+    build, find_head = MODELS[name]
+    torch.manual_seed(0)
+    model = build().eval()
+    [batch] = batches(DATA, len(DATA))
+    with torch.no_grad():
+        hidden = model(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states[1:]
+        mask = batch["attention_mask"].bool()
+        pooled = [
+            torch.stack([row[0] if pooling == "cls" else row[keep].mean(0) for row, keep in zip(states, mask)])
+            for states in hidden
+        ]
+        expected = [F.cross_entropy(find_head(model)(states), batch["labels"]).item() for states in pooled]
+    trainer = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout=pooling)
+    metrics = trainer.evaluate()
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
+    profile = layer_profile(model, DATA, readout=pooling)
+    assert profile.losses.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path):
+    model = bert()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    trainer = DescentTrainer(model, config(tmp_path, max_steps=2), train_dataset=DATA, readout="mean")
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    fixed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert fixed == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+    assert json.loads((tmp_path / "descent_config.json").read_text())["readout"] == "mean"
+    assert "a custom readout (`mean`), which is not saved" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "readout", "match"),
+    [(bert, "max", "'mean', 'cls'"), (llama, "mean", "LlamaForCausalLM has no linear layer with one output")],
+)
+def test_words_without_a_readout_are_refused(tmp_path, model, readout, match):
+    with pytest.raises(ValueError, match=match):
+        DescentTrainer(model(), config(tmp_path), eval_dataset=DATA, readout=readout).evaluate()
+
+
+@pytest.mark.parametrize(
+    ("early_layers_read", "readout", "learning_rate", "is_said"),
+    [(False, None, 1e-2, True), (True, None, 1e-2, False), (False, "mean", 1e-2, False), (False, None, 1e-9, False)],
+)
+def test_early_layers_at_chance_under_a_first_token_head_are_reported_once(
+    tmp_path, caplog, early_layers_read, readout, learning_rate, is_said
+):
+    """Layers 1 and 2 bring no other token to the first one, where they are made so."""
+    model = bert()
+    for layer in model.bert.encoder.layer[: 0 if early_layers_read else 2]:
+        for parameter in layer.attention.output.dense.parameters():
+            parameter.requires_grad_(False).zero_()
+    given = {"max_steps": 43, "dual_warmup_steps": 40, "learning_rate": learning_rate, "initial_loss_bound": "auto"}
+    data = classification_data(256, pad=False)
+    args = config(tmp_path, per_device_train_batch_size=16, **given)
+    with caplog.at_level("INFO", logger="hf_descent"):
+        DescentTrainer(model, args, train_dataset=data, readout=readout).train()
+    said = [record.getMessage() for record in caplog.records if 'readout="mean"' in record.getMessage()]
+    assert len(said) == is_said and (not said or "2 of 3 layers" in said[0])

@@ -38,7 +38,7 @@ JSON_ARGUMENTS = (
     "eval_gammas",
 )
 # The least and the greatest value of a number, where it is given.
-RANGES = {
+LIMITS = {
     **dict.fromkeys(
         ("dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"),
         (SMALLEST, LARGEST),
@@ -222,7 +222,7 @@ class DescentArguments:
         if self.initial_loss_bound != "auto":
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)
-        for name, (least, most) in RANGES.items():
+        for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             # Between 0 and the smallest number nothing can be divided or squared.
             if value is not None and value != least and not max(least, SMALLEST) <= value <= most:

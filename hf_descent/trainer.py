@@ -39,7 +39,7 @@ from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
 from .training.records import LayerTotals, RunRecord, StepSums
-from .training.search import check_default_objective, loss_objective, values_as_given
+from .training.search import default_objective, values_as_given
 
 
 logger = logging.get_logger(__name__)
@@ -466,12 +466,11 @@ class DescentMixin:
         super().log(logs, start_time)
 
     def hyperparameter_search(
-        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", *args, **kwargs
+        self, hp_space=None, compute_objective=None, n_trials=20, direction=None, *args, **kwargs
     ):
         if compute_objective is None:
-            compute_objective = loss_objective
-        if compute_objective is loss_objective and self._reads_layers:
-            check_default_objective(direction, self.eval_dataset)
+            compute_objective, direction = default_objective(self.args.objective, self.eval_dataset, direction)
+        direction = direction or "minimize"
         return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
 
     def _hp_search_setup(self, trial):

@@ -32,20 +32,19 @@ from .arguments import parse_recipe
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
+BAYES = {**RANGES, "descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
 GRID = {
+    "descent_strength": (0.25, 0.5, 1.0),
     "descent_alpha": (0.05, 0.1, 0.2),
-    "initial_loss_bound": (0.7, 1.1),
-    "dual_learning_rate": (1e-3, 1e-2, 1e-1),
-    "resilience": (0.001, 0.05),
+    "dual_learning_rate": (0.005, 0.02, 0.1),
+    "penalty_coefficient": (0.1, 1.0, 10.0),
 }
-PENALTY_RANGE, PENALTY_GRID = (0.03, 10.0), (0.1, 1.0, 10.0)
-# The settings of each objective that have a range; of the others the learning rate alone.
-PENALTY_SETTINGS = ("learning_rate", "descent_alpha", "initial_loss_bound", "penalty_coefficient")
+# The setting of each objective that is searched, beside the learning rate and what is asked of the layers.
 SEARCHED = {
-    "descent": tuple(RANGES),
-    "hinge": PENALTY_SETTINGS,
-    "quadratic": PENALTY_SETTINGS,
-    "deep_supervision": ("penalty_coefficient", "learning_rate"),
+    "descent": "dual_learning_rate",
+    "hinge": "penalty_coefficient",
+    "quadratic": "penalty_coefficient",
+    "deep_supervision": "penalty_coefficient",
 }
 
 
@@ -167,10 +166,11 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
     """The ranges of a search: those given, checked against the settings `args` of the command, or the package's for
     the objective."""
     if tune_args.search_space is None:
-        is_grid = tune_args.search == "grid"
-        ranges = {**(GRID if is_grid else RANGES), "penalty_coefficient": PENALTY_GRID if is_grid else PENALTY_RANGE}
-        ranges = {name: ranges[name] for name in SEARCHED.get(args.objective, ()) if name in ranges}
-        return ranges or {"learning_rate": RANGES["learning_rate"]}
+        names = ["learning_rate", SEARCHED.get(args.objective)]
+        if args.objective in ("descent", "hinge", "quadratic") and args.layer_rows is not None:
+            names.append("descent_strength" if args.follows else "descent_alpha")
+        ranges = GRID if tune_args.search == "grid" else BAYES
+        return {name: ranges[name] for name in names if name in ranges} or {"learning_rate": BAYES["learning_rate"]}
     whole = whole_settings(args)
     try:
         ranges = {

@@ -1,37 +1,43 @@
 """What `Trainer.hyperparameter_search` needs for arguments of several types."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from transformers.trainer_utils import default_compute_objective
 
 from ..configs import JSON_ARGUMENTS, DescentArguments
+from ..constraints.objectives import UNCONSTRAINED
 
 
-def loss_objective(metrics: Mapping[str, float]) -> float:
-    """The task loss f_L of a trial that reads layers; Trainer's own default, which would add all layers' losses up,
-    of a plain one."""
-    if not any("_layer_loss_" in name for name in metrics):
+def default_objective(objective: str, eval_dataset, direction: str | None) -> tuple[Callable[..., float], str]:
+    """What a search goes by where nothing is given, and its direction: under constraints `eval_feasible_score`, else
+    the task loss. ValueError where the `direction` is another, or several evaluation sets have one each."""
+    metric, best = "eval_feasible_score", "maximize"
+    if objective in UNCONSTRAINED:
+        metric, best = "eval_loss", "minimize"
+    if objective == "erm":  # Trainer's own, which may be a sum of metrics
+        best = direction or best
+    elif direction not in (None, best):
+        raise ValueError(
+            f"`direction` is {direction!r} but the default objective is `{metric}`, to {best}; pass "
+            "`compute_objective`, or no direction."
+        )
+    elif isinstance(eval_dataset, dict):
+        raise ValueError("With several `eval_dataset` pass `compute_objective`, a function of their metrics.")
+    return partial(_metric_of, metric), best
+
+
+def _metric_of(name: str, metrics: Mapping[str, float]) -> float:
+    """A metric of a trial; of plain training Trainer's default, which elsewhere would add up the losses of layers."""
+    if name == "eval_loss" and not any("_layer_loss_" in metric for metric in metrics):
         return default_compute_objective(dict(metrics))
-    if "eval_loss" not in metrics:
+    if name not in metrics:
         raise ValueError(
-            f"There is no `eval_loss` among the metrics ({', '.join(metrics)}): with several `eval_dataset`, pass "
-            "`compute_objective`, a function of them."
+            f"There is no `{name}` among the metrics ({', '.join(metrics)}): with several `eval_dataset`, or with "
+            "unconstrained trials, pass `compute_objective`, a function of them."
         )
-    return metrics["eval_loss"]
-
-
-def check_default_objective(direction: str, eval_dataset) -> None:
-    """ValueError where the loss of one data set, to be minimised, is no objective of a search."""
-    if direction != "minimize":
-        raise ValueError(
-            f"`direction` is {direction!r} but the default objective is `eval_loss`; pass `compute_objective`."
-        )
-    if isinstance(eval_dataset, dict):
-        raise ValueError(
-            "With several `eval_dataset` the default objective, the loss of one, is none; pass `compute_objective`, a "
-            "function of their metrics."
-        )
+    return metrics[name]
 
 
 @contextmanager

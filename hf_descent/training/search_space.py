@@ -1,7 +1,7 @@
 """Search spaces and an objective for `Trainer.hyperparameter_search` and `hf-descent tune`.
 
-The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges; those
-here are this package's, for losses of the size of a classifier's.
+The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges. Here
+f_0 is measured, and the share of the descent stands for alpha.
 """
 
 import math
@@ -16,15 +16,13 @@ from ..constraints.problem import as_python
 # Setting -> least and greatest value; all are searched on a logarithmic scale.
 RANGES = {
     "learning_rate": (1e-5, 1e-3),
-    "descent_alpha": (0.01, 0.5),
-    "initial_loss_bound": (0.5, 4.0),
-    "dual_learning_rate": (1e-3, 1e-1),
-    "resilience": (1e-4, 1e-1),
+    "descent_strength": (0.25, 1.0),
+    "dual_learning_rate": (5e-3, 1e-1),
 }
 
 
 def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
-    """A search space for `hyperparameter_search(hp_space=hf_descent.hp_space, backend="optuna")`.
+    """A search space for `hyperparameter_search(hp_space=hf_descent.hp_space)` by Optuna.
 
     Args:
         trial (`optuna.Trial`): suggests the values.

@@ -33,9 +33,7 @@ def command(tmp_path_factory):
 def test_values_lie_in_their_ranges():
     study = optuna.create_study()
     values = [hp_space(study.ask()) for _ in range(50)]
-    assert set(values[0]) == {
-        "learning_rate", "descent_alpha", "initial_loss_bound", "dual_learning_rate", "resilience"
-    }  # fmt: skip
+    assert set(values[0]) == {"learning_rate", "descent_strength", "dual_learning_rate"}
     for name, (low, high) in search_space.RANGES.items():
         found = [value[name] for value in values]
         assert low <= min(found) < (low * high) ** 0.5 < max(found) <= high
@@ -57,7 +55,7 @@ def test_trainers_search_takes_space_and_objective(tmp_path):
 
     def judged(metrics):
         seen.append(
-            (trainer.args.descent_alpha, noise_curve(trainer.model, data, [1.0], draws=2, batch_size=8).mean[0])
+            (trainer.args.descent_strength, noise_curve(trainer.model, data, [1.0], draws=2, batch_size=8).mean[0])
         )
         return objective(metrics)
 
@@ -70,8 +68,8 @@ def test_trainers_search_takes_space_and_objective(tmp_path):
         sampler=optuna.samplers.RandomSampler(seed=0),
     )
     assert best.objective == max(value for _, value in seen)
-    assert len({alpha for alpha, _ in seen}) == 2
-    assert all(isinstance(alpha, float) for alpha, _ in seen)
+    assert len({strength for strength, _ in seen}) == 2
+    assert all(isinstance(strength, float) for strength, _ in seen)
 
 
 def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
@@ -213,21 +211,23 @@ def test_feasible_trials_rank_first():
     assert [trial.value for trial in tune.rank(trials)] == [0.8, 0.75, 0.7, 0.9]
 
 
-def space(tmp_path, objective="descent", **tune_args):
-    problem = {"penalty_coefficient": 1.0} if objective in ("hinge", "deep_supervision") else {}
-    return tune.search_space(tune.TuneArguments(**tune_args), config(tmp_path, objective=objective, **problem))
+def space(tmp_path, objective="descent", descent_alpha="line", exit_targets=None, **tune_args):
+    args = config(tmp_path, objective=objective, descent_alpha=descent_alpha, exit_targets=exit_targets)
+    return tune.search_space(tune.TuneArguments(**tune_args), args)
 
 
 def test_spaces_suit_the_objective(tmp_path):
     assert set(space(tmp_path, "erm")) == {"learning_rate"}
     for objective, names in (
         ("descent", set(search_space.RANGES)),
-        ("hinge", {"learning_rate", "descent_alpha", "initial_loss_bound", "penalty_coefficient"}),
+        ("hinge", {"learning_rate", "descent_strength", "penalty_coefficient"}),
         ("deep_supervision", {"learning_rate", "penalty_coefficient"}),
     ):
         assert set(space(tmp_path, objective)) == names
         assert set(space(tmp_path, objective, search="grid")) == names - {"learning_rate"}
-    assert space(tmp_path, search="grid") == tune.GRID
+    assert set(space(tmp_path, descent_alpha=0.2)) == {"learning_rate", "descent_alpha", "dual_learning_rate"}
+    targets = {"descent_alpha": None, "exit_targets": {1: 0.1}}
+    assert set(space(tmp_path, **targets)) == {"learning_rate", "dual_learning_rate"}
     found = space(tmp_path, search_space='{"learning_rate": [1, 2], "per_device_train_batch_size": [2, 8]}')
     assert found == {"learning_rate": [1.0, 2.0], "per_device_train_batch_size": [2, 8]}
     values = hp_space(optuna.create_study().ask(), found)

@@ -16,7 +16,7 @@ from tiny import (
 )
 from transformers import AlbertConfig, AlbertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from hf_descent import DescentTrainer
+from hf_descent import DescentTrainer, hp_space
 
 
 DATA = classification_data()
@@ -51,20 +51,23 @@ def test_bf16_autocast_follows_full_precision(tmp_path):
     torch.testing.assert_close(*finals, rtol=0.02, atol=0.005)
 
 
-def test_hyperparameter_search_starts_each_trial_afresh_and_minimises_eval_loss(tmp_path):
+def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_models_first(tmp_path):
     pytest.importorskip("optuna")
-    starts = []
+    starts, scores = [], []
 
     class Watch(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 starts.append(trainer.multipliers.steps.item())
 
+        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+            scores.append(metrics["eval_feasible_score"])
+
     trainer = DescentTrainer(
-        args=config(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=4),
-        model_init=lambda: bert(),
+        args=config(tmp_path, max_steps=20, initial_loss_bound="auto", eval_strategy="steps", eval_steps=20),
+        model_init=lambda: bert(num_layers=2),
         train_dataset=DATA,
-        eval_dataset=DATA_TEST,
+        eval_dataset=DATA,
         compute_metrics=lambda prediction: {"constant": 100.0},
         callbacks=[Watch()],
     )
@@ -76,9 +79,15 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_minimises_eval_loss(
         n_trials=3,
     )
     assert starts == [1.0, 1.0, 1.0]  # one dual step each, not 1, 5, 9
-    assert 0 < best.objective < 10 and 0.1 <= best.hyperparameters["descent_alpha"] <= 0.4
-    with pytest.raises(ValueError, match="direction"):
+    assert len(set(scores)) == 3 and best.objective == max(scores) > -1
+    assert 0.1 <= best.hyperparameters["descent_alpha"] <= 0.4
+    with pytest.raises(ValueError, match="`direction` is 'minimize'.*or no direction"):
+        trainer.hyperparameter_search(direction="minimize", n_trials=1)
+    trainer.args.objective = "deep_supervision"  # without constraints the loss counts, which is to fall
+    with pytest.raises(ValueError, match="`direction` is 'maximize'.*or no direction"):
         trainer.hyperparameter_search(direction="maximize", n_trials=1)
+    trainer.hyperparameter_search(hp_space=hp_space, n_trials=1)
+    assert trainer.objective == trainer.state.log_history[-2]["eval_loss"]
 
 
 def test_a_search_over_objectives_takes_dual_steps_where_the_trial_has_duals(tmp_path):
@@ -133,7 +142,7 @@ def test_trials_that_share_no_objective_are_refused(tmp_path):
     pytest.importorskip("optuna")
     values = [{"objective": "erm"}, {"objective": "descent"}]
     several = {"a": DATA_TEST, "b": DATA_TEST}
-    with pytest.raises(ValueError, match="no `eval_loss` among .*: with several `eval_dataset`, pass"):
+    with pytest.raises(ValueError, match="no `eval_loss` among .*: with several `eval_dataset`, or"):
         search(tmp_path, values[1:], eval_dataset=several, objective="erm")
     with pytest.raises(ValueError, match="several `eval_dataset`.*pass `compute_objective`"):
         search(tmp_path, [], eval_dataset=several)  # before there is a trial

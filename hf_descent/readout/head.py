@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .labels import are_token_labels, shifts_labels, with_decoder_inputs
+from .labels import are_token_labels, ignores_masked_labels, shifts_labels, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
@@ -129,6 +129,8 @@ class HeadReadout:
         del own  # with its logits
         if self.shifts_labels is None:
             self.shifts_labels = shifts_labels(model, inputs)
+        if ignores_masked_labels(model, inputs):
+            raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
 
         def score(read, outputs, hidden_states):
             tokens = self.tokens(inputs)

@@ -4,7 +4,9 @@
     python tests/trajectories.py record OUT.json       # the package on PYTHONPATH
     python tests/trajectories.py compare OLD.json NEW.json
 
-Only the public interface is used, and nothing of the other tests, so that one script runs old and new states.
+Only the public interface is used, and nothing of the other tests, so that one script runs old and new states. What
+"auto" stands for differs between states: given a record by `--numbers`, such runs take the numbers that were found in
+it, as the new state of `against` does.
 """
 
 import argparse
@@ -29,18 +31,19 @@ from pathlib import Path
 # What differs from acff127 on purpose: "run/key" patterns, each with the reason.
 ALLOWED = {
     "*adamw/projections/*key.bias": "no loss depends on a key's bias: its gradient is rounding, which Adam scales up",
-    "*_feasible_score": "a layer at chance is never feasible, and what it lacks counts in the score",
+    "*feasible_score": "a layer at chance is never feasible, and what it lacks counts in the score",
+    "*feasible": "a verdict is a certificate's, and of held-out data alone",
+    "*layers/violations/*": "profiles have the losses, and the largest violation",
+    "*/summary/DescentState/train_max_violation": "the problem and the averages tell it",
+    "classifier, fixed, two layers/logs/*_1": "a layer without a constraint has no row",
     "*num_tokens": "TRL's count of tokens goes on in a resumed run",
     "*tied, erm*": "plain training of GPT-2 counts no first label as an item, since nothing predicts it",
     "*smoothing*/*layers/*": "the losses of samples are smoothed as the task loss is",
-    "untied, many classes, auto/layers/violations/*": "evaluations read heads in tiles, which sum in another order",
     "*label_moments*": "f_0 is measured before the first step, with no statistics of labels in a checkpoint",
-    "untied, many classes, auto/*": "f_0 is measured before the first step, on more labels by another estimator",
     **dict.fromkeys(
         ("2 processes, untied, auto, noise, resume/*", *(f"2 processes*/{x}*" for x in ("noisy", "robust", "logs/8"))),
         "the deviation of the signal counts no row twice: two processes find that of one",
     ),
-    "dust denoiser, auto, accumulation/*": "f_0 of a denoiser is the loss of its noisy input",
 }
 TOLERANCE = 1e-6  # of numbers above 1 relative, else absolute
 TIMES = ("runtime", "per_second", "seconds", "flos")
@@ -273,7 +276,7 @@ def make_trainer(folder, model_name, settings, words):
         "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1,
         "max_steps": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "optim": "sgd",
         "learning_rate": 0.1, "descent_alpha": 0.3, "initial_loss_bound": 1.0, "dual_warmup_steps": 2,
-        "dual_learning_rate": 0.1, "seed": 5, "eval_gammas": [0.0, 0.7], **settings,
+        "dual_learning_rate": 0.1, "resilience": 0.001, "seed": 5, "eval_gammas": [0.0, 0.7], **settings,
     }  # fmt: skip
     if "RANK" in os.environ:
         settings["ddp_backend"] = "gloo"
@@ -311,6 +314,7 @@ def make_trainer(folder, model_name, settings, words):
 
 def run(folder, model_name, settings, words=""):
     """Everything that a run shows: of a resumed one, its second part with the logs of both."""
+    import numpy as np
     from transformers import PrinterCallback
 
     words = words.split()
@@ -339,10 +343,10 @@ def run(folder, model_name, settings, words=""):
     metric = {"metric": "rmse"} if "Denoising" in type(trainer.model).__name__ else {}
     curve = trainer.evaluate_robustness(**metric)
     profile, noisy = trainer.evaluate_layers(**metric), trainer.evaluate_layers(gamma=0.5, **metric)
-    found["robustness"] = curve.to_dict() | {name: listed(curve, name) for name in ("gammas", "values", "losses")}
-    for name, each in {"layers": profile, "noisy layers": noisy}.items():
-        kept = ("losses", "values", "sample_losses", "violations", "max_violation", "feasible")
-        found[name] = each.to_dict() | {attribute: listed(each, attribute) for attribute in kept}
+    kept = {"robustness": curve, "layers": profile, "noisy layers": noisy}
+    for name, each in kept.items():
+        arrays = {key: getattr(each, key, None) for key in ("gammas", "values", "losses", "sample_losses")}
+        found[name] = each.to_dict() | {key: np.asarray(array).tolist() for key, array in arrays.items()}
     found["logs"] = logs(trainer.state.log_history)
     return found
 
@@ -379,11 +383,6 @@ def norm(predictions):
 
     arrays = predictions if isinstance(predictions, tuple) else (predictions,)
     return float(sum(np.abs(np.where(array == -100, 0, array)).astype(np.float64).mean() for array in arrays))
-
-
-def listed(result, name):
-    value = getattr(result, name)
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def timeless(metrics):
@@ -464,17 +463,27 @@ def work(rank, port, runs, out):
     os._exit(0)
 
 
-def record(out, pattern):
+def with_numbers(found, model_name, settings, words=""):
+    """The arguments of a run, "auto" replaced by the step size and f_0 that an earlier state found for it."""
+    if found is None or settings.get("descent_alpha") != "auto":
+        return model_name, settings, words
+    first, second, *_ = found["problem"]["violations"]  # of losses 2, 1, 2/3
+    ratio = (1 - second) / 2
+    return model_name, settings | {"descent_alpha": 1 - ratio, "initial_loss_bound": (2 - first) / ratio}, words
+
+
+def record(out, pattern, numbers=None):
     prepare()
     import torch.multiprocessing
 
     import hf_descent
 
     print(f"hf_descent of {Path(hf_descent.__file__).parent}", flush=True)
-    alone, distributed = (
-        {name: run for name, run in runs.items() if fnmatch.fnmatch(name, pattern)}
-        for runs in (RUNS, DISTRIBUTED_RUNS)
-    )
+    earlier = json.loads(Path(numbers).read_text()) if numbers else {}
+    runs = {name: with_numbers(earlier.get(name), *run) for name, run in (RUNS | DISTRIBUTED_RUNS).items()}
+    chosen = {name: run for name, run in runs.items() if fnmatch.fnmatch(name, pattern)}
+    distributed = {name: run for name, run in chosen.items() if name in DISTRIBUTED_RUNS}
+    alone = {name: run for name, run in chosen.items() if name in RUNS}
     found = record_runs(alone, says=True)
     if distributed:
         with socket.socket() as free:
@@ -506,11 +515,10 @@ def flat(value, path=""):
 
 def difference(old, new):
     """0.0 for the same; of numbers in units of the tolerance's scale, of anything else infinite."""
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (old, new))
-    if not numbers:
-        return 0.0 if old == new else math.inf
-    if old == new or (math.isnan(old) and math.isnan(new)):
+    if old == new or (old != old and new != new):  # not a number
         return 0.0
+    if not all(isinstance(value, int | float) for value in (old, new)):
+        return math.inf
     gap = abs(old - new) / max(1.0, abs(old))
     return gap if math.isfinite(gap) else math.inf
 
@@ -519,7 +527,7 @@ def compare(old_file, new_file, pattern, tolerance):
     """Prints what differs; whether nothing does but what is allowed."""
     sides = [json.loads(Path(file).read_text()) for file in (old_file, new_file)]
     old, new = ({name: run for name, run in side.items() if fnmatch.fnmatch(name, pattern)} for side in sides)
-    different, allowed, added, moved = {}, {}, {}, []
+    different, allowed, moved = {}, {}, []
     for name in old:
         before, after = flat(old[name]), flat(new.get(name, {"error": "not run"}))
         for side, leaves in {"old": before, "new": after}.items():
@@ -530,24 +538,18 @@ def compare(old_file, new_file, pattern, tolerance):
         hashes = [key for key in before if key in ("weights", "straight weights")]
         if any(before[key] != after.get(key) for key in hashes):
             moved.append(name)
-        for key in after.keys() - before.keys():
-            added.setdefault(key.rsplit("/", 1)[-1], []).append(f"{name}/{key}")
         for key in before.keys() - set(hashes):
-            gap = difference(before[key], after[key]) if key in after else math.inf
+            gap = difference(before[key], after.get(key))
             if gap > tolerance:
                 place = f"{name}/{key}"
                 reason = next((why for known, why in ALLOWED.items() if fnmatch.fnmatch(place, known)), None)
                 if reason is not None:
                     allowed[reason] = allowed.get(reason, 0) + 1
                     continue
-                words = f"{before[key]!r} became {after[key]!r}" if key in after else f"{before[key]!r} is missing now"
+                words = f"{before[key]!r} became {after.get(key)!r}"
                 # One line for all steps, and all elements of a list.
                 kind = re.sub(r"/\d+\+*(?=/|$)", "/*", place)
                 different.setdefault(kind, []).append((gap, f"{words} ({key})"))
-    for key, places in sorted(added.items()):
-        print(f"new: {key}, {len(places)} times, first in {places[0]}")
-    for name in new.keys() - old.keys():
-        print(f"new run: {name}")
     for reason, count in allowed.items():
         print(f"allowed, {count} times: {reason}")
     for kind, gaps in sorted(different.items()):
@@ -568,18 +570,10 @@ def against(commit, pattern, tolerance):
         tree = Path(folder) / "tree"
         subprocess.run(["git", "worktree", "add", "--detach", "--quiet", str(tree), commit], cwd=root, check=True)
         try:
-            sides = {}
-            for side, path in {"old": tree, "new": root}.items():
-                command = [sys.executable, __file__, "record", f"{folder}/{side}.json", "--runs", pattern]
-                log = open(f"{folder}/{side}.log", "w")  # noqa: SIM115 - as long as its process
+            for side, path, numbers in (("old", tree, []), ("new", root, ["--numbers", f"{folder}/old.json"])):
+                command = [sys.executable, __file__, "record", f"{folder}/{side}.json", "--runs", pattern, *numbers]
                 environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
-                sides[side] = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log), log
-            for side, (process, log) in sides.items():
-                status = process.wait()
-                log.close()
-                words = Path(log.name).read_text()
-                if status or "Traceback" in words:
-                    print(f"---- {side}\n{words[-6000:]}")
+                subprocess.run(command, env=environment, cwd=folder, check=False)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=root, check=True)
         same = compare(f"{folder}/old.json", f"{folder}/new.json", pattern, tolerance)
@@ -592,10 +586,11 @@ def main():
     parser.add_argument("action", choices=("record", "compare", "against"))
     parser.add_argument("names", nargs="+", help="A file, two files, or a commit.")
     parser.add_argument("--runs", default="*", help="A pattern of the runs' names.")
+    parser.add_argument("--numbers", help='A record: its step sizes and f_0 are those of the runs with "auto".')
     parser.add_argument("--tolerance", type=float, default=TOLERANCE)
     options = parser.parse_args()
     if options.action == "record":
-        succeeded = record(*options.names, options.runs)
+        succeeded = record(*options.names, options.runs, options.numbers)
     elif options.action == "compare":
         succeeded = compare(*options.names, options.runs, options.tolerance)
     else:

@@ -85,6 +85,8 @@ TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 SMOOTHED = {"label_smoothing_factor": 0.1}
 NOISY = {"noise_gamma": 0.5}
+FIXED = {"objective": "fixed", "fixed_multipliers": [0, 0.5, 0.7], "constrained_layers": [2, 3]}
+RAW = {"normalize_violations": False, "multiplier_max": 0.25, "resilience": 0, "descent_alpha": [0.5] * 3}
 LANGUAGE = {"initial_loss_bound": 4.0}
 DENOISING = {"initial_loss_bound": 2.0, "noise_sigma": 0.3, "learning_rate": 0.01}
 
@@ -112,16 +114,8 @@ RUNS = {
     "classifier, descent, own loss": ("bert", KEEP | UNEQUAL, "loss"),
     "classifier, erm, accumulation": ("bert", UNEQUAL | EVALUATED | {"objective": "erm"}),
     "classifier, erm, noise": ("distilbert", NOISY | {"objective": "erm"}),
-    "classifier, fixed, two layers": (
-        "distilbert",
-        {"objective": "fixed", "fixed_multipliers": [0, 0.5, 0.7], "constrained_layers": [2, 3]},
-    ),
-    "classifier, raw violations, cap, noise": (
-        "bert",
-        KEEP
-        | NOISY
-        | {"normalize_violations": False, "multiplier_max": 0.25, "resilience": 0, "descent_alpha": [0.5] * 3},
-    ),
+    "classifier, fixed, two layers": ("distilbert", FIXED),
+    "classifier, raw violations, cap, noise": ("bert", KEEP | NOISY | RAW),
     "classifier, lora, resume": ("bert", KEEP | {"save_steps": 4}, "lora resume"),
     "regression, descent": ("regression", CLIP | UNEQUAL),
     "masked language model, descent": ("masked", LANGUAGE | KEEP | UNEQUAL),

@@ -12,7 +12,7 @@ from hf_descent.noise.embedding_noise import EmbeddingNoise
 
 
 LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}
-AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 12}
+AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "loss_targets": {1: 0.5}, "dual_warmup_steps": 12}
 SAVED = {"save_strategy": "steps", "save_steps": 10}
 CASES = {
     "classification": ("classification", {}),

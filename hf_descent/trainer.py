@@ -293,6 +293,8 @@ class DescentMixin:
             found = evaluation.layer_metrics(self._dual, totals, metric_key_prefix, self.state.global_step)
             metrics, self._record.certificate = found
             output.metrics.update(metrics)
+            if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
+                logger.info(f"Verdict on the evaluation data:\n{self._record.certificate}")
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):

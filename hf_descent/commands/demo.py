@@ -49,7 +49,7 @@ def demo(
         output_dir (`str`): folder for the comparison, and for the run folders `<arm>-<seed>`.
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
-        negative_weights (`str`, *optional*): "keep" or "clip", as in [`DescentConfig`], for the constrained arm;
+        negative_weights (`str`, *optional*): "keep", "clip" or "detach" ([`DescentConfig`]), in the constrained arm;
             "keep" where not given, with `auto` the package's default.
         auto (`float`, *optional*): the constrained arm takes the package's default problem and dual settings at this
             `descent_strength`, in place of the demo's own.
@@ -146,8 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
     parser.add_argument(
         "--negative_weights",
-        choices=("keep", "clip"),
-        help="in the constrained model's objective: keep, and clip with --auto, where not given",
+        choices=("keep", "clip", "detach"),
+        help="in the constrained model's objective; keep where not given, with --auto the package's default",
     )
     parser.add_argument(
         "--auto",

@@ -169,6 +169,14 @@ def truncated(model, layers):
     return model
 
 
+def assert_equal_runs(one, other):
+    """The same weights, and multipliers where there are some, to the last bit."""
+    for (name, a), b in zip(one.model.state_dict().items(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    if one.multipliers is not None:
+        assert torch.equal(one.multipliers.values, other.multipliers.values)
+
+
 def naive_layer_losses(model, batch):
     """BERT's layer losses by its hidden states, pooler and classifier."""
     hidden_states = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states

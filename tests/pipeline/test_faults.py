@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import InOrder, bert, classification_data, config
+from tiny import InOrder, assert_equal_runs, bert, classification_data, config
 from transformers import TrainerCallback
 
 from hf_descent import DescentProblem, DescentTrainer
@@ -35,12 +35,6 @@ def make(folder, callbacks=(), model=None, **changes):
         folder, **{"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "noise_gamma": 0.4, **changes}
     )
     return DescentTrainer(model or bert(), args, train_dataset=DATA, callbacks=list(callbacks))
-
-
-def assert_equal_runs(one, other):
-    assert torch.equal(one.multipliers.values, other.multipliers.values)
-    for (name, a), b in zip(one.model.state_dict().items(), other.model.state_dict().values()):
-        assert torch.equal(a, b), name
 
 
 # ---- kills, preemption, disks ----

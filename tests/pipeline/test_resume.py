@@ -5,10 +5,6 @@ import logging
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import zipfile
 from functools import partialmethod
 
@@ -18,7 +14,7 @@ from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, bert, classification_data, config
+from tiny import VOCAB, assert_equal_runs, bert, classification_data, config
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_descent import DescentTrainer
@@ -30,20 +26,17 @@ from hf_descent.training.checkpoints import CHECKSUMS_NAME, faults, newest_compl
 
 SETTINGS = {
     "auto": {
-        "descent_alpha": "auto",
-        "initial_loss_bound": "auto",
-        "dual_warmup_steps": 5,
-        "loss_targets": {1: 0.5},
+        "descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_steps": 5, "loss_targets": {1: 0.5},
     },
     "slack": {"resilience": 0.1, "resilience_form": "slack", "slack_restart": True},
     "range": {"noise_gamma": [0.0, 0.8], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "erm": {"objective": "erm"},
-}
+}  # fmt: skip
 
 
-def arguments(tmp_path, **changes):
+def arguments(folder, **changes):
     return config(
-        tmp_path, **{"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "noise_gamma": 0.4, **changes}
+        folder, **{"max_steps": 12, "save_strategy": "steps", "save_steps": 1, "noise_gamma": 0.4, **changes}
     )
 
 
@@ -51,11 +44,16 @@ def make(args):
     return DescentTrainer(bert(dropout=0.2), args, train_dataset=classification_data(40))
 
 
+def trained(folder, resume_from_checkpoint=None, **changes):
+    trainer = make(arguments(folder, **changes))
+    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
+    return trainer
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("stop", [3, 5, 7])  # an epoch has 5 steps; the warm-up of "auto" ends with step 5
 def test_resumed_equals_straight(tmp_path, setting, stop):
-    straight = make(arguments(tmp_path, **SETTINGS[setting]))
-    straight.train()
+    straight = trained(tmp_path, **SETTINGS[setting])
     folder = tmp_path / f"checkpoint-{stop}"
     for other in tmp_path.glob("checkpoint-*"):
         if other != folder:
@@ -63,13 +61,10 @@ def test_resumed_equals_straight(tmp_path, setting, stop):
     if stop == 5:  # as by an older version
         (folder / CHECKSUMS_NAME).unlink()
 
-    resumed = make(arguments(tmp_path, **SETTINGS[setting]))
-    resumed.train(resume_from_checkpoint=True)
-    for (name, a), b in zip(straight.model.state_dict().items(), resumed.model.state_dict().values()):
-        assert torch.equal(a, b), name
+    resumed = trained(tmp_path, resume_from_checkpoint=True, **SETTINGS[setting])
+    assert_equal_runs(straight, resumed)
     assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
     if setting != "erm":
-        assert torch.equal(straight.multipliers.values, resumed.multipliers.values)
         assert torch.equal(straight.multipliers.slacks, resumed.multipliers.slacks)
         assert straight.multipliers.values.max() > 0
         assert straight.problem.state_dict() == resumed.problem.state_dict()
@@ -90,10 +85,7 @@ def test_the_scale_of_a_loss_of_numbers_is_that_of_the_uninterrupted_run(tmp_pat
 
 
 def test_state_is_readable_and_holds_no_pickle(tmp_path):
-    trainer = make(arguments(tmp_path))
-    trainer.train()
-    folder = tmp_path / "checkpoint-12"
-    values = trainer.multipliers.values
+    values, folder = trained(tmp_path).multipliers.values, tmp_path / "checkpoint-12"
     assert torch.equal(load_file(folder / STATE_NAME)["multipliers.values"], values)
     mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["DescentState"]
     assert mirrored["multipliers"] == pytest.approx(values.tolist())
@@ -102,11 +94,9 @@ def test_state_is_readable_and_holds_no_pickle(tmp_path):
 
 def test_restoring_callbacks_too_does_not_reset_the_duals(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    make(arguments(tmp_path)).train()
-    expected = load_file(tmp_path / "checkpoint-12" / STATE_NAME)["multipliers.values"]
-    resumed = make(arguments(tmp_path, restore_callback_states_from_checkpoint=True))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
-    assert torch.equal(resumed.multipliers.values, expected) and "DescentState" not in caplog.text
+    straight, restoring = trained(tmp_path), {"restore_callback_states_from_checkpoint": True}
+    resumed = trained(tmp_path, str(tmp_path / "checkpoint-6"), **restoring)
+    assert torch.equal(resumed.multipliers.values, straight.multipliers.values) and "DescentState" not in caplog.text
 
 
 def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tmp_path):
@@ -114,18 +104,16 @@ def test_a_checkpoint_of_plain_trainer_resumes_with_fresh_duals_and_a_warm_up(tm
         str(tmp_path), max_steps=12, save_steps=1, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
     )
     Trainer(bert(dropout=0.2), args, train_dataset=classification_data(40)).train()
-    resumed = make(arguments(tmp_path, **SETTINGS["auto"]))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    resumed = trained(tmp_path, str(tmp_path / "checkpoint-4"), **SETTINGS["auto"])
     logs = {log["step"]: log for log in resumed.state.log_history if "multiplier_bound_1" in log}
     assert logs[4 + 5]["multiplier_bound_1"] == 0 < logs[4 + 6]["multiplier_bound_1"]  # a warm-up after the resume
-    again = make(arguments(tmp_path, **SETTINGS["auto"]))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    again = trained(tmp_path, str(tmp_path / "checkpoint-7"), **SETTINGS["auto"])
     assert torch.equal(again.multipliers.values, resumed.multipliers.values)
 
 
 @pytest.mark.parametrize("step", [3, 8])  # within the warm-up and after it
 def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, step):
-    make(arguments(tmp_path, **SETTINGS["auto"], max_steps=8)).train()
+    trained(tmp_path, **SETTINGS["auto"], max_steps=8)
     folder = tmp_path / f"checkpoint-{step}"
     tensors, path = load_file(folder / STATE_NAME), folder / STATE_NAME
     with safe_open(path, framework="pt") as file:
@@ -138,8 +126,7 @@ def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, st
     older = {"problem": None, "labels_until": 1.0}, {"label_moments": torch.tensor([30.0, 1.0, 1.0])}, measured
     for state, more, chance in (({"problem": changed}, {}, other), *([older] if step == 3 else [])):
         save_file(tensors | more, path, metadata={"state": json.dumps(meta | state)})
-        resumed = make(arguments(tmp_path, **SETTINGS["auto"], max_steps=10))
-        resumed.train(resume_from_checkpoint=str(folder))
+        resumed = trained(tmp_path, str(folder), **SETTINGS["auto"], max_steps=10)
         assert resumed.problem.initial_loss_bound == resumed.problem.chance_loss == chance
 
 
@@ -155,10 +142,9 @@ def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, st
         ({"fixed_multipliers": [0.1] * 3}, "fixed_multipliers"),
     ],
 )
-def test_another_schedule_is_refused(tmp_path, change, match):
-    make(arguments(tmp_path, max_steps=4)).train()
+def test_another_schedule_is_refused(tmp_path, three_steps, change, match):
     with pytest.raises(ValueError, match=match):
-        make(arguments(tmp_path, **change)).train(resume_from_checkpoint=True)
+        trained(tmp_path, str(three_steps / "checkpoint-3"), **change)
 
 
 def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embeddings(tmp_path):
@@ -174,19 +160,18 @@ def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embe
 
 
 @pytest.mark.parametrize("objective", ["erm", "descent"])
-@pytest.mark.parametrize(
-    "length", [{"max_steps": 6}, {"max_steps": -1, "num_train_epochs": 1}], ids=["steps", "epochs"]
-)
-def test_a_run_resumed_at_its_end_keeps_the_scale_of_its_noise_and_the_time_of_a_step(tmp_path, objective, length):
-    args = {"objective": objective, "noise_gamma": 0.5, **length}
-    finished = make(arguments(tmp_path, **args))
-    finished.train()
-    resumed = make(arguments(tmp_path, **args))
-    resumed.train(resume_from_checkpoint=True)
+@pytest.mark.parametrize(("steps", "length"), [(6, {"max_steps": 6}), (5, {"max_steps": -1, "num_train_epochs": 1})])
+def test_a_run_resumed_at_its_end_takes_no_step_and_keeps_what_it_knew(tmp_path, caplog, objective, steps, length):
+    given = {"objective": objective, "lr_scheduler_type": "constant", **length}
+    finished, resumed = trained(tmp_path, **given), trained(tmp_path, resume_from_checkpoint=True, **given)
     resumed.save_model()
-    last = RunFolder(newest_complete_checkpoint(str(tmp_path))).summary
-    assert RunFolder(tmp_path).summary["noise_sigma"] == finished.model.config.noise_sigma
-    assert RunFolder(tmp_path).summary["step_seconds"] == last["step_seconds"] > 0
+    last, summary = (RunFolder(each).summary for each in (newest_complete_checkpoint(str(tmp_path)), tmp_path))
+    assert summary["noise_sigma"] == finished.model.config.noise_sigma
+    assert summary["step_seconds"] == last["step_seconds"] > 0
+    assert resumed.state.global_step == steps and "never act" not in caplog.text
+    assert_equal_runs(finished, resumed)
+    if objective == "descent":
+        assert summary["multipliers"] == finished.multipliers.values.tolist()
 
 
 # Whose layers, experts or head have other names on the Hub, to which `save_pretrained` changes them.
@@ -221,8 +206,7 @@ def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_si
     assert (folder / "model.safetensors").is_file() == (max_shard_size == "5GB")
     resumed = make_renamed(tmp_path, name)
     resumed.train(resume_from_checkpoint=str(folder))
-    for (weight, a), b in zip(straight.model.state_dict().items(), resumed.model.state_dict().values()):
-        assert torch.equal(a, b), weight
+    assert_equal_runs(straight, resumed)
     assert "missing keys" not in caplog.text or max_shard_size == "40KB"  # Trainer looks at the files of the shards
 
 
@@ -283,34 +267,31 @@ class Keeper(TrainerCallback):
         self.kept.append([weight.clone() for weight in self.model.state_dict().values()])
 
 
-def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(tmp_path, monkeypatch):
-    make(arguments(tmp_path)).train()
-    first = str(tmp_path / "checkpoint-5")
+def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(three_steps, tmp_path, monkeypatch):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    first = str(tmp_path / "checkpoint-2")
     monkeypatch.setattr(checkpoints, "broadcast_object_list", lambda found: [first])
-    resumed = make(arguments(tmp_path))
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed._record.resumed_from == first
+    assert trained(tmp_path, resume_from_checkpoint=True)._record.resumed_from == first
 
 
-def test_another_layer_count_is_refused(tmp_path):
-    make(arguments(tmp_path, max_steps=4)).train()
-    state = (tmp_path / "checkpoint-4" / STATE_NAME).read_bytes()
-    four_layers = DescentTrainer(
-        bert(num_layers=4), arguments(tmp_path / "four", max_steps=4), train_dataset=classification_data(40)
-    )
-    four_layers.train()
-    (tmp_path / "four" / "checkpoint-4" / STATE_NAME).write_bytes(state)
-    (tmp_path / "four" / "checkpoint-4" / CHECKSUMS_NAME).unlink()
-    again = DescentTrainer(bert(num_layers=4), arguments(tmp_path / "four"), train_dataset=classification_data(40))
+def test_another_layer_count_is_refused(tmp_path, three_steps):
+    def four_layers():
+        return DescentTrainer(
+            bert(num_layers=4), arguments(tmp_path, max_steps=1), train_dataset=classification_data(40)
+        )
+
+    four_layers().train()
+    shutil.copy(three_steps / "checkpoint-1" / STATE_NAME, tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / CHECKSUMS_NAME).unlink()
     with pytest.raises(ValueError, match="num_layers=3 but this run has 4"):
-        again.train(resume_from_checkpoint=True)
+        four_layers().train(resume_from_checkpoint=True)
 
 
 @pytest.fixture(scope="module")
 def three_steps(tmp_path_factory):
     """The folder of a run that saved a checkpoint at each of its three steps."""
     folder = tmp_path_factory.mktemp("three_steps")
-    make(arguments(folder, max_steps=3)).train()
+    trained(folder, max_steps=3)
     return folder
 
 
@@ -329,16 +310,27 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-DAMAGES = {"missing": os.unlink, "cut": cut, "empty": lambda path: path.write_bytes(b""), "flipped": flip}
+DAMAGES = {
+    "missing": os.unlink,
+    "cut": cut,
+    "empty": lambda path: path.write_bytes(b""),
+    "flipped": flip,
+    "of another step": lambda path: shutil.copy(path.parents[1] / "checkpoint-2" / path.name, path),
+}
 TENSORS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_NAME)
 TEXTS = ("trainer_state.json", "config.json", RunFolder.SUMMARY)
 
 
 @pytest.mark.parametrize(
     ("victim", "damage"),
-    [(victim, damage) for victim in TENSORS for damage in DAMAGES]
+    [(victim, damage) for victim in TENSORS[:-1] for damage in ("missing", "cut", "empty", "flipped")]
+    + [(STATE_NAME, damage) for damage in DAMAGES]
     + [(victim, damage) for victim in TEXTS for damage in ("cut", "empty")]
-    + [("trainer_state.json", "missing")],
+    + [
+        ("trainer_state.json", "missing"),
+        ("trainer_state.json", "of another step"),
+        ("optimizer.pt", "of another step"),
+    ],
 )
 def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, damage):
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
@@ -346,8 +338,8 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     DAMAGES[damage](checkpoint / victim)
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
-        make(arguments(tmp_path)).train(resume_from_checkpoint=str(checkpoint))
-    if damage != "flipped":  # in a checkpoint of an older version, too
+        trained(tmp_path, str(checkpoint))
+    if damage not in ("flipped", "of another step"):  # in a checkpoint of an older version, too
         (checkpoint / CHECKSUMS_NAME).unlink()
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
@@ -355,13 +347,6 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
 def test_a_checkpoint_without_the_record_of_its_run_is_passed_over(tmp_path, three_steps):
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
     (tmp_path / "checkpoint-3" / RunFolder.SUMMARY).unlink()  # without it the scale of the noise is measured anew
-    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-
-
-@pytest.mark.parametrize("victim", [STATE_NAME, "optimizer.pt", "trainer_state.json"])
-def test_a_file_of_another_step_is_noticed(tmp_path, three_steps, victim):
-    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
-    shutil.copy(tmp_path / "checkpoint-2" / victim, tmp_path / "checkpoint-3" / victim)
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
@@ -428,8 +413,8 @@ def test_a_checkpoint_that_was_half_replaced_by_a_later_run_is_noticed(tmp_path,
 
 
 def test_a_checkpoint_without_optimizer_says_so(tmp_path, caplog):
-    make(arguments(tmp_path, max_steps=1, save_only_model=True)).train()
-    make(arguments(tmp_path, max_steps=2)).train(resume_from_checkpoint=True)
+    trained(tmp_path, max_steps=1, save_only_model=True)
+    trained(tmp_path, resume_from_checkpoint=True, max_steps=2)
     assert caplog.text.count("holds no optimizer") == 1
 
 
@@ -438,16 +423,16 @@ def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
         return [record.message for record in caplog.records if "changed arguments" in record.message]
 
     checkpoint = str(three_steps / "checkpoint-3")
-    make(arguments(tmp_path, max_steps=3)).train(checkpoint)
+    trained(tmp_path, checkpoint, max_steps=3)
     assert not warnings()
     changes = {"multiplier_max": 7.0, "noise_gamma": 0.5, "adam_beta2": 0.9, "max_steps": 4}
-    make(arguments(tmp_path, **changes)).train(checkpoint)
+    trained(tmp_path, checkpoint, **changes)
     (warning,) = warnings()
     assert [name for name in (*changes, "seed", "dual_learning_rate") if f"`{name}`" in warning] == [*changes]
 
 
 def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
-    make(arguments(tmp_path, max_steps=2)).train()
+    trained(tmp_path, max_steps=2)
     checkpoint = tmp_path / "checkpoint-2"
     (checkpoint / "index.bin").write_bytes(b"not torch's")
     lock = checkpoint / ".cache" / "huggingface" / "download" / "model.lock"  # as downloads leave them
@@ -464,7 +449,7 @@ def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
 
 def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_run(tmp_path):
     for steps in (3, 2):
-        make(arguments(tmp_path, max_steps=steps)).train()
+        trained(tmp_path, max_steps=steps)
     states = {step: tmp_path / f"checkpoint-{step}" / "trainer_state.json" for step in (2, 1, 3)}
     for written, state in enumerate(states.values()):  # as a copy may have it
         os.utime(state, (written, written))
@@ -495,63 +480,3 @@ def test_what_lacks_of_sharded_weights_is_named(tmp_path, name, content, fault):
     (tmp_path / name).write_text(content)
     (found,) = faults(str(tmp_path))
     assert fault in found
-
-
-@pytest.mark.slow
-def test_killed_during_saves_and_resumed_until_done_equals_straight(tmp_path):
-    straight = make(arguments(tmp_path / "straight", max_steps=40))
-    straight.train()
-    script = textwrap.dedent(
-        f"""
-        import os, sys
-        sys.path.insert(0, {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))!r})
-        from pathlib import Path
-        import torch
-        torch.set_num_threads(1)
-        from pipeline.test_resume import make, arguments
-        out = Path({str(tmp_path / "killed")!r})
-        trainer = make(arguments(out, max_steps=40))
-        print("ready", flush=True)
-        try:
-            trainer.train(resume_from_checkpoint=True)
-        except ValueError as error:
-            assert "No valid checkpoint" in str(error), error
-            trainer.train()
-        torch.save(trainer.model.state_dict(), out / "final.pt")
-        """
-    )
-    for attempt in range(8):
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        process.stdout.readline()
-        if attempt < 5:
-            try:
-                process.wait(timeout=0.3 + 0.17 * attempt)  # somewhere in 40 steps that each save
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), errors
-        if process.returncode == 0:
-            break
-    final = torch.load(tmp_path / "killed" / "final.pt", weights_only=True)
-    for name, tensor in straight.model.state_dict().items():
-        assert torch.equal(tensor, final[name]), name
-
-
-@pytest.mark.parametrize(
-    ("steps", "length"),
-    [(12, {"max_steps": 12}), (10, {"max_steps": -1, "num_train_epochs": 2})],
-    ids=["steps", "epochs"],
-)
-def test_a_run_resumed_at_its_end_takes_no_step(tmp_path, caplog, steps, length):
-    finished = make(arguments(tmp_path, lr_scheduler_type="constant", **length))
-    finished.train()
-    resumed = make(arguments(tmp_path, lr_scheduler_type="constant", **length))
-    resumed.train(resume_from_checkpoint=True)
-    resumed.save_model()
-    assert RunFolder(tmp_path).summary["multipliers"] == finished.multipliers.values.tolist()
-    assert resumed.state.global_step == steps and "never act" not in caplog.text
-    assert torch.equal(finished.multipliers.values, resumed.multipliers.values)
-    for (name, a), b in zip(finished.model.state_dict().items(), resumed.model.state_dict().values()):
-        assert torch.equal(a, b), name

@@ -38,7 +38,7 @@ import torch
 # Settings beyond these would leave float32 when they are multiplied, divided or squared.
 SMALLEST, LARGEST = 1e-12, 1e12
 PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
-# A row may be missed by this part of the decrease that it asks for; exits and bounds promise a number, and may not.
+# The tolerance of a row as a share of the decrease that it asks for. Exits and bounds promise a number and have none.
 TOLERANCE = 0.1
 
 
@@ -77,7 +77,7 @@ class DescentProblem:
             The layers of descent, steps or line rows, 1-based and increasing; consecutive entries constrain each
             other. `None`: all.
         chance_loss (`float`, *optional*):
-            The measured loss of the best constant prediction, where it is known; f_0 may lie above it.
+            The measured loss of the best constant prediction, where known; f_0 may lie above it.
         descent_strength (`float`):
             The share s of the decrease from f_0 to f_L, in logarithms, that line and steps rows ask for.
         exit_targets (mapping from `int` to `float`, *optional*):
@@ -188,9 +188,9 @@ class DescentProblem:
 
         Args:
             layer_losses (`torch.Tensor` of shape `[L]`): f.
-            level (scalar `torch.Tensor`, *optional*): the f_L of line and steps rows; where not given the one in f.
-            margin (`float`): exits and bounds ask for a value that is lower by this share.
-            detach (`bool`): whether the references of descent and steps rows are constants in the gradient, too.
+            level (scalar `torch.Tensor`, *optional*): the f_L that line and steps rows lead to; by default that of f.
+            margin (`float`): exits and bounds ask for a loss that is lower by this share.
+            detach (`bool`): whether the references of descent and steps rows are constants in the gradient as well.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         level = losses[-1] if level is None else level
@@ -201,8 +201,8 @@ class DescentProblem:
         return self._over_rows(violations)
 
     def bounds(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each row asks its layer's loss to be below, c f_ref, and by how much it may be missed: a tenth of the
-        decrease that it asks for, nothing for exits and bounds; each `[rows]`, 0 without a constraint."""
+        """The loss c f_ref that each row asks of its layer, and its tolerance: a tenth of the decrease that it asks
+        for, 0 for exits and bounds. Each `[rows]`; 0 without a constraint."""
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         asked, reference = self._asked(losses, losses[-1], detach=True)
         tolerances = torch.where(self._is_target, 0.0, TOLERANCE * (reference - asked))
@@ -213,8 +213,8 @@ class DescentProblem:
     ) -> torch.Tensor:
         """Weights w `[L]` of the layer losses in the gradient of the Lagrangian, from the multipliers `[rows]`.
 
-        w_l = [l = L] + the multipliers of the rows of l - those of descent and steps rows that refer to l, times their
-        factor (nothing of these with `detach`). A weight can be negative. `level` as in `violations`, for steps rows.
+        w_l is the sum of the multipliers of the rows on l, and 1 more for the last layer, less factor times multiplier
+        of the descent and steps rows that refer to l (unless `detach`); it can be negative. `level`: see `violations`.
         """
         multipliers = self._checked("multipliers", multipliers, self.num_rows)
         active = multipliers[self._index]
@@ -239,9 +239,9 @@ class DescentProblem:
         return self.violations(layer_losses)[self._index].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether every row is met and no constrained layer, nor the last one, is as high as `chance`; an estimate.
+        """Whether every row is met, and the constrained layers and the last one are below `chance`; an estimate.
 
-        `tol` is the largest violation that is tolerated, in units of the loss; the rows' own tolerances otherwise.
+        `tol` is the largest violation that is tolerated, in units of the loss; by default each row has its own.
         """
         beyond, learned = self.excess(layer_losses)
         if tol is not None:
@@ -249,15 +249,15 @@ class DescentProblem:
         return bool((beyond <= 0).all() & (learned < 0).all())
 
     def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How far the losses are from what is tolerated: of each constraint its violation less its tolerance, and of
-        its layer the loss less `chance`, which a row may ask for as little as; of the latter also that of the last
-        layer. `[constraints]` and `[constraints + 1]`: the rows are met where they are at most 0 and below 0."""
+        """Violations less tolerances `[constraints]`, and the losses of the same layers, then f_L, less `chance`
+        `[constraints + 1]`. A model meets the rows where the former are at most 0 and the latter below 0: without
+        the latter, a row that asks for hardly anything would be met by layers that have learned nothing."""
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         beyond = (self.violations(losses) - self.bounds(losses)[1])[self._index]
         return beyond, torch.cat([losses[self._layer - 1], losses[-1:]]) - self.chance
 
     def shortfall(self, layer_losses: torch.Tensor) -> float:
-        """The largest share of the way from chance to what a row asks that its layer still misses; 0 if none does."""
+        """The share of the way from chance to what its row asks that the worst layer still has to go; at least 0."""
         beyond, _ = self.excess(layer_losses)
         way = self.chance - self.bounds(layer_losses)[0][self._index]
         return (beyond.clamp(min=0) / way.clamp(min=SMALLEST)).max().item()
@@ -318,7 +318,7 @@ class DescentProblem:
         return factors * ratio**self._power
 
     def _factors_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Kept in float32, that of training, alone, since MPS has no float64."""
+        """Kept in float32 alone, since MPS has no float64."""
         return torch.tensor([row.factor for row in self.rows], dtype=dtype, device=self._layer.device)
 
     def _over_rows(self, values: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
     "dual_warmup_steps", "fixed_multipliers",
 )  # fmt: skip
-# A row is looked at this often in the constrained part of a run, to see whether it can be met.
+# How often rows are checked, in the constrained part of a run, for whether they can be met.
 PROGRESS_CHECKS = 10
 
 
@@ -206,7 +206,7 @@ class DescentState:
             self._released = None
 
     def restart_slacks(self) -> None:
-        """See [`Multipliers`]; the verdict, which may come before the next step, still tells of them."""
+        """See [`Multipliers`]; `report`, which may come before the next step, still names what they relaxed."""
         self._released = self.multipliers.relaxation.clone()
         self.multipliers.restart_slacks()
 
@@ -278,9 +278,9 @@ class DescentState:
         return logs
 
     def report(self) -> dict[str, float]:
-        """What the rows asked and what training reached, said in the log; the largest violation as a metric.
+        """Log what the rows asked and what training reached; returns the largest violation as a metric.
 
-        Running averages of training losses are no certificate: a model has fitted these rows of data.
+        Running averages of training losses are no certificate: the model was fitted to this data.
         """
         self._report_faults()
         if self.problem is None or not self.average_weight.item():

@@ -1,8 +1,8 @@
 """The certificate: row by row, whether what was asked of the layers is met on held-out data, with confidence.
 
-Assumed: the samples are independent, of the distribution that the statement is about, enough for the t interval of a
-mean, and none of them was trained on, or chose this model among others. A certificate is about the layer losses of one
-model; the constants of the paper's theorems cannot be measured and are not claimed.
+It assumes that the samples are independent, of the distribution that the statement is about, and enough for the t
+interval of a mean, and that none of them was used to train this model or to choose it. It is about the layer losses of
+one model; the constants of the paper's theorems cannot be measured and are not claimed.
 """
 
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ class Certificate(Result):
         tolerances (float64 `[rows]`): by how much it may be missed.
         radii (float64 `[rows]`): half-widths of the intervals of `reached - asked - tolerances`, paired over the
             data.
-        verdicts (`list[str]`): "met" where that interval lies below 0, and the intervals of the layer's loss and of
-            f_L below the loss at chance; "not met" where the former lies above 0 or the layer's loss above chance;
-            else "not shown". Nothing is met on fewer than 8 blocks of data, in a model of one layer, or with a loss
-            that is not positive.
-        feasible (`bool`): whether every row is met. Each interval has the `confidence` by itself, and that all of
-            them hold is then no less sure (an intersection-union test).
-        has_learned (`bool`): whether the constrained layers and the last one are below chance, as `verdicts` asks.
+        verdicts (`list[str]`): "met" where this interval lies below 0, and the intervals of the layer's loss and of
+            f_L lie below chance. "not met" where this interval lies above 0, or that of the layer's loss above chance.
+            Else "not shown", as always on fewer than 8 blocks of data, in a model of one layer, or with a loss that
+            is not positive.
+        feasible (`bool`): whether every row is met. Each row is tested at `confidence`, and the claim that all are met
+            is then no less sure (an intersection-union test).
+        has_learned (`bool`): whether the constrained layers and the last one are shown to be below chance.
         max_violation (`float`): the largest violation, in units of the loss.
         shortfall (`float`): see [`DescentProblem`]; 0 where every row is within its tolerance, as an estimate.
         descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
@@ -77,12 +77,12 @@ class Certificate(Result):
         columns = {title: cells for title, cells in columns.items() if cells}
         table = [list(columns), *map(list, zip(*columns.values()))]
         count = self.verdicts.count(MET)
-        told = f"{count} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
+        summary = f"{count} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
         if self.descent_share is not None:
-            told += f", descent share {self.descent_share:.2f}"
+            summary += f", descent share {self.descent_share:.2f}"
         if self.largest_rise is not None:
-            told += f", largest rise from layer to layer {self.largest_rise:.1%}"
-        return f"{format_table(table)}\n{told}."
+            summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
+        return f"{format_table(table)}\n{summary}."
 
 
 def certify(

@@ -52,8 +52,8 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
 def readout_without_labels(
     trainer: Trainer, layers: LayerLosses | None, readout: Callable, model: nn.Module, inputs
 ) -> Readout:
-    """The custom `readout` for a batch without labels, which does not show what labels the loss predicts: that of
-    `layers`, where they are known, or found on this batch alone."""
+    """The custom `readout` for a batch without labels: that of `layers` where they are known, else found on this batch
+    alone, which does not show what labels the loss predicts."""
     model = trainer.accelerator.unwrap_model(model)
     if layers is not None and layers.readout.fits(model):
         return layers.readout
@@ -66,8 +66,8 @@ def layer_metrics(
     """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
 
     `feasible_score` is one number to choose a checkpoint by; greater is better. Where every row is within its
-    tolerance it is positive and falls with f_L; else it is minus the share of the way from chance that the worst row
-    still misses. A model that has shown no layer to be better than chance comes last, the later one first.
+    tolerance, it is positive and the greater, the smaller f_L is. Else it is minus `shortfall` (see
+    [`DescentProblem`]). Models whose layers are not shown to be better than chance come last, the latest one first.
 
     Args:
         dual ([`DescentState`]): the problem and its multipliers.
@@ -90,7 +90,7 @@ def layer_metrics(
         if len(blocks) < MIN_BLOCKS and dual.args.objective not in UNCONSTRAINED:
             logger.warning_once(
                 f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
-                f"{MIN_BLOCKS} batches, or set a smaller `per_device_eval_batch_size`."
+                f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
             )
         certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values)
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)

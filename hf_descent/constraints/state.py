@@ -330,13 +330,14 @@ class DescentState:
 
     def _attainable(self, row: Row, losses: torch.Tensor) -> str:
         loss, reference = losses[row.layer - 1].item(), [self.problem.initial_loss_bound, *losses.tolist(), 1.0]
-        ratio = loss / reference[row.reference]
+        bound = reference[row.reference]
+        ratio = loss / bound if bound > 0 else math.inf
         if row.kind == "exit":
             return f"`exit_targets` of {ratio - 1:.3g} at layer {row.layer}"
         if row.kind == "bound":
             return f"`loss_targets` of {loss:.3g} at layer {row.layer}"
         if row.kind == "descent":
-            return f"`descent_alpha` of {1 - ratio:.3g} at layer {row.layer}"
+            return f"`descent_alpha` of {max(1 - ratio, 0.0):.3g} at layer {row.layer}"
         share = self.problem.descent_strength / row.power * math.log(ratio)
         share /= math.log(reference[self.num_layers] / reference[0])
         return f"`descent_strength` of {max(share, 0.0):.2g}"

@@ -95,8 +95,7 @@ class Readout:
         Args:
             model: the unwrapped `nn.Module` (a `PeftModel`, too).
             inputs: the dict given to `model(**inputs)`, with or without labels.
-            readout: `readout(model, hidden, inputs) -> logits`, for every layer in place of the model's own; "mean" or
-                "cls" (see [`DescentTrainer`]).
+            readout: `readout(model, hidden, inputs) -> logits`, "mean" or "cls", in place of the model's own.
             trains: whether `readout` is for training, and must have no parameters beside the model's.
 
         Raises:

@@ -172,6 +172,23 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
         assert any(f"row {name} " in line and text in line for line in told)
 
 
+@pytest.mark.parametrize(
+    ("losses", "rows", "attainable"),
+    [
+        ([0.0, 0.5, 0.1], {"descent_alpha": 0.1}, "`descent_alpha` of 0 at layer 2"),
+        ([0.0, 0.5, 0.1], {"descent_alpha": "steps"}, "`descent_strength` of 0."),
+        ([-0.5, 0.5, 0.4], {"descent_alpha": "steps"}, "`descent_strength` of 0."),
+        ([0.5, 0.3, 0.0], {"descent_alpha": None, "exit_targets": {1: 0.05}}, "`exit_targets` of inf at layer 1"),
+    ],
+)
+def test_a_row_below_a_loss_of_zero_is_said_to_be_beyond_reach(tmp_path, caplog, losses, rows, attainable):
+    state = DescentState(config(tmp_path, dual_learning_rate=0.1, **rows), 3, max_steps=20, start_step=0)
+    for step in range(20):
+        state.dual_step(torch.tensor(losses), step)
+        state.logs(step)
+    assert sum(f"seems: {attainable}" in record.message for record in caplog.records) == 1
+
+
 def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path):
     args = config(tmp_path / "constrained", dual_learning_rate=0.3, constrained_layers=[1, 3])
     constrained = InOrder(bert(), args, train_dataset=DATA)

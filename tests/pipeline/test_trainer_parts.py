@@ -23,54 +23,66 @@ DATA = classification_data()
 DATA_TEST = classification_data(32, seed=1)
 
 
+def trained(model, args, data=DATA, trainer_class=DescentTrainer, **given):
+    trainer = trainer_class(model, args, train_dataset=data, **given)
+    trainer.train()
+    return trainer
+
+
+def watch(event, see):
+    """A callback, and the list of what it sees at each event: `see(args, state, arguments)`."""
+    seen = []
+
+    def keep(self, args, state, control, **kwargs):
+        seen.append(see(args, state, kwargs))
+
+    return type("Watch", (TrainerCallback,), {event: keep})(), seen
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(tmp_path, reentrant):
-    finals = []
-    for checkpointing in (False, True):
-        args = config(
-            tmp_path,
-            activation_checkpointing=checkpointing,
-            activation_checkpointing_kwargs={"use_reentrant": reentrant},
-        )
-        trainer = InOrder(bert(), args, train_dataset=DATA)
-        trainer.train()
-        finals.append(trainer)
-    torch.testing.assert_close(finals[0].multipliers.values, finals[1].multipliers.values)
-    for (name, a), b in zip(finals[0].model.named_parameters(), finals[1].model.parameters()):
+    given = {"activation_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    one, other = (
+        trained(bert(), config(tmp_path, activation_checkpointing=checkpointing, **given), trainer_class=InOrder)
+        for checkpointing in (False, True)
+    )
+    torch.testing.assert_close(one.multipliers.values, other.multipliers.values)
+    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_bf16_autocast_follows_full_precision(tmp_path):
-    finals = []
-    for bf16 in (False, True):
-        trainer = InOrder(bert(), config(tmp_path, bf16=bf16, learning_rate=1e-3), train_dataset=DATA)
-        trainer.train()
-        finals.append(trainer.multipliers.values)
-        assert trainer.multipliers.values.dtype == torch.float32
-    assert not torch.equal(*finals)
+    finals = [
+        trained(bert(), config(tmp_path, bf16=bf16, learning_rate=1e-3), trainer_class=InOrder).multipliers.values
+        for bf16 in (False, True)
+    ]
+    assert finals[1].dtype == torch.float32 and not torch.equal(*finals)
     torch.testing.assert_close(*finals, rtol=0.02, atol=0.005)
 
 
-def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_models_first(tmp_path):
+def searcher(tmp_path, *callbacks, eval_dataset=DATA_TEST, num_layers=3, compute_metrics=None, **arguments):
     pytest.importorskip("optuna")
-    starts, scores = [], []
+    return DescentTrainer(
+        args=config(tmp_path, **{"max_steps": 2, **arguments}), model_init=lambda: bert(num_layers=num_layers),
+        train_dataset=DATA, eval_dataset=eval_dataset, callbacks=list(callbacks), compute_metrics=compute_metrics,
+    )  # fmt: skip
 
-    class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                starts.append(trainer.multipliers.steps.item())
 
-        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-            scores.append(metrics["eval_feasible_score"])
+def search(trainer, values):
+    """The best trial of a search with one set of values for each."""
+    return trainer.hyperparameter_search(hp_space=lambda trial: values[trial.number], n_trials=len(values))
 
-    trainer = DescentTrainer(
-        args=config(tmp_path, max_steps=20, initial_loss_bound="auto", eval_strategy="steps", eval_steps=20),
-        model_init=lambda: bert(num_layers=2),
-        train_dataset=DATA,
-        eval_dataset=DATA,
-        compute_metrics=lambda prediction: {"constant": 100.0},
-        callbacks=[Watch()],
+
+def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_models_first(tmp_path):
+    begin, starts = watch(
+        "on_step_end", lambda args, state, given: (state.global_step, trainer.multipliers.steps.item())
     )
+    judge, scores = watch("on_evaluate", lambda args, state, given: given["metrics"]["eval_feasible_score"])
+    settings = {"max_steps": 20, "initial_loss_bound": "auto", "eval_strategy": "steps", "eval_steps": 20}
+    trainer = searcher(
+        tmp_path, begin, judge, eval_dataset=DATA, num_layers=2, compute_metrics=lambda _: {"constant": 100.0},
+        **settings,
+    )  # fmt: skip
     best = trainer.hyperparameter_search(
         hp_space=lambda trial: {
             "descent_alpha": trial.suggest_float("descent_alpha", 0.1, 0.4),
@@ -78,7 +90,7 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
         },
         n_trials=3,
     )
-    assert starts == [1.0, 1.0, 1.0]  # one dual step each, not 1, 5, 9
+    assert [steps for step, steps in starts if step == 1] == [1.0] * 3  # one dual step each, not 1, 5, 9
     assert len(set(scores)) == 3 and best.objective == max(scores) > -1
     assert 0.1 <= best.hyperparameters["descent_alpha"] <= 0.4
     with pytest.raises(ValueError, match="`direction` is 'minimize'.*or no direction"):
@@ -90,82 +102,38 @@ def test_hyperparameter_search_starts_each_trial_afresh_and_asks_for_feasible_mo
     assert trainer.objective == trainer.state.log_history[-2]["eval_loss"]
 
 
-def test_a_search_over_objectives_takes_dual_steps_where_the_trial_has_duals(tmp_path):
-    pytest.importorskip("optuna")
-    steps = []
-
-    class Watch(TrainerCallback):
-        def on_train_end(self, args, state, control, **kwargs):
-            steps.append(trainer.multipliers and trainer.multipliers.steps.item())
-
-    trainer = DescentTrainer(
-        args=config(tmp_path, objective="erm", max_steps=2), model_init=lambda: bert(), train_dataset=DATA,
-        eval_dataset=DATA_TEST, callbacks=[Watch()],
-    )  # fmt: skip
-    trainer.hyperparameter_search(
-        hp_space=lambda trial: {"objective": ["erm", "descent", "erm"][trial.number]}, n_trials=3
-    )
+def test_trials_of_all_objectives_take_their_dual_steps_and_are_judged_by_their_loss(tmp_path):
+    end, steps = watch("on_train_end", lambda *_: trainer.multipliers and trainer.multipliers.steps.item())
+    judge, losses = watch("on_evaluate", lambda args, state, given: given["metrics"]["eval_loss"])
+    trainer = searcher(tmp_path, end, judge, objective="erm", eval_strategy="steps", eval_steps=2)
+    best = search(trainer, [{"objective": objective} for objective in ("erm", "descent", "erm")])
     assert steps == [None, 2.0, None]
-
-
-def search(tmp_path, values, eval_dataset=DATA_TEST, **arguments):
-    """What the trials of a search over some arguments, one set of values each, were judged by."""
-    found = []
-
-    class Watch(TrainerCallback):
-        def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-            found.append(metrics.get("eval_loss"))
-
-    given = arguments.pop("compute_metrics", None)
-    trainer = DescentTrainer(
-        args=config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, **arguments),
-        model_init=lambda: bert(), train_dataset=DATA, eval_dataset=eval_dataset, callbacks=[Watch()],
-        compute_metrics=given,
-    )  # fmt: skip
-    best = trainer.hyperparameter_search(hp_space=lambda trial: values[trial.number], n_trials=len(values))
-    return best.objective, found
-
-
-def test_trials_of_all_objectives_are_judged_by_their_loss(tmp_path):
-    pytest.importorskip("optuna")
-    best, losses = search(tmp_path, [{"objective": "erm"}, {"objective": "descent"}], objective="erm")
-    assert len(losses) == 2 and best == pytest.approx(min(losses))
+    assert len(losses) == 3 and best.objective == pytest.approx(min(losses))
 
 
 def test_every_trial_has_the_noise_on_its_own_model(tmp_path):
-    pytest.importorskip("optuna")
-    _, losses = search(tmp_path, [{"noise_gamma": gamma} for gamma in (2.0, 2.0, 0.0)])
+    judge, losses = watch("on_evaluate", lambda args, state, given: given["metrics"]["eval_loss"])
+    trainer = searcher(tmp_path, judge, eval_strategy="steps", eval_steps=2)
+    search(trainer, [{"noise_gamma": gamma} for gamma in (2.0, 2.0, 0.0)])
     assert losses[0] == losses[1] != losses[2]
 
 
 def test_trials_that_share_no_objective_are_refused(tmp_path):
-    pytest.importorskip("optuna")
-    values = [{"objective": "erm"}, {"objective": "descent"}]
-    several = {"a": DATA_TEST, "b": DATA_TEST}
+    several = {"eval_dataset": {"a": DATA_TEST, "b": DATA_TEST}, "eval_strategy": "steps", "eval_steps": 2}
     with pytest.raises(ValueError, match="no `eval_loss` among .*: with several `eval_dataset`, or"):
-        search(tmp_path, values[1:], eval_dataset=several, objective="erm")
+        search(searcher(tmp_path, objective="erm", **several), [{"objective": "descent"}])
     with pytest.raises(ValueError, match="several `eval_dataset`.*pass `compute_objective`"):
-        search(tmp_path, [], eval_dataset=several)  # before there is a trial
+        search(searcher(tmp_path, **several), [])  # before there is a trial
 
 
 def test_arguments_of_several_types_are_searched(tmp_path):
-    pytest.importorskip("optuna")
     values = [
         {"descent_alpha": 0.2, "constrained_layers": [2, 3], "noise_gamma": 0.0},
         {"descent_alpha": "auto", "constrained_layers": None, "noise_gamma": [0.0, 1.0]},
         {"descent_alpha": [0.1, 0.2, 0.3]},
     ]
-    seen = []
-
-    class Watch(TrainerCallback):
-        def on_train_begin(self, args, state, control, **kwargs):
-            seen.append({name: getattr(args, name) for name in values[0]})
-
-    trainer = DescentTrainer(
-        args=config(tmp_path, max_steps=2, dual_warmup_steps=1), model_init=lambda: bert(), train_dataset=DATA,
-        eval_dataset=DATA_TEST, callbacks=[Watch()],
-    )  # fmt: skip
-    trainer.hyperparameter_search(hp_space=lambda trial: values[trial.number], n_trials=3)
+    begin, seen = watch("on_train_begin", lambda args, *_: {name: getattr(args, name) for name in values[0]})
+    search(searcher(tmp_path, begin, dual_warmup_steps=1), values)
     assert seen == [values[0], values[1], values[1] | values[2]]
 
 
@@ -196,8 +164,7 @@ def test_a_batch_that_is_too_large_to_be_read_is_made_smaller(tmp_path, model, r
 
     head.register_forward_pre_hook(refuse)
     data = DATA if model.config.model_type == "bert" else language_data()
-    trainer = DescentTrainer(model, config(tmp_path, auto_find_batch_size=True, max_steps=2), train_dataset=data)
-    trainer.train()
+    trainer = trained(model, config(tmp_path, auto_find_batch_size=True, max_steps=2), data)
     assert trainer._train_batch_size == 7 and trainer.state.global_step == 2
 
 
@@ -206,8 +173,7 @@ def test_lora_trains_adapters_and_head_only(tmp_path):
     base = bert()
     lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
     before = {name: parameter.clone() for name, parameter in base.named_parameters()}
-    trainer = DescentTrainer(peft.get_peft_model(base, lora), config(tmp_path, noise_gamma=0.3), train_dataset=DATA)
-    trainer.train()
+    trainer = trained(peft.get_peft_model(base, lora), config(tmp_path, noise_gamma=0.3))
     trainer.save_model()
     assert trainer.multipliers.values.max() > 0
     for name, parameter in trainer.model.get_base_model().named_parameters():
@@ -231,15 +197,12 @@ def token_mean(model, hidden, inputs):
 
 @pytest.mark.parametrize("readout", [first_token, token_mean])
 def test_a_readout_of_ones_own_scores_every_layer_and_gives_the_predictions(tmp_path, readout):
-    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA, eval_dataset=DATA_TEST, readout=readout)
-    trainer.train()
+    trainer = trained(bert(), config(tmp_path), eval_dataset=DATA_TEST, readout=readout)
     metrics = trainer.evaluate()
     batch, model = next(batches(DATA_TEST, 32)), trainer.model.eval()
     with torch.no_grad():
-        hidden_states = model.bert(
-            batch["input_ids"], batch["attention_mask"], output_hidden_states=True
-        ).hidden_states[1:]
-        logits = [readout(model, hidden, batch) for hidden in hidden_states]
+        outputs = model.bert(batch["input_ids"], batch["attention_mask"], output_hidden_states=True)
+        logits = [readout(model, hidden, batch) for hidden in outputs.hidden_states[1:]]
     losses = [F.cross_entropy(logit, batch["labels"]).item() for logit in logits]
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(losses, rel=1e-5)
     assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
@@ -268,20 +231,16 @@ def test_a_readout_of_ones_own_computes_in_mixed_precision_as_the_model_s_own(tm
 def test_a_layer_loss_reads_attributes_or_keys(tmp_path):
     """The "auto" settings call it on outputs of their own."""
 
-    def by_attribute(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs.logits, labels)
+    def losses(logits_of):
+        def loss(outputs, labels, num_items_in_batch=None):
+            return F.cross_entropy(logits_of(outputs), labels)
 
-    def by_key(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs["logits"], labels)
-
-    def losses(loss):
         args = config(tmp_path, max_steps=3, initial_loss_bound="auto", dual_warmup_steps=1)
-        trainer = DescentTrainer(bert(), args, train_dataset=DATA, layer_loss_fn=loss)
-        trainer.train()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        logs = trained(bert(), args, layer_loss_fn=loss).state.log_history
+        return [log["loss"] for log in logs if "loss" in log]
 
-    own = losses(by_attribute)
-    assert len(own) == 3 and own == losses(by_key)
+    own = losses(lambda outputs: outputs.logits)
+    assert len(own) == 3 and own == losses(lambda outputs: outputs["logits"])
 
 
 def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
@@ -295,11 +254,10 @@ def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
     batch = next(batches(DATA_TEST, 32))
     for layer in (1, 2, 3):
         with torch.no_grad():
-            logits = [truncated(bert(), layer).eval()(b["input_ids"], b["attention_mask"]).logits for b in [batch]]
-        per_batch = [
-            F.cross_entropy(logits[0][i : i + 8], batch["labels"][i : i + 8], weight).item() for i in range(0, 32, 8)
-        ]
-        assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(sum(per_batch) / 4, rel=1e-5)
+            logits = truncated(bert(), layer).eval()(batch["input_ids"], batch["attention_mask"]).logits
+        parts = zip(logits.split(8), batch["labels"].split(8))  # evaluated batch by batch
+        expected = sum(F.cross_entropy(*part, weight).item() for part in parts) / 4
+        assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="not both"):
         DescentTrainer(bert(), config(tmp_path), layer_loss_fn=weighted, compute_loss_func=weighted)
 
@@ -311,9 +269,7 @@ def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objec
         tmp_path, objective=objective, penalty_coefficient=2.0, descent_alpha=0.4, max_steps=1, optim="sgd",
         learning_rate=0.5, max_grad_norm=0.0,
     )  # fmt: skip
-    trainer = InOrder(bert(), args, train_dataset=DATA)
-    trainer.train()
-    model = bert()
+    trainer, model = trained(bert(), args, trainer_class=InOrder), bert()
     f = naive_layer_losses(model, next(batches(DATA)))
     excess = (f - 0.6 * torch.cat([torch.ones(1), f[:-1]])).clamp(min=0)
     (f[-1] + 2 * (excess.sum() if objective == "hinge" else excess.square().sum() / 2)).backward()
@@ -322,18 +278,14 @@ def test_penalties_are_taken_on_the_mean_losses_of_a_micro_batch(tmp_path, objec
 
     data = language_data(8, ragged=False)
     data[3]["labels"] = torch.full_like(data[3]["labels"], -100)
-    args = config(
-        tmp_path, objective=objective, max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=8
-    )
-    trainer = InOrder(llama(), args, train_dataset=data)
-    trainer.train()
+    parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    trainer = trained(llama(), config(tmp_path, objective=objective, max_steps=1, **parts), data, InOrder)
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
 
 def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
     args = config(tmp_path, label_smoothing_factor=0.2, eval_gammas=[0.0, 1.0], noise_gamma=0.5)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
-    trainer.train()
+    trainer = trained(bert(), args, eval_dataset=DATA_TEST)
     curve = trainer.evaluate_robustness()
     assert curve.gamma_train == 0.5
     assert curve.losses[0, 0] == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
@@ -344,8 +296,7 @@ def test_robustness_is_scored_by_the_trainer_s_own_loss(tmp_path):
 
 def test_noise_with_persistent_workers_does_not_evaluate_on_the_training_data(tmp_path):
     args = config(tmp_path, noise_gamma=0.5, dataloader_num_workers=1, dataloader_persistent_workers=True, max_steps=2)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST[:8])
-    trainer.train()
+    trainer = trained(bert(), args, eval_dataset=DATA_TEST[:8])
     assert trainer.num_examples(trainer.get_eval_dataloader()) == 8
 
 
@@ -356,8 +307,7 @@ def test_the_label_shift_is_the_model_s_own_not_its_name_s(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     data = language_data()
     parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
-    trainer = InOrder(model, config(tmp_path, learning_rate=0.0, max_steps=2, **parts), train_dataset=data)
-    trainer.train()
+    trainer = trained(model, config(tmp_path, learning_rate=0.0, max_steps=2, **parts), data, InOrder)
     logged = [log["loss"] for log in trainer.state.log_history if "grad_norm" in log]
     for loss, rows in zip(logged, (data[:8], data[8:16]), strict=True):
         batch = {name: torch.stack([row[name] for row in rows]) for name in data[0]}

@@ -9,17 +9,12 @@ from hf_descent.runs import RunFolder
 
 
 def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
-    args = config(
-        tmp_path,
-        per_device_train_batch_size=batch,
-        optim="sgd",
-        learning_rate=0.1,
-        max_grad_norm=0.0,
-        descent_alpha=0.4,
-        dual_learning_rate=0.2,
-        fixed_multipliers=[0.5, 0.3, 0.7],
-        **{"max_steps": 5, "gradient_accumulation_steps": 8 // batch, **arguments},
-    )
+    settings = {
+        "per_device_train_batch_size": batch, "gradient_accumulation_steps": 8 // batch, "max_steps": 5,
+        "optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "descent_alpha": 0.4, "dual_learning_rate": 0.2,
+        "fixed_multipliers": [0.5, 0.3, 0.7],
+    }  # fmt: skip
+    args = config(tmp_path, **settings | arguments)
     trainer = InOrder(model, args, train_dataset=data, layer_loss_fn=layer_loss_fn)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
@@ -128,12 +123,7 @@ def test_a_loss_function_of_ones_own_is_averaged_over_items_whether_it_takes_the
     finals = []
     for function in (mean, total):
         for batch in (8, 2):
-            args = config(
-                tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=8 // batch, optim="sgd",
-                learning_rate=0.1, max_grad_norm=0.0,
-            )  # fmt: skip
-            trainer = InOrder(bert(), args, train_dataset=classification_data(), compute_loss_func=function)
-            trainer.train()
+            trainer, _ = run(tmp_path, bert(), classification_data(), batch, function)
             finals.append((trainer.multipliers.values, trainer.model.classifier.weight.detach()))
     for multipliers, classifier in finals[1:]:
         torch.testing.assert_close(multipliers, finals[0][0], rtol=1e-4, atol=1e-6)

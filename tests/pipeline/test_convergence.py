@@ -41,35 +41,31 @@ class Parabolas(nn.Module):
         return {"loss": 0.5 * (logits - labels).square().mean(), "logits": logits}
 
 
-def solve(tmp_path, steps, **arguments):
+def solve(tmp_path, steps, model=None, **arguments):
     torch.manual_seed(0)
     data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(8)]
-    args = config(
-        tmp_path,
-        objective="descent",
-        initial_loss_bound=1.0,
-        max_steps=steps,
-        optim="sgd",
-        learning_rate=0.4,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        logging_steps=500,
-        **{"descent_alpha": 0.5, "negative_weights": "keep", **arguments},
-    )
-    trainer = DescentTrainer(Parabolas(), args, train_dataset=data)
+    settings = {
+        "descent_alpha": 0.5, "initial_loss_bound": 1.0, "max_steps": steps, "optim": "sgd", "learning_rate": 0.4,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 500, "negative_weights": "keep",
+    }  # fmt: skip
+    args = config(tmp_path, **settings | arguments)
+    trainer = DescentTrainer(model or Parabolas(), args, train_dataset=data)
     trainer.train()
-    return trainer.model.theta.item(), trainer.multipliers
+    return trainer
+
+
+def rest(trainer):
+    return trainer.model.theta.item(), trainer.multipliers.values.tolist()
 
 
 @pytest.mark.parametrize(
     ("dual_optim", "normalize", "rate"), [("sgd", False, 0.3), ("sgd", True, 0.3), ("adam", True, 0.03)]
 )
 def test_hard_constraints(tmp_path, dual_optim, normalize, rate):
-    theta, multipliers = solve(
-        tmp_path, 150, dual_optim=dual_optim, normalize_violations=normalize, dual_learning_rate=rate
-    )
+    settings = {"dual_optim": dual_optim, "normalize_violations": normalize, "dual_learning_rate": rate}
+    theta, multipliers = rest(solve(tmp_path, 150, **settings))
     assert theta == pytest.approx(1.0, abs=0.002)
-    assert multipliers.values.tolist() == pytest.approx([0.5, 0.0], abs=0.004)
+    assert multipliers == pytest.approx([0.5, 0.0], abs=0.004)
 
 
 ROOT = np.sqrt(2) * np.array([1, 1.5])
@@ -94,30 +90,22 @@ def test_rows_with_fixed_references_rest_where_each_holds_the_other_losses_fixed
     """Stationarity lambda theta + (theta - 1.5) = 0, whatever the reference: an equilibrium. In the optimum of the
     constrained problem the multiplier of the exit at eps = 0 would be 0.5, since it weighs f_2 by 1 - lambda."""
     settings = {"descent_alpha": None, "target_margin": 0.0, "negative_weights": scheme} | constraint
-    theta, multipliers = solve(tmp_path, 250, dual_optim="sgd", dual_learning_rate=0.2, **settings)
+    theta, multipliers = rest(solve(tmp_path, 250, dual_optim="sgd", dual_learning_rate=0.2, **settings))
     assert theta == pytest.approx(expected, abs=0.003)
-    assert multipliers.values[0].item() == pytest.approx((1.5 - expected) / expected, abs=0.01)
+    assert multipliers[0] == pytest.approx((1.5 - expected) / expected, abs=0.01)
 
 
 @pytest.mark.parametrize("form", ["weight_decay", "slack"])
 @pytest.mark.parametrize(("dual_optim", "rate"), [("sgd", 0.3), ("adam", 0.03)])
 def test_both_forms_of_resilience_settle_at_the_same_point(tmp_path, form, dual_optim, rate):
     c = 0.4
-    theta, multipliers = solve(
-        tmp_path,
-        150,
-        resilience=c,
-        resilience_form=form,
-        dual_optim=dual_optim,
-        dual_learning_rate=rate,
-        slack_learning_rate=rate,
-        slack_restart=False,
-    )
+    settings = {"resilience": c, "resilience_form": form, "slack_learning_rate": rate, "slack_restart": False}
+    theta, multipliers = rest(solve(tmp_path, 150, dual_optim=dual_optim, dual_learning_rate=rate, **settings))
     # Stationarity lambda = (1.5 - theta) / theta in g_1 = c lambda: theta^3 / 2 - 0.5 theta - c (1.5 - theta) = 0.
     roots = np.roots([0.5, 0.0, c - 0.5, -1.5 * c])
     expected = roots[np.isreal(roots)].real.item()
     assert theta == pytest.approx(expected, abs=0.002)
-    assert multipliers.values.tolist() == pytest.approx([(1.5 - expected) / expected, 0.0], abs=0.004)
+    assert multipliers == pytest.approx([(1.5 - expected) / expected, 0.0], abs=0.004)
 
 
 def test_the_optimum_does_not_depend_on_the_unit_of_the_loss_with_normalized_violations(tmp_path):
@@ -128,16 +116,10 @@ def test_the_optimum_does_not_depend_on_the_unit_of_the_loss_with_normalized_vio
             outputs = super().forward(x, labels)
             return {"loss": 1000 * outputs["loss"], "logits": outputs["logits"]}
 
-    torch.manual_seed(0)
-    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(8)]
     paths = []
     for model, scale in ((Parabolas(), 1.0), (Scaled(), 1000.0)):
-        args = config(
-            tmp_path, descent_alpha=0.5, initial_loss_bound=scale, max_steps=50, optim="sgd",
-            learning_rate=0.05 / scale, max_grad_norm=0.0, negative_weights="keep",
-        )  # fmt: skip
-        trainer = DescentTrainer(model, args, train_dataset=data)
-        trainer.train()
-        paths.append([log["multiplier_1"] for log in trainer.state.log_history if "multiplier_1" in log])
+        settings = {"initial_loss_bound": scale, "learning_rate": 0.05 / scale, "logging_steps": 1}
+        logs = solve(tmp_path, 50, model, **settings).state.log_history
+        paths.append([log["multiplier_1"] for log in logs if "multiplier_1" in log])
     assert paths[0] == pytest.approx(paths[1], rel=1e-3)
     assert paths[0][-1] > 0.1

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from architectures import AUDIO, build
+from architectures import AUDIO
 from tiny import VOCAB, config
 
 from hf_descent import DescentTrainer
@@ -16,10 +16,6 @@ from hf_descent import DescentTrainer
 SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
 BERT = {**SMALL, "vocab_size": VOCAB, "max_position_embeddings": 32}
 LENGTH = 8
-
-
-def bert_for(head, **settings):
-    return lambda: getattr(transformers, f"BertFor{head}")(transformers.BertConfig(**BERT, **settings))
 
 
 def token_ids(generator):
@@ -49,88 +45,85 @@ def choices(generator):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": int(ids[0, 0]) % 3}
 
 
-BERT_STACK = "bert.encoder.layer"
+GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "pad_token_id": 0}
+T5 = {
+    "vocab_size": VOCAB,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 2,
+}
+MIXTRAL = {
+    **SMALL,
+    "vocab_size": VOCAB,
+    "num_key_value_heads": 2,
+    "num_local_experts": 3,
+    "max_position_embeddings": 32,
+}
+MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+SPEECH = AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}  # masks are written into the features in training
+
+
+def speech(generator):
+    return {"input_values": torch.randn(2000, generator=generator), "labels": int(token_ids(generator)[0]) % 2}
+
+
+def model_of(name, settings):
+    model_class = getattr(transformers, name)
+    return model_class(model_class.config_class(**settings))
+
+
+# name -> class, settings of its config, and what draws a row
 TASKS = {
-    "sequence": (
-        bert_for("SequenceClassification", num_labels=3),
-        BERT_STACK,
-        text(lambda x, g: {"labels": x[0] % 3}),
-    ),
+    "sequence": ("BertForSequenceClassification", BERT | {"num_labels": 3}, text(lambda x, g: {"labels": x[0] % 3})),
     "tokens": (
-        bert_for("TokenClassification", num_labels=4),
-        BERT_STACK,
+        "BertForTokenClassification", BERT | {"num_labels": 4},
         text(lambda x, g: {"labels": torch.where(x % 3 > 0, x % 4, -100)}),
     ),
-    "masked": (bert_for("MaskedLM"), BERT_STACK, text(masked)),
+    "masked": ("BertForMaskedLM", BERT, text(masked)),
     "answers": (
-        bert_for("QuestionAnswering"),
-        BERT_STACK,
+        "BertForQuestionAnswering", BERT,
         text(lambda x, g: {"start_positions": x[0] % LENGTH, "end_positions": x[1] % LENGTH}),
     ),
-    "choice": (bert_for("MultipleChoice"), BERT_STACK, choices),
+    "choice": ("BertForMultipleChoice", BERT, choices),
     "regression": (
-        bert_for("SequenceClassification", num_labels=1, problem_type="regression"),
-        BERT_STACK,
+        "BertForSequenceClassification", BERT | {"num_labels": 1, "problem_type": "regression"},
         text(lambda x, g: {"labels": (x[0] % 7) / 2.0}),
     ),
     "multi_label": (
-        bert_for("SequenceClassification", num_labels=3, problem_type="multi_label_classification"),
-        BERT_STACK,
+        "BertForSequenceClassification", BERT | {"num_labels": 3, "problem_type": "multi_label_classification"},
         text(lambda x, g: {"labels": (x[:3] % 2).float()}),
     ),
-    "image": (
-        lambda: transformers.ViTForImageClassification(
-            transformers.ViTConfig(**SMALL, image_size=8, patch_size=4, num_labels=2)
-        ),
-        "vit.layers",
-        image,
-    ),
-    "causal": (
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=3, n_head=2)
-        ),
-        "transformer.h",
-        text(lambda x, g: {"labels": x}),
-    ),
+    "image": ("ViTForImageClassification", SMALL | {"image_size": 8, "patch_size": 4, "num_labels": 2}, image),
+    "causal": ("GPT2LMHeadModel", GPT2, text(lambda x, g: {"labels": x})),
     "causal_classification": (
-        lambda: transformers.GPT2ForSequenceClassification(
-            transformers.GPT2Config(
-                vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=3, n_head=2, num_labels=3, pad_token_id=0
-            )
-        ),
-        "transformer.h",
-        text(lambda x, g: {"labels": x[0] % 3}),
+        "GPT2ForSequenceClassification", GPT2 | {"num_labels": 3}, text(lambda x, g: {"labels": x[0] % 3}),
     ),
     "seq2seq": (
-        lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=2,
-                decoder_start_token_id=0,
-            )
-        ),
-        "decoder.block",
-        text(lambda x, g: {"labels": x.flip(0)}),
+        "T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}, text(lambda x, g: {"labels": x.flip(0)}),
     ),
-    "speech": (  # with its default masks, which are written into the features in training
-        lambda: build("Wav2Vec2ForSequenceClassification", AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}),
-        "wav2vec2.encoder.layers",
-        lambda g: {"input_values": torch.randn(2000, generator=g), "labels": int(token_ids(g)[0]) % 2},
-    ),
-    "mixture": (
-        lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(
-                **SMALL, vocab_size=VOCAB, num_key_value_heads=2, num_local_experts=3, max_position_embeddings=32,
-                output_router_logits=True, router_aux_loss_coef=0.1,
-            )
-        ),
-        "model.layers",
-        text(lambda x, g: {"labels": x}),
-    ),
+    "speech": ("Wav2Vec2ForSequenceClassification", SPEECH, speech),
+    "mixture": ("MixtralForCausalLM", MIXTRAL, text(lambda x, g: {"labels": x})),
+}  # fmt: skip
+# Where the layers are, by how the name of the class begins.
+STACKS = {
+    "Bert": "bert.encoder.layer", "ViT": "vit.layers", "GPT2": "transformer.h", "T5": "decoder.block",
+    "Wav2Vec2": "wav2vec2.encoder.layers", "Mixtral": "model.layers",
 }  # fmt: skip
 
 
-def truncated(model, stack, layers):
+def model_and_data(task, **settings):
+    name, config_settings, row = TASKS[task]
+    torch.manual_seed(0)
+    model, generator = model_of(name, config_settings | settings), torch.Generator().manual_seed(0)
+    return model, [row(generator) for _ in range(32)]
+
+
+def truncated(model, layers):
     model = copy.deepcopy(model)
+    stack = next(stack for start, stack in STACKS.items() if type(model).__name__.startswith(start))
     parent, name = stack.rsplit(".", 1)
     parent = model.get_submodule(parent)
     setattr(parent, name, getattr(parent, name)[:layers])
@@ -143,11 +136,7 @@ def truncated(model, stack, layers):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_layer_losses_and_constraints(tmp_path, task):
-    make, stack, row = TASKS[task]
-    torch.manual_seed(0)
-    model = make()
-    generator = torch.Generator().manual_seed(0)
-    data = [row(generator) for _ in range(32)]
+    model, data = model_and_data(task)
     args = config(
         tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=3, loss_targets={1: 1e-3},
         learning_rate=1e-3, max_steps=8, per_device_eval_batch_size=32,
@@ -160,7 +149,7 @@ def test_layer_losses_and_constraints(tmp_path, task):
     metrics = trainer.evaluate()
     batch = trainer.data_collator(data)
     for layer in (1, 2, 3):
-        short = truncated(trainer.model, stack, layer).eval()
+        short = truncated(trainer.model, layer).eval()
         with torch.no_grad():
             expected = short(**batch).loss.item()
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(expected, rel=1e-4), layer
@@ -208,12 +197,9 @@ def test_vectors(tmp_path, score, as_tuple):
 
 def test_a_router_s_loss_enters_the_objective_once(tmp_path):
     """Without multipliers the constrained step is the stock step, auxiliary loss included."""
-    make, _, row = TASKS["mixture"]
     finals = []
     for trainer_class in (transformers.Trainer, DescentTrainer):
-        torch.manual_seed(0)
-        model, generator = make(), torch.Generator().manual_seed(0)
-        data = [row(generator) for _ in range(32)]
+        model, data = model_and_data("mixture")
         args = config(tmp_path, max_steps=3, dual_warmup_steps=3, learning_rate=1e-3)
         transformers.set_seed(0)
         trainer_class(model, args, train_dataset=data).train()
@@ -223,13 +209,6 @@ def test_a_router_s_loss_enters_the_objective_once(tmp_path):
 
 
 def test_layer_drop_is_refused_in_training(tmp_path):
-    torch.manual_seed(0)
-    model = transformers.BartForConditionalGeneration(
-        transformers.BartConfig(
-            vocab_size=VOCAB, d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, decoder_layerdrop=0.2,
-        )
-    )  # fmt: skip
-    data = [{"input_ids": torch.arange(4, 12), "labels": torch.arange(4, 12)}] * 8
+    model, data = model_and_data("speech", layerdrop=0.2)
     with pytest.raises(ValueError, match="layerdrop"):
         DescentTrainer(model, config(tmp_path), train_dataset=data).train()

@@ -1,6 +1,6 @@
 """An accelerator for machines without one. Tensors on the device "pretend" are the CPU's in disguise, with its
-arithmetic and its random numbers, but an operation that mixes them with tensors on the CPU fails, as on a GPU. What is
-not as there: generators of the CPU are taken, the global random state is the CPU's, and weights that move are tied no
+arithmetic and its random numbers, but an operation that mixes them with tensors on the CPU fails, as on a GPU, and one
+in float64, as on MPS. What is not as there: generators of the CPU are taken, the global random state is the CPU's, and weights that move are tied no
 more. To import this is to register the device, for the whole process."""
 
 import torch
@@ -69,6 +69,8 @@ def run(function, *args, **kwargs):
     def disguised(value):
         if not isinstance(value, torch.Tensor):
             return value
+        if value.dtype == torch.float64:
+            raise TypeError(f"{name} gives float64, which {DEVICE} does not have")
         tensor = there[id(value)] if id(value) in there else Pretend(value)  # what was written into stays itself
         assert tensor.shape == value.shape, f"{name} gives tensors another shape"
         return tensor

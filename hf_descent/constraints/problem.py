@@ -270,7 +270,7 @@ class DescentProblem:
         `None` where it says nothing: chance was not measured, f_L is not below it, or a loss is not positive.
         """
         layers = torch.tensor([layer for layer in self.constrained_layers if layer < self.num_layers])
-        losses, chance = self._checked("layer_losses", layer_losses, self.num_layers).double().cpu(), self.chance_loss
+        losses, chance = self._checked("layer_losses", layer_losses, self.num_layers).cpu().double(), self.chance_loss
         if not len(layers) or chance is None or not (losses > 0).all() or not losses[-1] < chance:
             return None
         heights = (chance / losses).log()

@@ -76,7 +76,7 @@ def layer_metrics(
         prefix (`str`): of the metrics' names.
         step (`int`): optimizer steps so far.
     """
-    blocks = totals.double().cpu().numpy()
+    blocks = totals.cpu().double().numpy()
     blocks = blocks[blocks[:, -1] > 0]
     if not len(blocks):
         return {}, None

@@ -247,6 +247,10 @@ class DescentArguments:
             raise ValueError(
                 "`resilience_form='slack'` needs `resilience` > 0; use 'weight_decay' for hard constraints."
             )
+        if self.normalize_weights and self.objective in ("hinge", "quadratic"):
+            raise ValueError(
+                f"`normalize_weights=True` has no effect on {self.objective!r}, no weighted sum; leave it out."
+            )
         if self.objective == "fixed" and self.fixed_multipliers is None:
             raise ValueError(
                 "`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list."

@@ -291,7 +291,8 @@ class DescentMixin:
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
             found = evaluation.layer_metrics(self._dual, totals, metric_key_prefix, self.state.global_step)
-            metrics, self._record.certificate = found
+            metrics, certificate = found
+            self._record.certificate = self._record.certificates[self.state.global_step] = certificate
             output.metrics.update(metrics)
             if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
                 logger.info(f"Verdict on the evaluation data:\n{self._record.certificate}")
@@ -437,6 +438,7 @@ class DescentMixin:
         best = self.state.best_model_checkpoint
         with checkpoints.own_names(self, best):
             super()._load_best_model()
+        self._record.certificate = self._record.certificates.get(self.state.best_global_step)
         if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
             self._dual.load(best)
 

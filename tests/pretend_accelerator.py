@@ -1,7 +1,7 @@
 """An accelerator for machines without one. Tensors on the device "pretend" are the CPU's in disguise, with its
-arithmetic and its random numbers, but an operation that mixes them with tensors on the CPU fails, as on a GPU, and one
-in float64, as on MPS. What is not as there: generators of the CPU are taken, the global random state is the CPU's, and weights that move are tied no
-more. To import this is to register the device, for the whole process."""
+arithmetic and its random numbers, but an operation that mixes them with tensors on the CPU fails, as on a GPU, and so
+does one in float64, as on MPS. What is not as there: generators of the CPU are taken, the global random state is the
+CPU's, and weights that move are tied no more. To import this is to register the device, for the whole process."""
 
 import torch
 from accelerate import PartialState

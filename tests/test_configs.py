@@ -142,6 +142,8 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"exit_targets": {1: -0.1}}, "exit_targets"),
         ({"loss_targets": [0.4]}, "loss_targets"),
         ({"target_margin": 0.9}, "target_margin"),
+        ({"exit_targets": {1.5: 0.1}}, "exit_targets"),
+        ({"objective": "hinge", "normalize_weights": True}, "normalize_weights.*'hinge'"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):

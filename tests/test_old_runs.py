@@ -54,6 +54,27 @@ def test_its_model_is_evaluated_against_its_own_constraints(run, tmp_path):
     assert evaluation["eval_max_violation"] == pytest.approx(EXPECTED["evaluation"]["eval_max_violation"], rel=1e-5)
 
 
+@pytest.mark.parametrize("objective", ["descent", "fixed"])
+def test_an_f_0_that_was_set_above_chance_makes_no_layer_at_chance_met(run, tmp_path, objective):
+    model = AutoModelForSequenceClassification.from_pretrained(run)
+    torch.nn.init.zeros_(model.classifier.weight)
+    args = DescentConfig(
+        output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True, per_device_eval_batch_size=2, max_steps=1,
+        learning_rate=0.0, objective=objective, fixed_multipliers=str(run) if objective == "fixed" else None,
+    )  # fmt: skip
+    summary = json.loads((run / "descent_config.json").read_text())
+    changed = (
+        summary
+        | {"initial_loss_bound": 1.6, "alpha": [0.05, 0.05], "constrained_layers": [1]}
+        | {"multipliers": [0.0, 0.0]}
+    )
+    (run / "descent_config.json").write_text(json.dumps(changed))
+    trainer = DescentTrainer(model, args, train_dataset=classification_data(16), eval_dataset=classification_data(16))
+    if objective == "fixed":
+        trainer.train()
+    assert trainer.evaluate()["eval_feasible"] == 0 and trainer.problem.initial_loss_bound == 1.6
+
+
 def test_its_results_are_read(run):
     curve, profile = (kind.from_json(run / f"{name}.json") for kind, name in (
         (NoiseCurve, "noise_curve"), (LayerProfile, "layer_profile"),

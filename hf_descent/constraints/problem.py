@@ -278,8 +278,10 @@ class DescentProblem:
 
     @property
     def chance(self) -> float:
-        """The loss of a constant prediction as far as it is known: f_0, or `chance_loss` where that is less."""
-        return min(self.initial_loss_bound, self.initial_loss_bound if self.chance_loss is None else self.chance_loss)
+        """The loss of a constant prediction as far as it is known: f_0, or `chance_loss` where that is less. Less what
+        float32 may round off the loss of such a prediction."""
+        chance = self.initial_loss_bound if self.chance_loss is None else self.chance_loss
+        return (1 - 1e-6) * min(self.initial_loss_bound, chance)
 
     def state_dict(self) -> dict:
         """The problem in plain Python values; the keyword arguments of the constructor."""
@@ -342,7 +344,7 @@ def check_targets(name: str, targets: Mapping[int, float] | None, num_layers: in
     """`targets` as numbers by layer, sorted; ValueError where they are none, or no layers that can have one."""
     exits = name == "exit_targets"
     try:
-        found = {int(layer): float(as_python(value)) for layer, value in (targets or {}).items()}
+        found = {int(f"{layer}"): float(as_python(value)) for layer, value in (targets or {}).items()}
     except (AttributeError, TypeError, ValueError):
         found = {0: 0.0}
     last = None if num_layers is None else num_layers - exits

@@ -68,6 +68,7 @@ class DescentState:
                 f"The warm-up ends at step {self.active_from} and the run at step {max_steps}: the constraints will "
                 "never act. Lower `dual_warmup_steps` or train longer."
             )
+        self.chance = chance
         self.problem: DescentProblem | None = None
         self._index: torch.Tensor | None = None
         bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
@@ -79,7 +80,7 @@ class DescentState:
                     "training has not begun."
                 )
             self._take_problem(problem)
-        elif bound is not None:
+        elif bound is not None and (self._has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
             self._take_problem(
                 DescentProblem(
                     args.layer_rows,
@@ -120,6 +121,12 @@ class DescentState:
         self._reported: set[str] = set()
         self._released: torch.Tensor | None = None  # what slacks relaxed before they started afresh
         self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = None  # step, violations, multipliers
+
+    @property
+    def _has_rows(self) -> bool:
+        """Whether the arguments constrain a layer of this model; the line does not constrain the last one."""
+        args, layers = self.args, self.args.constrained_layers or [1]
+        return bool(args.layer_rows != "line" or args.exit_targets or args.loss_targets or layers[0] < self.num_layers)
 
     # ---- primal side ----
 
@@ -226,18 +233,21 @@ class DescentState:
         return self.problem.violations(layer_losses, self.level, self.args.target_margin, detach)
 
     def _take_problem(self, problem: DescentProblem) -> None:
+        if problem.chance_loss is None:  # version 0.1 did not keep it
+            problem.chance_loss = self.chance
         self.problem, self._index = problem.to(self.device), None
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
-        """For a model that is only evaluated: the problem and the multipliers of the run whose `descent_config.json`
-        is given, and of a given problem with the same f_0 the loss at chance."""
+        """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given, where the
+        arguments state none, and the multipliers, where the rows are the same."""
         saved = DescentProblem.saved_in(summary)
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
-        if self.problem is None or self.args.initial_loss_bound == "auto":
+        args = self.args
+        given = args.exit_targets or args.loss_targets or args.constrained_layers
+        given = given or not (args.descent_alpha in (None, "auto") and args.initial_loss_bound == "auto")
+        if self.problem is None or not given:
             self._take_problem(saved)
-        elif self.problem.initial_loss_bound == saved.initial_loss_bound:
-            self.problem.chance_loss = saved.chance_loss
         if self.problem.rows == saved.rows:
             self.multipliers.values = torch.tensor(summary["multipliers"], dtype=torch.float32, device=self.device)
 

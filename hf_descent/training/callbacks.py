@@ -9,7 +9,7 @@ from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import has_length
 
 
-PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_\d+$")
+PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_(exit_|bound_)?\d+$")
 
 
 def show_messages(args: TrainingArguments) -> None:

@@ -192,7 +192,9 @@ def make_dual(
     fixed = args.fixed_multipliers
     known = read_state(checkpoint)[1]["problem"] if saved else None
     known = known or RunFolder("" if trainer.is_in_train else loaded_from(trainer.model)).summary
-    chance = known.get("chance_loss") or (known.get("initial_loss_bound") if saved else None)
+    chance = known.get("chance_loss")
+    if chance is None and saved and args.initial_loss_bound == "auto":  # of version 0.1, which measured f_0 in warm-up
+        chance = known.get("initial_loss_bound")
     if chance is None:
         chance = _chance(trainer, task, inputs, outputs, reduce)
     dual = DescentState(
@@ -217,7 +219,8 @@ def _chance(trainer, task, inputs, outputs, reduce) -> float | None:
     """The loss of the best constant prediction on the training data, of a model that is only evaluated on its
     evaluation data; `None` where it can neither be measured nor is needed."""
     args, trains = trainer.args, trainer.is_in_train
-    data = trainer.train_dataset if trains else trainer.callback_handler.eval_dataloader.dataset
+    loader = trainer.callback_handler.eval_dataloader  # `None` where a step of evaluation is called by itself
+    data = trainer.train_dataset if trains or loader is None else loader.dataset
     try:
         return measure_chance(trainer, task, inputs, outputs, reduce, data)
     except ValueError:

@@ -75,11 +75,13 @@ class RunRecord:
         started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
         certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
             `evaluate_layers`.
+        certificates (`dict`): of the last evaluation at each step, one of which may turn out to be the best model's.
     """
 
     resumed_from: str | None = None
     started: float | None = None
     certificate: Certificate | None = None
+    certificates: dict[int, Certificate | None] = field(default_factory=dict)
     noise_curve: NoiseCurve | None = None
     layer_profile: LayerProfile | None = None
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))

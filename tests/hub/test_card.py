@@ -193,6 +193,7 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     trainer.create_model_card()
     logged = results_of(read(tmp_path)[0])["loss"]
     assert logged == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
+    assert json.loads((tmp_path / "verdict.json").read_text())["losses"][-1] == pytest.approx(logged, rel=1e-5)
 
 
 def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
@@ -305,7 +306,7 @@ def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path)
         assert ("mine" in card.data.tags) == (folder == run)
     DescentTrainer(bert(), config(tmp_path / "other"), eval_dataset=classification_data(8)).create_model_card()
     _, text = read(tmp_path / "other")
-    assert "The settings of this run were not recorded" in text and "no layer was constrained" in text
+    assert "The settings of this run were not recorded" in text and "No layer was constrained" in text
 
 
 def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):

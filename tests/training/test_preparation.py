@@ -73,6 +73,29 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
         assert (evaluating.problem.state_dict() == trainer.problem.state_dict()) == known
 
 
+def test_a_model_that_is_evaluated_is_held_against_the_rows_that_are_given_now(tmp_path):
+    trainer = make(tmp_path / "run", bert(), classification_data(8), max_steps=4, dual_warmup_steps=1)
+    trainer.train()
+    trainer.save_model()
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "run")
+    given = {"descent_alpha": None, "exit_targets": {1: 0.1}}
+    evaluating = make(tmp_path / "evaluation", model, classification_data(8), **given)
+    evaluating.evaluate()
+    assert [row.name for row in evaluating.problem.rows] == ["exit_1"]
+    assert evaluating.problem.chance_loss == trainer.problem.chance_loss
+
+
+def test_a_model_whose_layers_the_rows_leave_alone_is_measured_without_a_problem(tmp_path):
+    data = classification_data(16)
+    single = make(tmp_path, bert(num_layers=1), data)
+    assert single.evaluate()["eval_feasible"] == 0 and single.problem is None
+    with pytest.raises(ValueError, match="No layer has a constraint"):
+        single.train()
+    last = make(tmp_path, bert(), data, objective="deep_supervision", constrained_layers=[3])
+    last.train()
+    assert last.evaluate()["eval_feasible"] == 0
+
+
 def test_a_penalty_in_the_loss_is_no_loss_of_the_layers(tmp_path):
     peft = pytest.importorskip("peft")
     for weight in (0.5, 0.0):

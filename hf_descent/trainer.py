@@ -291,8 +291,8 @@ class DescentMixin:
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
             found = evaluation.layer_metrics(self._dual, totals, metric_key_prefix, self.state.global_step)
-            metrics, certificate = found
-            self._record.certificate = self._record.certificates[self.state.global_step] = certificate
+            metrics, self._record.certificate = found
+            self._record.certificates[self.state.global_step] = self._record.certificate
             output.metrics.update(metrics)
             if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
                 logger.info(f"Verdict on the evaluation data:\n{self._record.certificate}")

@@ -63,12 +63,8 @@ def test_an_f_0_that_was_set_above_chance_makes_no_layer_at_chance_met(run, tmp_
         learning_rate=0.0, objective=objective, fixed_multipliers=str(run) if objective == "fixed" else None,
     )  # fmt: skip
     summary = json.loads((run / "descent_config.json").read_text())
-    changed = (
-        summary
-        | {"initial_loss_bound": 1.6, "alpha": [0.05, 0.05], "constrained_layers": [1]}
-        | {"multipliers": [0.0, 0.0]}
-    )
-    (run / "descent_config.json").write_text(json.dumps(changed))
+    changed = {"initial_loss_bound": 1.6, "alpha": [0.05, 0.05], "constrained_layers": [1], "multipliers": [0.0, 0.0]}
+    (run / "descent_config.json").write_text(json.dumps(summary | changed))
     trainer = DescentTrainer(model, args, train_dataset=classification_data(16), eval_dataset=classification_data(16))
     if objective == "fixed":
         trainer.train()

@@ -99,12 +99,12 @@ class DescentMixin:
 
     @property
     def multipliers(self) -> Multipliers | None:
-        """The Lagrange multipliers; `multipliers.values` is `[L]`, layer l at index l-1. `None` before training."""
+        """The Lagrange multipliers; `multipliers.values` is `[rows]` ([`DescentProblem`]). `None` before training."""
         return None if self._dual is None else self._dual.multipliers
 
     @property
     def problem(self) -> DescentProblem | None:
-        """The [`DescentProblem`] being solved; `None` before it is known ("auto": until warm-up ends)."""
+        """The [`DescentProblem`] being solved; `None` before training."""
         return None if self._dual is None else self._dual.problem
 
     @property
@@ -520,6 +520,6 @@ class DescentTrainer(DescentMixin, Trainer):
     ```python
     trainer = DescentTrainer(model, DescentConfig(output_dir="out"), train_dataset=train, eval_dataset=test)
     trainer.train()
-    trainer.multipliers.values  # [L]
+    trainer.multipliers.values  # [rows], one multiplier per constraint
     ```
     """

@@ -223,6 +223,10 @@ def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):
     assert {result.dataset_name for result in card.data.eval_results} == {"people"}
     assert "In training layers 2 3 were constrained" in text and "every layer" not in text
     assert "Trained at gamma between 0.1 and 0.5." in text
+    (tmp_path / "descent_config.json").write_text(json.dumps({"alpha": None, "exit_targets": {"2": 0.05}}))
+    write_card(tmp_path, objective="descent", settings={"exit_targets": {2: 0.05}})
+    text = read(tmp_path)[1]
+    assert "In training the layers with targets were constrained" in text and "every layer" not in text
     write_card(tmp_path, objective="hinge")
     assert "violations of the descent constraints were penalised" in read(tmp_path)[1]
     write_card(tmp_path, objective="deep_supervision", layer_profile=layers)  # trained to meet no problem

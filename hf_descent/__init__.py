@@ -11,6 +11,7 @@ __version__ = "0.1.0.dev0"
 
 _EXPORTS = {
     "DescentConfig": "configs",
+    "DescentObjective": "training.custom_loop",
     "DescentProblem": "constraints.problem",
     "DescentTrainer": "trainer",
     "EmbeddingNoise": "noise.embedding_noise",
@@ -27,6 +28,7 @@ _EXPORTS = {
 }
 __all__ = [
     "DescentConfig",
+    "DescentObjective",
     "DescentProblem",
     "DescentTrainer",
     "EmbeddingNoise",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .sft_config import SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer
     from .trainer import DescentTrainer
+    from .training.custom_loop import DescentObjective
     from .training.search_space import hp_space
 
 

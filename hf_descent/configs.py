@@ -190,9 +190,10 @@ class DescentArguments:
     eval_gammas: list[str] | None = field(default=None)
 
     def __post_init__(self):
-        super().__post_init__()
-        if SMALLER_IS_BETTER.search(self.metric_for_best_model or ""):
-            self.greater_is_better = False
+        if isinstance(self, TrainingArguments):  # else it is for a loop without a Trainer
+            super().__post_init__()
+            if SMALLER_IS_BETTER.search(self.metric_for_best_model or ""):
+                self.greater_is_better = False
         self.check_descent_arguments()
 
     def check_descent_arguments(self) -> None:
@@ -259,7 +260,7 @@ class DescentArguments:
             raise ValueError(
                 f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
             )
-        chosen_by = self.metric_for_best_model or ""
+        chosen_by = getattr(self, "metric_for_best_model", None) or ""
         if chosen_by.endswith("best_candidate"):
             raise ValueError(f"`metric_for_best_model` is {chosen_by!r}, which is gone: choose by 'feasible_score'.")
         if chosen_by.endswith(("descent_share", "largest_rise")):

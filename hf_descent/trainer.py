@@ -155,18 +155,12 @@ class DescentMixin:
             loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
             return (loss, measured.outputs) if return_outputs else loss
 
-        step, world_size = self.state.global_step, self.args.world_size
-        share = self._step.share(self._task.count(inputs))
-        items = share.new_ones(()) if self._step.items is None else self._step.items
-        key = (self.args.process_index, step, self._step.micro_batches)
+        step, rank = self.state.global_step, self.args.process_index
         with self._training_noise(model):
-            losses = self._layers.step(
-                model, inputs, self._dual.objective_at(step), share, items, key, keep_logits=return_outputs
-            )
-        self._step.add(losses)
+            losses = self._step.read(self._layers, self._dual, model, inputs, step, rank, keep_logits=return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         self.loss_is_scaled_for_ga = True
-        objective = losses.objective * world_size  # DDP averages gradients over processes
+        objective = losses.objective * self.args.world_size  # DDP averages gradients over processes
         return (objective, losses.outputs) if return_outputs else objective
 
     def _plain_loss(self, model, inputs, return_outputs, num_items_in_batch):

@@ -387,21 +387,27 @@ class DescentState:
 
     def save(self, folder: str, write: bool = True) -> None:
         """Write the state into a checkpoint folder by an atomic write, where `write`."""
-        tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
-        tensors |= {name: getattr(self, name).cpu() for name in ("averages", "average_weight", "warmup_losses")}
-        meta = {
-            "active_from": self.active_from,
-            "problem": None if self.problem is None else self.problem.state_dict(),
-            "schedule": self._schedule(),
-        }
+        tensors, meta = self.state_dict()
         if write:
             with atomic_write(os.path.join(folder, STATE_NAME), "wb") as file:
                 file.write(save(tensors, metadata={"state": json.dumps(meta)}))
 
     def load(self, folder: str) -> None:
         """Take over the state of a checkpoint; ValueError where layer count or schedule do not match."""
-        path = os.path.join(folder, STATE_NAME)
-        tensors, meta = read_state(folder)
+        self.load_state_dict(*read_state(folder), path=os.path.join(folder, STATE_NAME))
+
+    def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
+        """Tensors by name, and the rest in plain values."""
+        tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
+        tensors |= {name: getattr(self, name).cpu() for name in ("averages", "average_weight", "warmup_losses")}
+        return tensors, {
+            "active_from": self.active_from,
+            "problem": None if self.problem is None else self.problem.state_dict(),
+            "schedule": self._schedule(),
+        }
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor], meta: dict, path: str = "The state") -> None:
+        """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
         for name, value in self._schedule().items():
             if meta["schedule"].get(name) != value:
                 raise ValueError(

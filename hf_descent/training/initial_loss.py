@@ -6,8 +6,9 @@ cross-entropy and the squared error, so a loss is compared with these on a real 
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -70,24 +71,35 @@ def measure_chance(
     ValueError where no least value is known for the loss, the data can be read only once, or has no two labels.
     """
     args, data = trainer.args, trainer.train_dataset if dataset is None else dataset
-    predictor = _predictor(task, inputs, outputs, args.label_smoothing_factor)
     if data is None or is_readable_once(data):
         raise _unmeasurable("data that can be read only once")
+
+    def noise_variance():
+        low, high = (2 * levels_of("noise_gamma", args.noise_gamma))[:2]
+        mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
+        return mean_square * trainer.noise_sigma() ** 2 if mean_square else 0.0
+
+    with drawing_apart(trainer, task.model):
+        chance = chance_of_batches(task, inputs, outputs, partial(collated, trainer, data), noise_variance)
+    # One value for all, also where each process has a part of a stream to itself.
+    return reduce(torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
+
+
+def chance_of_batches(task: TaskLoss, inputs, outputs, batches: Callable[[int], Iterable], noise_variance) -> float:
+    """As [`measure_chance`], of the first labels of `batches(how many are needed)`; of a denoiser with noise of
+    `noise_variance()`."""
+    label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
+    predictor = _predictor(task, inputs, outputs, label_smoothing)
     labels, name = labels_of(inputs, task.label_names), getattr(inner_model(task.model), "main_input_name", None)
     signal = inputs.get(name) if predictor.kind == "numbers" else None
     is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
-    if is_denoiser and args.gamma_train > 0:
-        low, high = (2 * levels_of("noise_gamma", args.noise_gamma))[:2]
-        mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
-        predictor.noise_variance = mean_square * trainer.noise_sigma() ** 2
+    predictor.noise_variance = noise_variance() if is_denoiser else 0.0
     missing = MANY_LABELS if predictor.kind == "classes" and predictor.num_classes > FEW_CLASSES else FEW_LABELS
-    with drawing_apart(trainer, task.model):
-        for batch in collated(trainer, data, missing):
-            missing -= predictor.update(task.answers(batch), batch[name] if is_denoiser else None)
-            if missing <= 0:
-                break
-    # One value for all, also where each process has a part of a stream to itself.
-    return reduce(torch.tensor(predictor.loss(), dtype=torch.float64)).item() / args.world_size
+    for batch in batches(missing):
+        missing -= predictor.update(task.answers(batch), batch[name] if is_denoiser else None)
+        if missing <= 0:
+            break
+    return predictor.loss()
 
 
 def collated(trainer: Trainer, data, most_rows: int) -> Iterator[Mapping[str, Any]]:

@@ -1,11 +1,11 @@
-"""Search spaces and an objective for `Trainer.hyperparameter_search` and `hf-descent tune`.
+"""Search spaces for `Trainer.hyperparameter_search` and `hf-descent tune`.
 
 The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges. Here
 f_0 is measured, and the share of the descent stands for alpha.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -43,17 +43,6 @@ def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict
         else:
             space[name] = trial.suggest_float(name, *values, log=True)
     return space
-
-
-def noisy_objective(trainer, gamma: float, **settings) -> Callable[[Mapping[str, float]], float]:
-    """A `compute_objective` for `hyperparameter_search`: the metric at noise level `gamma` on the trainer's evaluation
-    rows, which should be validation rows. `settings` are those of [`DescentTrainer.evaluate_robustness`]."""
-
-    def objective(metrics: Mapping[str, float]) -> float:
-        given = {"metric": "accuracy", **settings}  # not rmse unasked: a search maximizes
-        return float(trainer.evaluate_robustness(gammas=[gamma], **given).mean[0])
-
-    return objective
 
 
 def check_range(name: str, values: Sequence[float]) -> list[float]:

@@ -51,13 +51,12 @@ def test_trainers_search_takes_space_and_objective(tmp_path):
     data, seen = classification_data(32), []
     args = config(tmp_path, max_steps=3, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=1)
     trainer = DescentTrainer(args=args, model_init=lambda: bert(num_layers=2), train_dataset=data, eval_dataset=data)
-    objective = search_space.noisy_objective(trainer, 1.0, draws=2)
 
     def judged(metrics):
         seen.append(
             (trainer.args.descent_strength, noise_curve(trainer.model, data, [1.0], draws=2, batch_size=8).mean[0])
         )
-        return objective(metrics)
+        return trainer.evaluate_robustness(gammas=[1.0], draws=2, metric="accuracy").mean[0]
 
     best = trainer.hyperparameter_search(
         hp_space,

@@ -1,0 +1,200 @@
+"""`DescentObjective` in loops without Trainer takes the steps of `DescentTrainer`."""
+
+import inspect
+import re
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from tiny import InOrder, bert, classification_data, config, language_data, llama
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import default_data_collator
+
+from hf_descent import DescentObjective, layer_profile
+from hf_descent.configs import DescentArguments
+from hf_descent.losses.layerwise import TiledLosses
+
+
+ASKED = {"descent_alpha": "line", "loss_targets": {1: 0.5}, "dual_warmup_steps": 2, "dual_learning_rate": 0.1}
+TASKS = {
+    "classifier": (bert, lambda: classification_data(64), {}),
+    "language model": (llama, lambda: language_data(64), {"readout_token_fraction": 0.5}),
+}
+
+
+def loader(data, size=4, **settings):
+    return DataLoader(data, batch_size=size, collate_fn=default_data_collator, **settings)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def by_trainer(folder, task):
+    make, data, asked = TASKS[task]
+    model, rows = make(), data()
+    args = config(
+        folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=8, max_grad_norm=0.0,
+        initial_loss_bound="auto", **ASKED, **asked,
+    )  # fmt: skip
+    optimizer = sgd(model)
+    constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = InOrder(model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, constant))
+    trainer.train()
+    return trainer
+
+
+def prepared(task, max_steps=8):
+    make, data, asked = TASKS[task]
+    model, rows = make(), data()
+    objective = DescentObjective(model, loader(rows), DescentArguments(**ASKED, **asked), max_steps=max_steps)
+    return model, rows, objective, sgd(model)
+
+
+def pairs(batches):
+    batches = list(batches)
+    return zip(batches[::2], batches[1::2])
+
+
+def by_pytorch(task, steps=slice(None)):
+    model, rows, objective, optimizer = prepared(task)
+    take_steps(model, list(pairs(loader(rows)))[steps], objective, optimizer)
+    return model, objective
+
+
+def take_steps(model, steps, objective, optimizer):
+    for micro_batches in steps:
+        items = objective.count(micro_batches)
+        for batch in micro_batches:
+            objective(model, batch, items).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        objective.step()
+
+
+def by_accelerate(task):
+    """Its own way to accumulate, whose means of means are right where all micro-batches have the same items."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    make, data, asked = TASKS[task]
+    model, batches = make(), loader(data())
+    objective = DescentObjective(model, batches, DescentArguments(**ASKED, **asked), max_steps=8)
+    model, optimizer, batches = accelerator.prepare(model, sgd(model), batches)
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(objective(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                objective.step()
+    return model, objective
+
+
+@pytest.mark.parametrize(
+    ("task", "loop"), [("classifier", by_pytorch), ("language model", by_pytorch), ("classifier", by_accelerate)]
+)
+def test_a_loop_and_the_trainer_are_bit_equal(tmp_path, task, loop):
+    trainer = by_trainer(tmp_path, task)
+    model, objective = loop(task)
+    assert objective.global_step == trainer.state.global_step == 8
+    assert objective.multipliers.values.tolist() == trainer.multipliers.values.tolist()
+    assert objective.multipliers.values.max() > 0.1
+    assert objective.problem.state_dict() == trainer.problem.state_dict()
+    for parameter, other in zip(model.parameters(), trainer.model.parameters()):
+        assert torch.equal(parameter, other)
+    logged = [log for log in trainer.state.log_history if "lagrangian" in log][-1]
+    assert {"multiplier_bound_1", "weight_1", "layer_loss_1"} <= objective.logs().keys() <= logged.keys()
+    assert isinstance(trainer._layers, TiledLosses) == (task == "language model")
+
+
+def test_a_loop_goes_on_from_its_state(tmp_path):
+    straight, objective = by_pytorch("language model")
+    before, first = by_pytorch("language model", slice(0, 4))
+    torch.save(first.state_dict(), tmp_path / "descent.pt")
+    model, rows, second, optimizer = prepared("language model")
+    model.load_state_dict(before.state_dict())
+    second.load_state_dict(torch.load(tmp_path / "descent.pt", weights_only=True))
+    assert second.global_step == 4
+    take_steps(model, list(pairs(loader(rows)))[4:], second, optimizer)
+    assert second.multipliers.values.tolist() == objective.multipliers.values.tolist()
+    for parameter, other in zip(model.parameters(), straight.parameters()):
+        assert torch.equal(parameter, other)
+    other = DescentObjective(model, loader(rows), DescentArguments(descent_alpha=0.1), max_steps=8)
+    with pytest.raises(ValueError, match="was saved with"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_the_example_runs_and_training_draws_as_if_nothing_had_been_measured(capsys):
+    code = re.search(r"```python\n(.*?)```", inspect.getdoc(DescentObjective), re.DOTALL)[1]
+    rows = classification_data(64)
+    model = bert()
+    given = {
+        "model": model, "loader": loader(rows, shuffle=True), "held_out": loader(rows), "epochs": 2,
+        "optimizer": sgd(model), "DescentArguments": DescentArguments, "DescentObjective": DescentObjective,
+        "layer_profile": layer_profile,
+    }  # fmt: skip
+    before = torch.get_rng_state()
+    made = textwrap.dedent(code).split("for _ in")[0]
+    exec(made, given)
+    assert torch.equal(before, torch.get_rng_state()) and model.training
+    exec(code, given)
+    assert given["objective"].global_step == 32 and "of 2 rows are met" in capsys.readouterr().out
+
+
+def test_what_a_loop_cannot_have_is_refused():
+    model, rows = bert(), classification_data(16)
+    with pytest.raises(ValueError, match="`noise_gamma` is 1.0.*EmbeddingNoise"):
+        DescentObjective(model, loader(rows), DescentArguments(noise_gamma=1.0), max_steps=4)
+    with pytest.raises(ValueError, match="`batches` begins with 'input_ids'; give dicts"):
+        DescentObjective(model, next(iter(loader(rows))), DescentArguments(), max_steps=4)
+
+    def unknown(outputs, labels, num_items_in_batch=None):
+        return mse_loss(outputs["logits"][:, 0], labels.float())
+
+    with pytest.raises(ValueError, match="not known: set `initial_loss_bound`"):
+        DescentObjective(model, loader(rows), DescentArguments(), max_steps=4, layer_loss_fn=unknown)
+    args = DescentArguments(initial_loss_bound=2.0, descent_alpha=0.1)
+    objective = DescentObjective(model, loader(rows), args, max_steps=4, layer_loss_fn=unknown)
+    assert objective.problem.chance_loss is None and objective(model, next(iter(loader(rows)))).requires_grad
+    with pytest.raises(ValueError, match="another model"):
+        objective(bert(), next(iter(loader(rows))))
+
+
+def process(rank, folder, task, counts):
+    """One of two processes, with every second row of a batch; the first one writes what it has come to."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    make, data, asked = TASKS[task]
+    model, rows = DistributedDataParallel(make(), find_unused_parameters=True), data()
+    args = DescentArguments(**ASKED, **asked | {"readout_token_fraction": None})
+    objective, optimizer = DescentObjective(model, loader(rows), args, max_steps=4), sgd(model)
+    if counts:
+        take_steps(model, list(pairs(loader(rows[rank::2])))[:4], objective, optimizer)
+    else:
+        for batch in list(loader(rows[rank::2]))[:4]:
+            objective(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            objective.step()
+    if rank == 0:
+        torch.save([objective.multipliers.values, model.module.state_dict()], f"{folder}/found.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "counts"), [("classifier", False), ("language model", True)])
+def test_two_processes_take_the_steps_of_one(tmp_path, task, counts):
+    torch.multiprocessing.spawn(process, (str(tmp_path), task, counts), nprocs=2)
+    multipliers, weights = torch.load(tmp_path / "found.pt")
+    make, data, asked = TASKS[task]
+    model, rows = make(), data()
+    args = DescentArguments(**ASKED, **asked | {"readout_token_fraction": None})
+    objective, optimizer = DescentObjective(model, loader(rows), args, max_steps=4), sgd(model)
+    batches = list(loader(rows, size=16 if counts else 8))[:4]
+    take_steps(model, [[batch] for batch in batches], objective, optimizer)
+    torch.testing.assert_close(multipliers, objective.multipliers.values, rtol=1e-4, atol=1e-5)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)

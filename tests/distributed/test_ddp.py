@@ -83,27 +83,22 @@ def test_another_number_of_processes_resumes(tmp_path, single, double, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["classification, plain training", "image, plain training", "classification"])
-def test_the_evaluation_loss_is_a_mean_whatever_the_number_of_processes(single, double, name):
-    expected = single[1][name][0]["metrics"]["eval_loss"]
-    # Of plain training it is a mean over batches, in which the row that fills the last one counts.
-    assert double[1][f"{name}, 2x4"][0]["metrics"]["eval_loss"] == pytest.approx(expected, rel=2e-2)
+def test_metrics_are_those_of_one_process(tmp_path, single, double):
+    def metrics(name):
+        return single[1][name][0]["metrics"], double[1][f"{name}, 2x4"][0]["metrics"]
 
-
-@pytest.mark.slow
-def test_rows_that_fill_the_last_batch_do_not_count_in_the_metrics_of_fine_tuning(tmp_path, double):
-    single = train(tmp_path, "sft", **SCORED, per_device_eval_batch_size=8)
-    for name in ("eval_mean_token_accuracy", "eval_entropy"):
-        assert double[1]["scored"][0]["metrics"][name] == pytest.approx(single[0]["metrics"][name], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_nor_in_a_prediction_of_rows_that_are_strung_together(single, double):
-    expected = single[1]["strung together"][0]["metrics"]
-    found = double[1]["strung together, 2x4"][0]["metrics"]
+    for name in ("classification, plain training", "image, plain training", "classification"):
+        expected, found = metrics(name)
+        # Of plain training it is a mean over batches, in which the row that fills the last one counts.
+        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=2e-2)
+    # Rows that fill the last batch count in no other metric, nor in a prediction of padding-free rows.
+    expected, found = metrics("strung together")
     assert expected["test_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
     for name in ("test_loss", "test_layer_loss_1", "eval_loss"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    expected = train(tmp_path, "sft", **SCORED, per_device_eval_batch_size=8)[0]["metrics"]
+    for name in ("eval_mean_token_accuracy", "eval_entropy"):
+        assert double[1]["scored"][0]["metrics"][name] == pytest.approx(expected[name], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -33,8 +33,7 @@ CASES = {
     "checkpointed adapters": ("sft", {**LANGUAGE, "lora": True, "gradient_checkpointing": True}),
     "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
     "checkpointed bfloat16 adapters": (
-        "sft",
-        {**LANGUAGE, "bf16": True, "lora": True, "gradient_checkpointing": True},
+        "sft", {**LANGUAGE, "bf16": True, "lora": True, "gradient_checkpointing": True},
     ),
 }  # fmt: skip
 SAVED = {"save_strategy": "steps", "save_steps": 10}
@@ -83,16 +82,6 @@ def test_sharded_processes_take_the_steps_of_one(single, doubles, backend, name)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS.values())
-def test_a_sharded_command_leaves_a_whole_model(doubles, backend):
-    result, weights = doubles(backend)["full"]
-    model = AutoModelForCausalLM.from_pretrained(result["folder"])
-    assert_close(model.state_dict(), weights)
-    with safe_open(f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt") as adapter:
-        assert len(adapter.keys()) > 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS.values())
 def test_a_sharded_denoiser_is_drawn_by_all_processes_and_saved_whole(tmp_path, backend):
     write_video(tmp_path / "train.avi", 60, 1)
     config = HERE.parent.parent / "recipes" / "smoke" / "video-ut" / "descent.yaml"
@@ -107,8 +96,12 @@ def test_a_sharded_denoiser_is_drawn_by_all_processes_and_saved_whole(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS.values())
-def test_sharded_noise_is_resumed_at_its_scale(doubles, backend):
+def test_sharded_runs_leave_a_whole_model_and_resume_noise_at_its_scale(doubles, backend):
     """Sharded weights are saved without the model's config, and the embeddings are no longer those of the start."""
+    result, weights = doubles(backend)["full"]
+    assert_close(AutoModelForCausalLM.from_pretrained(result["folder"]).state_dict(), weights)
+    with safe_open(f"{doubles(backend)['lora'][0]['folder']}/adapter_model.safetensors", "pt") as adapter:
+        assert len(adapter.keys()) > 2
     straight, resumed = (doubles(backend)[name] for name in ("noisy", "noisy, resumed"))
     assert straight[0]["sigma"] == resumed[0]["sigma"] > 0
     assert straight[1]["model.embed_tokens.weight"].float().std() > 1.1 * straight[0]["sigma"]

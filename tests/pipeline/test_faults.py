@@ -48,6 +48,23 @@ def test_killed_wherever_it_hurts_and_resumed_equals_straight():
     assert re.search(r"^7 kills, all resumed; [1-9]", run.stdout, re.MULTILINE)
 
 
+def forked(train):
+    """The exit code of a process that trains: 7 where that fails, with the error's words."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 7
+        try:
+            train()
+            code = 0
+        except Exception as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(code)
+    os.close(write)
+    return os.waitpid(pid, 0)[1] >> 8, os.read(read, 4000).decode()
+
+
 class Preempted(TrainerCallback):
     """Is sent SIGTERM at step 5, and gives transformers the three seconds until it saves."""
 
@@ -57,47 +74,27 @@ class Preempted(TrainerCallback):
         time.sleep(0.2)
 
 
-def test_preempted_by_sigterm_with_a_checkpoint_in_time_equals_straight(tmp_path):
-    changes = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True, "resilience": 0.1}
-    changes["resilience_form"] = "slack"
+class FullDisk(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))  # no file beyond 4 kB
+
+
+IN_TIME = {"max_steps": 40, "save_strategy": "no", "enable_jit_checkpoint": True, "resilience": 0.1}
+IN_TIME |= {"resilience_form": "slack"}
+
+
+@pytest.mark.parametrize(
+    ("callback", "changes", "steps", "code", "said"),
+    [(Preempted, IN_TIME, range(6, 40), 0, ""), (FullDisk, {}, [5], 7, "too large")],
+)
+def test_stopped_by_sigterm_or_a_full_disk_and_resumed_equals_straight(tmp_path, callback, changes, steps, code, said):
     straight = make(tmp_path / "straight", **changes)
     straight.train()
-    pid = os.fork()
-    if pid == 0:
-        preempted = make(tmp_path / "preempted", [Preempted()], **changes)
-        preempted.train()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    step = int(newest_complete_checkpoint(str(tmp_path / "preempted")).rsplit("-")[-1])
-    assert 5 < step < 40
-    resumed = make(tmp_path / "preempted", **changes)
-    resumed.train(resume_from_checkpoint=True)
-    assert_equal_runs(straight, resumed)
-
-
-def test_a_disk_that_runs_full_leaves_the_last_checkpoint(tmp_path):
-    straight = make(tmp_path / "straight")
-    straight.train()
-
-    class FullDisk(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 5:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))  # no file beyond 4 kB
-
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            make(tmp_path / "full", [FullDisk()]).train()
-        except Exception as error:
-            os.write(write, str(error).encode())
-        finally:
-            os._exit(7)
-    os.close(write)
-    assert os.waitpid(pid, 0)[1] >> 8 == 7
-    assert "too large" in os.read(read, 4000).decode().lower()
-    assert newest_complete_checkpoint(str(tmp_path / "full")).endswith("checkpoint-5")
-    resumed = make(tmp_path / "full")
+    ended, words = forked(lambda: make(tmp_path / "stopped", [callback()], **changes).train())
+    assert ended == code and said in words.lower()
+    assert int(newest_complete_checkpoint(str(tmp_path / "stopped")).rsplit("-")[-1]) in steps
+    resumed = make(tmp_path / "stopped", **changes)
     resumed.train(resume_from_checkpoint=True)
     assert_equal_runs(straight, resumed)
 

@@ -90,18 +90,18 @@ def test_a_pickle_in_place_of_our_files_is_not_run(tmp_path):
 
 
 def test_a_poisoned_optimizer_state_is_not_run(tmp_path):
-    args = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    DescentTrainer(bert(), config(tmp_path, **args), train_dataset=classification_data(16)).train()
-    (tmp_path / "checkpoint-2" / CHECKSUMS_NAME).unlink()  # as who poisons it would do
+    def trainer(steps):
+        args = config(tmp_path, save_strategy="steps", save_steps=2, max_steps=steps)
+        return DescentTrainer(bert(), args, train_dataset=classification_data(16))
+
+    trainer(2).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    (checkpoint / CHECKSUMS_NAME).unlink()  # as who poisons it would do
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        checkpoint = tmp_path / "checkpoint-2"
         before = (checkpoint / name).read_bytes()
         torch.save(Payload(tmp_path / "made"), checkpoint / name)
-        trainer = DescentTrainer(
-            bert(), config(tmp_path, **{**args, "max_steps": 4}), train_dataset=classification_data(16)
-        )
         with pytest.raises(Exception, match="[Ww]eights.only"):
-            trainer.train(resume_from_checkpoint=str(checkpoint))
+            trainer(4).train(resume_from_checkpoint=str(checkpoint))
         (checkpoint / name).write_bytes(before)
     assert not (tmp_path / "made").exists()
 

@@ -10,14 +10,9 @@ from torch import nn
 
 LAYERS = 3
 TEXT = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 40,
-    "pad_token_id": 1,
-}
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 40, "pad_token_id": 1,
+}  # fmt: skip
 DECODER = TEXT | {"num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3, "head_dim": 8}
 GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 40, "pad_token_id": 1}
 XLM = {"vocab_size": 99, "emb_dim": 32, "n_layers": LAYERS, "n_heads": 4, "max_position_embeddings": 40}
@@ -103,29 +98,14 @@ MODELS = {
 # One of each kind: of positions (table, rotary, ALiBi, relative, none), of stack (shared layers, experts, state space,
 # encoder-decoder), of head and of input.
 FAMILIES = [
-    "LlamaForCausalLM",
-    "OPTForCausalLM",
-    "BloomForCausalLM",
-    "GPT2LMHeadModel",
-    "MambaForCausalLM",
-    "MixtralForCausalLM",
-    "XLMWithLMHeadModel",
-    "AlbertForMaskedLM",
-    "FNetForMaskedLM",
-    "RobertaForSequenceClassification",
-    "DebertaV2ForSequenceClassification",
-    "XLNetForSequenceClassification",
-    "LlamaForSequenceClassification",
-    "BartForSequenceClassification",
-    "T5ForTokenClassification",
-    "BertForQuestionAnswering",
-    "RobertaForMultipleChoice",
-    "T5ForConditionalGeneration",
-    "BartForConditionalGeneration",
-    "ViTForImageClassification",
-    "BeitForImageClassification",
+    "LlamaForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "MambaForCausalLM",
+    "MixtralForCausalLM", "XLMWithLMHeadModel", "AlbertForMaskedLM", "FNetForMaskedLM",
+    "RobertaForSequenceClassification", "DebertaV2ForSequenceClassification", "XLNetForSequenceClassification",
+    "LlamaForSequenceClassification", "BartForSequenceClassification", "T5ForTokenClassification",
+    "BertForQuestionAnswering", "RobertaForMultipleChoice", "T5ForConditionalGeneration",
+    "BartForConditionalGeneration", "ViTForImageClassification", "BeitForImageClassification",
     "Wav2Vec2ForSequenceClassification",
-]
+]  # fmt: skip
 
 # Encoder-decoders with an encoder of three layers; the decoder is the stack. class -> (fields, depth of the decoder).
 NO_DEPTH = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
@@ -147,16 +127,8 @@ SEAMLESS = ENC_DEC | {"hidden_size": 32, "t2u_vocab_size": 99, "char_vocab_size"
 SEAMLESS |= {f"t2u_{part}_layers": 1 for part in ("encoder", "decoder")} | {"speech_encoder_layers": 1}
 T5_LIKE = ("T5", "MT5", "UMT5", "LongT5", "SwitchTransformers")
 BART_LIKE = (
-    "Bart",
-    "MBart",
-    "Pegasus",
-    "PegasusX",
-    "BigBirdPegasus",
-    "Blenderbot",
-    "BlenderbotSmall",
-    "M2M100",
-    "Mvp",
-)
+    "Bart", "MBart", "Pegasus", "PegasusX", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "M2M100", "Mvp",
+)  # fmt: skip
 BART_LIKE += ("PLBart", "LED", "NllbMoe")
 ENCODER_DECODERS = {
     **{f"{name}ForConditionalGeneration": (T5 | SWITCH, "num_decoder_layers") for name in T5_LIKE},

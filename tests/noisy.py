@@ -38,10 +38,8 @@ def gemma3n():
     """A model with a second table of tokens, for its layers."""
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "laurel_rank": 4}
     layers = {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 0,
-    }
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0,
+    }  # fmt: skip
     return Gemma3nForCausalLM(
         Gemma3nTextConfig(
             vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB - 2, hidden_size_per_layer_input=8,

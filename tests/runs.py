@@ -20,14 +20,9 @@ def make_curve(accuracies, gammas=GAMMAS, items=10, noise_seed=0):
     total = blocks.sum(0)
     settings = {"seed": noise_seed, "perturbation": "gaussian"}
     return NoiseCurve(
-        "accuracy",
-        gammas,
-        total[..., 0] / total[..., 1],
-        total[..., 2] / total[..., 3],
-        1.0,
-        blocks,
+        "accuracy", gammas, total[..., 0] / total[..., 1], total[..., 2] / total[..., 3], 1.0, blocks,
         settings=settings,
-    )
+    )  # fmt: skip
 
 
 def make_profile(losses, gamma=0.0, feasible=None):

@@ -14,16 +14,10 @@ from hf_descent.configs import DescentArguments
 
 
 PARSED = {
-    "descent_alpha": [0.1, 0.2, 0.3],
-    "initial_loss_bound": 0.69,
-    "constrained_layers": [1, 3],
-    "exit_targets": {1: 0.05, 2: 0.0},
-    "loss_targets": {3: 0.4},
-    "noise_gamma": [0.0, 1.5],
-    "eval_gammas": [0, 0.5, 1],
-    "objective": "hinge",
-    "multiplier_max": 5.0,
-}
+    "descent_alpha": [0.1, 0.2, 0.3], "initial_loss_bound": 0.69, "constrained_layers": [1, 3],
+    "exit_targets": {1: 0.05, 2: 0.0}, "loss_targets": {3: 0.4}, "noise_gamma": [0.0, 1.5], "eval_gammas": [0, 0.5, 1],
+    "objective": "hinge", "multiplier_max": 5.0,
+}  # fmt: skip
 
 
 GENERATION = {"predict_with_generate": True, "generation_max_length": 9, "generation_num_beams": 2}

@@ -68,12 +68,9 @@ def test_erm_is_the_stock_trainer_bit_for_bit_and_warm_up_takes_its_steps(tmp_pa
 
 
 CONSTRAINED = {
-    "descent_alpha": 0.2,
-    "initial_loss_bound": 5.0,
-    "dual_warmup_steps": 0,
-    "dual_learning_rate": 0.2,
+    "descent_alpha": 0.2, "initial_loss_bound": 5.0, "dual_warmup_steps": 0, "dual_learning_rate": 0.2,
     "per_device_eval_batch_size": 16,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("completions", [True, False])
@@ -100,14 +97,11 @@ def squares(outputs, labels, num_items_in_batch=None):
 
 
 VARIANTS = {
-    "plain": {},
-    "packed": {"packing": True, "max_length": 48},
-    "noise": {"noise_gamma": 1.0},
+    "plain": {}, "packed": {"packing": True, "max_length": 48}, "noise": {"noise_gamma": 1.0},
     "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-    "own loss": {"keywords": {"layer_loss_fn": squares}},
-    "label smoothing": {"label_smoothing_factor": 0.1},
+    "own loss": {"keywords": {"layer_loss_fn": squares}}, "label smoothing": {"label_smoothing_factor": 0.1},
     "deep supervision": {"objective": "deep_supervision"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:`(compute_loss_func|label_smoothing_factor)` is deprecated:FutureWarning")

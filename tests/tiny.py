@@ -20,39 +20,20 @@ from hf_descent import DescentConfig, DescentTrainer
 VOCAB = 40
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+
+
 def bert(num_layers=3, num_labels=3, dropout=0.0, seed=0, **config):
     torch.manual_seed(seed)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCAB,
-            hidden_size=16,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            intermediate_size=32,
-            max_position_embeddings=32,
-            num_labels=num_labels,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            classifier_dropout=dropout,
-            **config,
-        )
-    )
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"), dropout)
+    sizes = SIZES | {"vocab_size": VOCAB, "num_hidden_layers": num_layers, "max_position_embeddings": 32}
+    return BertForSequenceClassification(BertConfig(num_labels=num_labels, **sizes, **dropouts, **config))
 
 
 def llama(num_layers=3, seed=0, vocab_size=VOCAB, **config):
     torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocab_size,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            **config,
-        )
-    )
+    sizes = SIZES | {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes, **config))
 
 
 def spread(model):
@@ -80,14 +61,9 @@ def tokenizer(chat=True):
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=special[4:],
-        chat_template=CHAT_TEMPLATE if chat else None,
-    )
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+        additional_special_tokens=special[4:], chat_template=CHAT_TEMPLATE if chat else None,
+    )  # fmt: skip
 
 
 def word_tokenizer():
@@ -142,18 +118,10 @@ class Stream(IterableDataset):
 def config(output_dir, **arguments):
     """Quick, silent training arguments; constraints known from the start unless said otherwise."""
     defaults = {
-        "report_to": "none",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 8,
-        "max_steps": 6,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "descent_alpha": 0.3,
-        "initial_loss_bound": 1.0,
-        "dual_warmup_steps": 0,
-    }
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+        "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "learning_rate": 1e-2,
+        "descent_alpha": 0.3, "initial_loss_bound": 1.0, "dual_warmup_steps": 0,
+    }  # fmt: skip
     return DescentConfig(output_dir=str(output_dir), **{**defaults, **arguments})
 
 

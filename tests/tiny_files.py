@@ -56,14 +56,9 @@ def save_generator(folder, chat=False, **config):
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(
-        vocab_size=len(tok),
-        num_key_value_heads=2,
-        initializer_range=0.5,
-        eos_token_id=tok.eos_token_id,
-        noise_sigma=0.5,
-        **shape,
-        **config,
-    )
+        vocab_size=len(tok), num_key_value_heads=2, initializer_range=0.5, eos_token_id=tok.eos_token_id,
+        noise_sigma=0.5, **shape, **config,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
 

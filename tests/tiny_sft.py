@@ -26,15 +26,9 @@ TIMES = ("runtime", "per_second")
 
 def shape(**config):
     return {
-        "vocab_size": len(TOKENIZER),
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        **config,
-    }
+        "vocab_size": len(TOKENIZER), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, **config,
+    }  # fmt: skip
 
 
 def llama(**config):
@@ -76,28 +70,16 @@ def chats(count=32, start=0):
 
 def make(cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given):
     given = {
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "activation_checkpointing": False,
-        **given,
-    }
+        "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no",
+        "logging_steps": 1, "max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
+        "activation_checkpointing": False, **given,
+    }  # fmt: skip
     config = SFTDescentConfig if cls is SFTDescentTrainer else SFTConfig
     return cls(
-        model(),
-        config(str(folder), **given),
-        train_dataset=data(),
-        eval_dataset=data(9, 40) if eval_data is None else eval_data,
-        processing_class=copy.deepcopy(TOKENIZER),
-        peft_config=copy.deepcopy(peft_config),
-        **(keywords or {}),
-    )
+        model(), config(str(folder), **given), train_dataset=data(),
+        eval_dataset=data(9, 40) if eval_data is None else eval_data, processing_class=copy.deepcopy(TOKENIZER),
+        peft_config=copy.deepcopy(peft_config), **(keywords or {}),
+    )  # fmt: skip
 
 
 def history(trainer):

@@ -255,13 +255,10 @@ class Judge(BaseHTTPRequestHandler):
         letter = "M" if len(set(second)) > len(set(first)) else "m"
         message = {"role": "assistant", "content": letter}
         body = {
-            "id": "0",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "judge",
+            "id": "0", "object": "chat.completion", "created": 0, "model": "judge",
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-        }
+        }  # fmt: skip
         body = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

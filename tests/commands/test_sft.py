@@ -35,14 +35,9 @@ def workplace(tmp_path_factory):
         tok.save_pretrained(folder / name)
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=len(tok),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=320,
-        )
+            vocab_size=len(tok), hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
+            num_key_value_heads=2, max_position_embeddings=320,
+        )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder / name)
     (folder / "train.json").write_text(json.dumps(ROWS))
     with pytest.MonkeyPatch.context() as patch:

@@ -59,13 +59,9 @@ def test_trainers_search_takes_space_and_objective(tmp_path):
         return trainer.evaluate_robustness(gammas=[1.0], draws=2, metric="accuracy").mean[0]
 
     best = trainer.hyperparameter_search(
-        hp_space,
-        judged,
-        n_trials=2,
-        direction="maximize",
-        backend="optuna",
+        hp_space, judged, n_trials=2, direction="maximize", backend="optuna",
         sampler=optuna.samplers.RandomSampler(seed=0),
-    )
+    )  # fmt: skip
     assert best.objective == max(value for _, value in seen)
     assert len({strength for strength, _ in seen}) == 2
     assert all(isinstance(strength, float) for strength, _ in seen)

@@ -87,11 +87,9 @@ def test_limits_draw_at_random_and_spare_the_test_split_from_training(tmp_path):
 def test_pairs_and_column_names(tmp_path):
     rows = [{"premise": f"p{i}", "hypothesis": f"h{i}", "gold": i % 3, "id": i} for i in range(30)]
     args = DataArguments(
-        train_file=write(tmp_path / "train.json", rows),
-        text_column="premise",
-        text_pair_column="hypothesis",
+        train_file=write(tmp_path / "train.json", rows), text_column="premise", text_pair_column="hypothesis",
         label_column="gold",
-    )
+    )  # fmt: skip
     train = load_text_classification(args)["train"]
     assert train.column_names == ["text", "text_pair", "labels"]
     assert all(

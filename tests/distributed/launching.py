@@ -13,11 +13,9 @@ import torch
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent.parent / "recipes" / "accelerate_configs"
 ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": f"{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}",
-    "DS_ACCELERATOR": "cpu",
+    **os.environ, "PYTHONPATH": f"{HERE.parent.parent}:{os.environ.get('PYTHONPATH', '')}", "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
-}
+}  # fmt: skip
 
 
 def job(task, batch=4, accumulation=1, **settings):

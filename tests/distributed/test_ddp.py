@@ -17,21 +17,16 @@ SAVED = {"save_strategy": "steps", "save_steps": 10}
 CASES = {
     "classification": ("classification", {}),
     "classification, plain training": ("classification", {"objective": "erm"}),
-    "evaluated before training": ("classification", {"evaluate_first": True}),
-    "language": ("language", LANGUAGE),
-    "auto": ("language", {**AUTO, **SAVED}),
-    "image": ("image", {"ddp_find_unused_parameters": False}),
+    "evaluated before training": ("classification", {"evaluate_first": True}), "language": ("language", LANGUAGE),
+    "auto": ("language", {**AUTO, **SAVED}), "image": ("image", {"ddp_find_unused_parameters": False}),
     "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
-    "image, plain training": ("image", {"objective": "erm"}),
-    "readout": ("readout", {}),
-    "own loss": ("own loss", LANGUAGE),
-    "own loss, plain training": ("own loss", {"objective": "erm"}),
-    "fine-tuning": ("sft", {**LANGUAGE, **SAVED}),
-    "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
+    "image, plain training": ("image", {"objective": "erm"}), "readout": ("readout", {}),
+    "own loss": ("own loss", LANGUAGE), "own loss, plain training": ("own loss", {"objective": "erm"}),
+    "fine-tuning": ("sft", {**LANGUAGE, **SAVED}), "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),
     "checkpointed adapters": ("sft", {**LANGUAGE, "lora": True, "gradient_checkpointing": True}),
     "bfloat16": ("sft", {**LANGUAGE, "bf16": True}),
-}
+}  # fmt: skip
 NOISY = {**LANGUAGE, "noise_gamma": 0.5, "record_noise": True, "max_steps": 4, "seed": 7}
 NOISY["per_device_eval_batch_size"] = 12  # of 80 rows: two processes that share them would read some twice
 SCORED = {**LANGUAGE, "max_steps": 2}

@@ -29,13 +29,9 @@ from hf_descent.evaluation.scoring import _accuracy
 
 
 CONFIG = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
+    "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 32,
-}
+}  # fmt: skip
 
 
 def causal_xlnet():
@@ -78,12 +74,9 @@ def test_the_scale_of_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicte
     expected = hits.sum() / (batch["labels"][:, 1:] != -100).sum()
     own = layer_profile(model, data)
     found = layer_profile(
-        model.model if head == "of a model without a loss" else model,
-        data,
-        layer_loss_fn=scaled,
-        label_names=["labels"],
-        readout=None if head == "the model's" else readout,
-    )
+        model.model if head == "of a model without a loss" else model, data, layer_loss_fn=scaled,
+        label_names=["labels"], readout=None if head == "the model's" else readout,
+    )  # fmt: skip
     assert found.values[-1] == pytest.approx(expected.item())
     np.testing.assert_array_equal(found.values, own.values)
     np.testing.assert_allclose(found.losses, scale * own.losses, rtol=1e-5)

@@ -95,11 +95,8 @@ def test_a_baseline_stands_beside_a_run_only_where_it_was_measured_alike(tmp_pat
         return (logits.argmax(-1) != labels).sum(), labels.numel()
 
     settings = {
-        "own": (0.0, "accuracy"),
-        "noisy": (0.5, "accuracy"),
-        "errors": (0.0, errors),
-        "rows": (0.0, "accuracy"),
-    }
+        "own": (0.0, "accuracy"), "noisy": (0.5, "accuracy"), "errors": (0.0, errors), "rows": (0.0, "accuracy"),
+    }  # fmt: skip
     for name, (gamma, metric) in settings.items():
         trainer = trained(tmp_path / name, objective="erm", max_steps=1)
         data, split = classification_data(16, seed=int(name == "rows")), "eval" if name == "rows" else "test"

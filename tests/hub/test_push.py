@@ -23,22 +23,14 @@ def run_python(code, hub, cache, *arguments, package=True):
     cache.mkdir(exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "PYTHONPATH")}
     environment |= {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(cache),
-        "HF_TOKEN": "hf_test",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(cache), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONPATH": os.pathsep.join((str(TESTS.parent), str(TESTS))) if package else "",
-    }
+    }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, *(["-P"] if package else ["-I"]), "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=str(cache),
-        check=False,
-    )
+        [sys.executable, *(["-P"] if package else ["-I"]), "-c", code, *map(str, arguments)], capture_output=True,
+        text=True, env=environment, cwd=str(cache), check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

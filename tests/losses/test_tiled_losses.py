@@ -72,18 +72,16 @@ def no_tiles(monkeypatch):
 
 
 SETTINGS = {
-    "descent": {},
-    "keep": {"negative_weights": "keep", "dual_learning_rate": 0.2},
+    "descent": {}, "keep": {"negative_weights": "keep", "dual_learning_rate": 0.2},
     "auto": {"descent_alpha": "auto", "initial_loss_bound": "auto", "loss_targets": {1: 0.5}},
     "some layers": {"constrained_layers": [1, 3]},
     "accumulation": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "noise": {"noise_gamma": 0.3, "noise_sigma": 0.02},
-    "deep supervision": {"objective": "deep_supervision", "penalty_coefficient": 0.3},
-    "hinge": {"objective": "hinge"},
+    "deep supervision": {"objective": "deep_supervision", "penalty_coefficient": 0.3}, "hinge": {"objective": "hinge"},
     "quadratic": {"objective": "quadratic", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -14,12 +14,8 @@ from hf_descent.models import LinearReadoutConfig, LinearReadoutForSequenceClass
 
 
 SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 40,
-}
+    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 40,
+}  # fmt: skip
 ENCODERS = {
     "bert": BertConfig(**SIZES),
     "roberta": RobertaConfig(**SIZES, pad_token_id=1),
@@ -103,17 +99,10 @@ def test_it_trains_under_constraints(inputs, tmp_path, checkpointing):
     model = build("distilbert").train()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     args = DescentConfig(
-        output_dir=str(tmp_path),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        descent_alpha=0.1,
-        initial_loss_bound=1.0,
-        dual_warmup_steps=0,
-        gradient_checkpointing=checkpointing,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-    )
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, descent_alpha=0.1,
+        initial_loss_bound=1.0, dual_warmup_steps=0, gradient_checkpointing=checkpointing, save_strategy="no",
+        report_to="none", use_cpu=True,
+    )  # fmt: skip
     trainer = DescentTrainer(model, args, train_dataset=rows)
     trainer.train()
     assert [name for name, weight in model.named_parameters() if torch.equal(weight, before[name])] == []

@@ -311,12 +311,9 @@ def cut(path):
 
 
 DAMAGES = {
-    "missing": os.unlink,
-    "cut": cut,
-    "empty": lambda path: path.write_bytes(b""),
-    "flipped": flip,
+    "missing": os.unlink, "cut": cut, "empty": lambda path: path.write_bytes(b""), "flipped": flip,
     "of another step": lambda path: shutil.copy(path.parents[1] / "checkpoint-2" / path.name, path),
-}
+}  # fmt: skip
 TENSORS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_NAME)
 TEXTS = ("trainer_state.json", "config.json", RunFolder.SUMMARY)
 

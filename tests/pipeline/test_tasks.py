@@ -47,21 +47,12 @@ def choices(generator):
 
 GPT2 = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2, "pad_token_id": 0}
 T5 = {
-    "vocab_size": VOCAB,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 32,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
+    "vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 3,
     "num_heads": 2,
-}
+}  # fmt: skip
 MIXTRAL = {
-    **SMALL,
-    "vocab_size": VOCAB,
-    "num_key_value_heads": 2,
-    "num_local_experts": 3,
-    "max_position_embeddings": 32,
-}
+    **SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_local_experts": 3, "max_position_embeddings": 32,
+}  # fmt: skip
 MIXTRAL |= {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 SPEECH = AUDIO | SMALL | {"mask_time_prob": 0.3, "layerdrop": 0.0}  # masks are written into the features in training
 

@@ -30,17 +30,12 @@ def tile_size(request, monkeypatch):
 
 
 OPTIONS = {
-    "plain": {},
-    "bias": {"bias": True},
-    "layer norm": {"norm": "layer", "bias": True},
-    "no norm": {"norm": "none"},
-    "logit scale": {"logit_scale": 0.0625, "bias": True},
-    "softcap": {"softcap": 0.8},
+    "plain": {}, "bias": {"bias": True}, "layer norm": {"norm": "layer", "bias": True}, "no norm": {"norm": "none"},
+    "logit scale": {"logit_scale": 0.0625, "bias": True}, "softcap": {"softcap": 0.8},
     "label smoothing": {"label_smoothing": 0.1},
     "all": {"bias": True, "norm": "layer", "logit_scale": 3.0, "softcap": 1.5, "label_smoothing": 0.2},
-    "shifted already": {"shift": False},
-    "all labelled": {"ignored": 0.0},
-}
+    "shifted already": {"shift": False}, "all labelled": {"ignored": 0.0},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("option", OPTIONS)

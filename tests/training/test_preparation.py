@@ -45,6 +45,12 @@ def make(folder, model, data, loss=None, readout=None, **settings):
     return DescentTrainer(model, args, train_dataset=data, eval_dataset=data, layer_loss_fn=loss, readout=readout)
 
 
+def trained(*given, **settings):
+    trainer = make(*given, **settings)
+    trainer.train()
+    return trainer
+
+
 class Weighted(BertForSequenceClassification):
     """Scores by a loss of its own."""
 
@@ -60,8 +66,7 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
 ):
     peft = pytest.importorskip("peft")
     settings = {"dual_warmup_steps": 1, "max_steps": 4, "descent_alpha": 0.3}
-    trainer = make(tmp_path / "run", bert(), classification_data(8), **settings)
-    trainer.train()
+    trainer = trained(tmp_path / "run", bert(), classification_data(8), **settings)
     trainer.save_model()
     whole, cut, other, gone = (BertForSequenceClassification.from_pretrained(tmp_path / "run") for _ in range(4))
     adapted = peft.get_peft_model(other, peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
@@ -139,8 +144,7 @@ def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tm
         trainer.train()
     assert trainer.state.global_step == 0
     for settings in ({"initial_loss_bound": 60.0}, {"objective": "deep_supervision"}):
-        trainer = make(tmp_path, model(), data(40), loss, **settings)
-        trainer.train()
+        trainer = trained(tmp_path, model(), data(40), loss, **settings)
         assert trainer.state.global_step == 8
 
 
@@ -152,8 +156,7 @@ def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
     data = language_data(200)
     bounds = []
     for loss in (shifted, None):
-        trainer = make(tmp_path, llama(), data, loss, per_device_train_batch_size=16)
-        trainer.train()
+        trainer = trained(tmp_path, llama(), data, loss, per_device_train_batch_size=16)
         bounds.append(trainer.problem.initial_loss_bound)
     assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
 
@@ -162,8 +165,7 @@ def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
 def test_f_0_counts_the_label_smoothing_of_trainer_s_loss_alone(tmp_path, loss, rare):
     data = [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(classification_data(64))]
     settings = {"label_smoothing_factor": 0.2, "per_device_train_batch_size": 16}
-    trainer = make(tmp_path, spread(bert(num_labels=2)), data, loss, **settings)
-    trainer.train()
+    trainer = trained(tmp_path, spread(bert(num_labels=2)), data, loss, **settings)
     entropy = -rare * math.log(rare) - (1 - rare) * math.log(1 - rare)
     assert trainer.problem.initial_loss_bound == pytest.approx(entropy, abs=1 / 64)
 
@@ -179,8 +181,7 @@ def test_a_mean_over_numbers_is_scaled_by_trainer_s_count_of_them(tmp_path):
 
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "initial_loss_bound": 1.0}
     model, data = bert(problem_type="multi_label_classification"), multi_label_rows()
-    trainer = make(tmp_path, model, data, loss, **settings)
-    trainer.train()
+    trainer = trained(tmp_path, model, data, loss, **settings)
     assert seen and set(seen) == {2 * 4 * 3}
     batch = default_data_collator(data)
     expected = F.mse_loss(model.eval()(**batch).logits, batch["labels"]).item()
@@ -192,8 +193,7 @@ def test_plain_training_with_a_readout_measures_nothing(tmp_path):
         return model.classifier(hidden[:, 0])
 
     data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no f_0: all are alike
-    trainer = make(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0)
-    trainer.train()
+    trainer = trained(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0)
     metrics = trainer.evaluate()
     assert "eval_layer_loss_1" in metrics and metrics["eval_feasible"] == 0 and "eval_max_violation" not in metrics
 
@@ -212,8 +212,7 @@ def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_
     rows = torch.randint(5, 7, (400, 3), generator=generator)
     rows[:, 0] = 4  # where every text begins
     data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = make(tmp_path, llama(), data, per_device_train_batch_size=100)
-    trainer.train()
+    trainer = trained(tmp_path, llama(), data, per_device_train_batch_size=100)
     assert trainer.problem.initial_loss_bound == pytest.approx(math.log(2), rel=2e-3)
 
 
@@ -257,8 +256,7 @@ class Renamed(torch.nn.Module):
 
 def test_numbers_may_be_labels_under_another_name(tmp_path):
     data = [{**row, "target": row.pop("labels")} for row in regression_rows()]
-    trainer = make(tmp_path, Renamed(), data, label_names=["target"])
-    trainer.train()
+    trainer = trained(tmp_path, Renamed(), data, label_names=["target"])
     targets = torch.tensor([float(row["target"]) for row in data])
     assert trainer.problem.initial_loss_bound == pytest.approx(3 * targets.var().item(), rel=0.3)
 
@@ -278,15 +276,13 @@ def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_pa
 
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
     data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no best constant prediction
-    trainer = make(tmp_path, bert(), data, initial_loss_bound=1.1)
-    trainer.train()
+    trainer = trained(tmp_path, bert(), data, initial_loss_bound=1.1)
     assert trainer.problem.initial_loss_bound == 1.1
 
 
 def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
     data = classification_data(40)
-    trainer = make(tmp_path, bert(), data, descent_alpha=0.3, initial_loss_bound=1.0)
-    trainer.train()
+    trainer = trained(tmp_path, bert(), data, descent_alpha=0.3, initial_loss_bound=1.0)
     expected = trainer.evaluate()
     trainer.save_model(tmp_path / "saved")
     saved = BertForSequenceClassification.from_pretrained(tmp_path / "saved")

@@ -135,8 +135,8 @@ class DescentArguments:
     penalty_coefficient (`float`, *optional*, defaults to `1.0`):
         Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic".
     fixed_multipliers (`str` or `list[float]`, *optional*):
-        Multipliers of the objective "fixed": one per layer, or the folder of a constrained run, whose final
-        multipliers and step sizes are used.
+        Multipliers of the objective "fixed": one per row (by default a layer), or the folder of a constrained run,
+        whose final multipliers and problem are used.
     stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
         Stop training after a step with a layer loss that is not finite. Otherwise the multipliers skip such a step,
         and the layer is reported once. Either way the optimizer has taken the step, as Trainer does: where the

@@ -39,13 +39,7 @@ GRID = {
     "dual_learning_rate": (0.005, 0.02, 0.1),
     "penalty_coefficient": (0.1, 1.0, 10.0),
 }
-# The setting of each objective that is searched, beside the learning rate and what is asked of the layers.
-SEARCHED = {
-    "descent": "dual_learning_rate",
-    "hinge": "penalty_coefficient",
-    "quadratic": "penalty_coefficient",
-    "deep_supervision": "penalty_coefficient",
-}
+PENALTIES = ("hinge", "quadratic")
 
 
 @dataclass
@@ -166,8 +160,12 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
     """The ranges of a search: those given, checked against the settings `args` of the command, or the package's for
     the objective."""
     if tune_args.search_space is None:
-        names = ["learning_rate", SEARCHED.get(args.objective)]
-        if args.objective in ("descent", "hinge", "quadratic") and args.layer_rows is not None:
+        names = ["learning_rate"]
+        if args.objective == "descent":
+            names.append("dual_learning_rate")
+        if args.objective in (*PENALTIES, "deep_supervision"):
+            names.append("penalty_coefficient")
+        if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
             names.append("descent_strength" if args.follows else "descent_alpha")
         ranges = GRID if tune_args.search == "grid" else BAYES
         return {name: ranges[name] for name in names if name in ranges} or {"learning_rate": BAYES["learning_rate"]}

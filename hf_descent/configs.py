@@ -46,6 +46,7 @@ LIMITS = {
     **dict.fromkeys(("dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)),
     **dict.fromkeys(("readout_token_fraction", "descent_strength"), (SMALLEST, 1.0)),
     "target_margin": (0.0, 0.5),
+    "dual_holdout": (SMALLEST, 0.5),
 }
 # Beside names that end in "loss", which TrainingArguments knows to be so.
 SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
@@ -109,6 +110,10 @@ class DescentArguments:
     dual_warmup_steps (`float`, *optional*, defaults to `0.25`):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
         epoch. The "auto" settings need a warm-up.
+    dual_holdout (`float`, *optional*):
+        Share of the training rows (200 or more, at most half) that "descent" does not train on but moves the
+        multipliers on, since constraints are easily met on rows that the weights fit: forward passes without dropout
+        on as many rows as a step takes, once in 8 steps. Evaluate on others. All rows train the model where not given.
     resilience (`float`, *optional*, defaults to `0.0`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
         multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.
@@ -174,6 +179,7 @@ class DescentArguments:
     dual_optim: str = field(default="adam")
     normalize_violations: bool = field(default=True)
     dual_warmup_steps: float = field(default=0.25)
+    dual_holdout: float | None = field(default=None)
     resilience: float = field(default=0.0)
     resilience_form: str = field(default="weight_decay")
     slack_learning_rate: float = field(default=0.02)

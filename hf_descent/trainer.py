@@ -34,7 +34,7 @@ from .losses.task import ShiftingSmoother, TaskLoss
 from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
 from .runs import RunFolder
-from .training import checkpoints, checks, evaluation
+from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
@@ -192,15 +192,18 @@ class DescentMixin:
         # The `loss` of the log is the task loss f_L; the objective itself moves with the multipliers.
         return self._step.final * self.args.world_size
 
+    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs):
+        dataset = holdout.split(dataset, self.args)[0] if is_training else dataset
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
+
     def _after_optimizer_step(self) -> None:
         if self._dual is None:
             return
         # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
         layer_losses = self._reduce(self._step.layer_losses)
         if not self.accelerator.optimizer_step_was_skipped:
-            self._dual.dual_step(layer_losses, self.state.global_step, self._step.items)
-            if self.state.global_step + 1 == self._dual.active_from:
-                checks.report_layers_at_chance(self._layers.readout, self._dual)
+            self._dual.dual_step(layer_losses, self.state.global_step, self._step.items, self._layers)
+            checks.report_layers_at_chance(self._layers.readout, self._dual, self.state.global_step)
         if self.args.stop_on_nonfinite and self._dual.has_faults:
             self.control.should_training_stop = True
 
@@ -268,8 +271,7 @@ class DescentMixin:
 
     @property
     def _stock_scaling_is_right(self) -> bool:
-        args = self.args
-        return not self._reads_layers and args.gradient_accumulation_steps == 1 and args.world_size == 1
+        return not self._reads_layers and self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
 
     def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over processes."""

@@ -127,7 +127,7 @@ def config(output_dir, **arguments):
 
 class InOrder(DescentTrainer):
     def _get_train_sampler(self, train_dataset=None):
-        return SequentialSampler(self.train_dataset)
+        return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
 
 def truncated(model, layers):

@@ -20,16 +20,18 @@ from .problem import LARGEST, DescentProblem, Row
 
 if TYPE_CHECKING:
     from ..configs import DescentArguments
+    from ..training.holdout import HeldOutRows
 
 
 logger = get_logger(__name__)
 
 STATE_NAME = "descent_state.safetensors"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps
+DUAL_EVERY = 8  # steps from one reading of held-out rows to the next, which costs a third of one: some 4 %
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
-    "dual_warmup_steps", "fixed_multipliers",
+    "dual_warmup_steps", "fixed_multipliers", "dual_holdout",
 )  # fmt: skip
 # How often rows are checked, in the constrained part of a run, for whether they can be met.
 PROGRESS_CHECKS = 10
@@ -48,6 +50,7 @@ class DescentState:
         chance (`float`, *optional*): the measured loss of the best constant prediction, where it is known.
         device (`torch.device`): where the losses arrive.
         fixed_run (`dict`, *optional*): `descent_config.json` of the run that `fixed_multipliers` names.
+        held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
     """
 
     def __init__(
@@ -59,8 +62,10 @@ class DescentState:
         chance: float | None = None,
         device: torch.device | str = "cpu",
         fixed_run: Mapping[str, Any] | None = None,
+        held_out: "HeldOutRows | None" = None,
     ):
-        self.args, self.num_layers, self.max_steps, self.device = args, num_layers, max_steps, device
+        self.args, self.num_layers, self.max_steps = args, num_layers, max_steps
+        self.device, self.held_out = device, held_out
         warmup = args.dual_warmup_steps
         self.active_from = start_step + (math.ceil(warmup * max_steps) if warmup < 1 else int(warmup))
         if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:
@@ -189,27 +194,34 @@ class DescentState:
 
     # ---- dual side ----
 
-    def dual_step(self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None) -> None:
-        """One step of averages and multipliers on the layer losses `[L]` of an optimizer step; no host reads.
-
-        Losses that are not finite, and those of a step without `items` (0), change neither.
-        """
+    def dual_step(self, layer_losses: torch.Tensor, step: int, items: torch.Tensor | None = None, layers=None) -> None:
+        """What follows an optimizer step: its layer losses `[L]` are logged, and the dual step is taken on them or,
+        every `DUAL_EVERY` steps, on those of held-out rows, which `layers` reads. Losses that are not finite, or are
+        of no `items` (0), do not count."""
         finite = torch.isfinite(layer_losses)  # [layers]
         self._nonfinite += ~finite
         usable = finite.all() if items is None else finite.all() & (items > 0)
-        counted = torch.where(usable, layer_losses, 0.0)
-        weight = (1 - AVERAGE_DECAY) * usable
-        self.averages = (1 - weight) * self.averages + weight * counted
-        self.average_weight = (1 - weight) * self.average_weight + weight
-        self._logged += torch.cat([counted, usable[None]])
+        self._logged += torch.cat([torch.where(usable, layer_losses, 0.0), usable[None]])
+        if self.held_out is None:
+            self._ascend(torch.where(usable, layer_losses, torch.nan), step)
+        elif step % DUAL_EVERY == 0:
+            self._ascend(self.held_out.layer_losses(layers, step // DUAL_EVERY), step, DUAL_EVERY)
         if step + 1 == self.active_from:
             self.warmup_losses = self.mean_losses
 
+    def _ascend(self, layer_losses: torch.Tensor, step: int, repeats: int = 1) -> None:
+        """One step of averages and multipliers on layer losses `[L]`, or what `repeats` steps come to; no host reads.
+        Losses that are not finite change neither."""
+        usable = torch.isfinite(layer_losses).all()
+        weight = (1 - AVERAGE_DECAY**repeats) * usable
+        self.averages = (1 - weight) * self.averages + weight * torch.where(usable, layer_losses, 0.0)
+        self.average_weight = (1 - weight) * self.average_weight + weight
         if self.args.objective == "descent" and not self.inactive(step):
             violations = self._violations(layer_losses)
             if self.args.normalize_violations:
                 violations = violations / self.problem.initial_loss_bound
-            self.multipliers.step(torch.where(usable, violations, torch.nan))
+            for _ in range(repeats):
+                self.multipliers.step(torch.where(usable, violations, torch.nan))
             self._released = None
 
     def restart_slacks(self) -> None:
@@ -219,7 +231,7 @@ class DescentState:
 
     @property
     def mean_losses(self) -> torch.Tensor:
-        """Running averages of the layer losses of training `[L]`, over about the last 50 steps."""
+        """Running averages of the layer losses `[L]` that move the multipliers, over about the last 50 steps."""
         return self.averages / self.average_weight
 
     @property
@@ -276,6 +288,8 @@ class DescentState:
         logs = _numbered("layer_loss", losses)
         if self.problem is None:
             return logs
+        if self.held_out is not None and self.mean_losses.isfinite().all():
+            losses = self.mean_losses
         violations = self.problem.violations(losses, self.level)
         for row in self.problem.rows:
             logs[f"violation_{row.name}"] = violations[row.index].item()
@@ -290,14 +304,14 @@ class DescentState:
     def report(self) -> dict[str, float]:
         """Log what the rows asked and what training reached; returns the largest violation as a metric.
 
-        Running averages of training losses are no certificate: the model was fitted to this data.
+        Running averages are no certificate: the model, or the multipliers, were fitted to this data.
         """
         self._report_faults()
         if self.problem is None or not self.average_weight.item():
             return {}
         problem, losses = self.problem, self.mean_losses
         asked, tolerances = problem.bounds(losses)
-        text = "row: asked, reached, tolerance, multiplier"
+        text, rows = "row: asked, reached, tolerance, multiplier", "training" if self.held_out is None else "held-out"
         for row in problem.rows:
             numbers = asked[row.index], losses[row.layer - 1], tolerances[row.index]
             numbers = *numbers, self.multipliers.values[row.index]
@@ -306,7 +320,7 @@ class DescentState:
             if (share := problem.descent_share(found)) is not None:
                 text += f"\ndescent share {when}: {share:.2f}"
         if problem.feasible(losses):
-            logger.info(f"On the last training batches every row is within its tolerance:\n{text}")
+            logger.info(f"On the last {rows} batches every row is within its tolerance:\n{text}")
         elif self.args.objective == "descent":
             # In units of the loss.
             relaxed = (self.multipliers.relaxation if self._released is None else self._released).max().item()
@@ -314,7 +328,7 @@ class DescentState:
             if relaxed:
                 text += f"\nresilience has relaxed them by up to {relaxed:.4g}"
             logger.warning(
-                f"On the last training batches NOT every row is within its tolerance:\n{text}\nAsk for less "
+                f"On the last {rows} batches NOT every row is within its tolerance:\n{text}\nAsk for less "
                 "(`descent_strength`, `descent_alpha`, the targets), train longer, or raise `dual_learning_rate`."
             )
         return {"train_max_violation": problem.max_violation(losses).item()}
@@ -379,8 +393,10 @@ class DescentState:
         summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
         if self.problem is not None:
             summary |= self.problem.state_dict()
+        if self.held_out is not None:
+            summary["dual_rows"] = self.held_out.count
         if self.average_weight.item():
-            summary["train_layer_losses"] = self.mean_losses.tolist()
+            summary[f"{'train' if self.held_out is None else 'dual'}_layer_losses"] = self.mean_losses.tolist()
         if self.warmup_losses.any():
             summary["warmup_layer_losses"] = self.warmup_losses.tolist()
         return summary

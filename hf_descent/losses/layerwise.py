@@ -111,10 +111,11 @@ class ReplayedLosses:
         return StepLosses(value, parts.detach(), parts[-1].detach(), outputs, self._tokens(outputs, inputs))
 
     def measure(
-        self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits: bool = True
+        self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits=True, key=None
     ) -> MeasuredLosses:
         """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
-        where none are made, its [`TokenStatistics`]."""
+        where none are made, its [`TokenStatistics`]. With a `key` (integers) layers are read on a sample of tokens,
+        as in training, drawn by that key."""
         count, losses, scores = self.task.count(inputs), [], []
         items = count if self.task.loss_fn is not None else None  # as Trainer gives a custom loss those of the batch
 
@@ -190,8 +191,9 @@ class TiledLosses:
         (losses,) = found
         return StepLosses(outputs["loss"], losses.sums / divisor, losses.final_sum / divisor, outputs, losses.tokens)
 
-    def measure(self, model, inputs, score=None, keep_logits=True):
-        tokens, found, scores = self._head.tokens(inputs), [], []
+    def measure(self, model, inputs, score=None, keep_logits=True, key=None):
+        sample = () if key is None else (self.token_fraction, self._generator(key))
+        tokens, found, scores = self._head.tokens(inputs, *sample), [], []
 
         def read_layers(read, outputs, hidden_states):
             if score is None:

@@ -131,9 +131,10 @@ def check_data(trainer: Trainer, readout: Callable | None) -> None:
         check_datasets(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
 
 
-def report_layers_at_chance(readout: Readout, dual: DescentState) -> None:
-    """Log where a head on the first token finds nothing in the early layers, as in pretrained encoders."""
-    if dual.problem is None or readout.readout is not None or not readout.stack.reads_first_token:
+def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
+    """Log after warm-up where a head on the first token finds nothing in the early layers of an encoder."""
+    reads_first = readout.readout is None and readout.stack.reads_first_token
+    if step + 1 != dual.active_from or dual.problem is None or not reads_first:
         return
     at_chance = (dual.mean_losses >= 0.98 * dual.problem.chance).tolist()
     if any(at_chance) and not at_chance[-1]:

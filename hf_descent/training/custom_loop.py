@@ -65,6 +65,8 @@ class DescentObjective:
     ):
         if args.gamma_train > 0:
             raise ValueError(f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`.")
+        if args.dual_holdout is not None:
+            raise ValueError(f"`dual_holdout` is {args.dual_holdout}; leave it out: only a trainer can hold rows out.")
         model, chances = extract_model_from_parallel(model), [None]
         self._device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn

@@ -41,12 +41,12 @@ def is_readable_once(dataset) -> bool:
 
 
 @contextmanager
-def drawing_apart(trainer: Trainer, model: nn.Module):
+def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
     """Training goes on as if nothing had been drawn inside; collators may have a generator of their own."""
     collator = trainer.data_collator
     generator = copy.deepcopy(getattr(collator, "generator", None))
     with probing(model):
-        transformers.set_seed(SEED)
+        transformers.set_seed(seed)
         try:
             yield
         finally:

@@ -19,6 +19,7 @@ from ..noise.embedding_noise import deviation_from_moments, signal_moments
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import output_logits, output_loss, probing
 from ..runs import RunFolder
+from .holdout import HeldOutRows, split
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
 
 
@@ -197,6 +198,7 @@ def make_dual(
         chance = known.get("initial_loss_bound")
     if chance is None:
         chance = _chance(trainer, task, inputs, outputs, reduce)
+    _, held_out = split(trainer.train_dataset, args) if trainer.is_in_train else (None, None)
     dual = DescentState(
         args,
         layers.num_layers,
@@ -205,6 +207,7 @@ def make_dual(
         chance,
         args.device,
         RunFolder(fixed).summary if isinstance(fixed, str) else None,
+        None if held_out is None else HeldOutRows(trainer, held_out, reduce),
     )
     if saved:
         dual.load(checkpoint)

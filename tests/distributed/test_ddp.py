@@ -146,6 +146,16 @@ def test_one_process_that_is_not_finite_moves_no_multiplier_on_any(double):
 
 
 @pytest.mark.slow
+def test_processes_share_the_held_out_rows(tmp_path):
+    settings = {"rows": 420, "dual_holdout": 0.5, "dual_learning_rate": 0.1}
+    single = train(tmp_path / "single", "classification", **settings)
+    jobs = {"2x4": job("classification", **settings), "2x2x2": job("classification", 2, 2, **settings)}
+    for double in launch(tmp_path, jobs).values():
+        assert_same(single, double)
+        assert double[0]["dual_steps"] == 24 and max(double[0]["multipliers"][0]) > 0.01
+
+
+@pytest.mark.slow
 def test_multipliers_that_differ_between_processes_are_not_saved(tmp_path):
     run = start(tmp_path, {"job": job("classification", poison=["multiplier", 2], **SAVED, max_steps=10)})
     assert run.returncode and run.stderr.count("RuntimeError: The multipliers differ between processes") == 2

@@ -118,9 +118,9 @@ def train(output, task, batch=8, accumulation=1, **settings):
         settings.pop(name, None) for name in ("lora", "resume_from", "poison", "record_noise", "model", "environment")
     )
     os.environ.update(environment or {})
-    evaluate_first = settings.pop("evaluate_first", False)
+    evaluate_first, rows = settings.pop("evaluate_first", False), settings.pop("rows", 80)
     model, data = {
-        "classification": lambda: (bert(), classification_data(80)),
+        "classification": lambda: (bert(), classification_data(rows)),
         "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "sft": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "image": lambda: (vit(), images(80)),

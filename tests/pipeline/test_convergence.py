@@ -41,9 +41,9 @@ class Parabolas(nn.Module):
         return {"loss": 0.5 * (logits - labels).square().mean(), "logits": logits}
 
 
-def solve(tmp_path, steps, model=None, **arguments):
+def solve(tmp_path, steps, model=None, rows=8, **arguments):
     torch.manual_seed(0)
-    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(8)]
+    data = [{"x": torch.zeros(1), "labels": torch.zeros(1)} for _ in range(rows)]
     settings = {
         "descent_alpha": 0.5, "initial_loss_bound": 1.0, "max_steps": steps, "optim": "sgd", "learning_rate": 0.4,
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 500, "negative_weights": "keep",
@@ -61,9 +61,11 @@ def rest(trainer):
 @pytest.mark.parametrize(
     ("dual_optim", "normalize", "rate"), [("sgd", False, 0.3), ("sgd", True, 0.3), ("adam", True, 0.03)]
 )
-def test_hard_constraints(tmp_path, dual_optim, normalize, rate):
+@pytest.mark.parametrize("held_out", [{}, {"rows": 400, "dual_holdout": 0.5}])
+def test_hard_constraints(tmp_path, dual_optim, normalize, rate, held_out):
+    """In as many steps on held-out rows, which are read once in several."""
     settings = {"dual_optim": dual_optim, "normalize_violations": normalize, "dual_learning_rate": rate}
-    theta, multipliers = rest(solve(tmp_path, 150, **settings))
+    theta, multipliers = rest(solve(tmp_path, 150, **settings, **held_out))
     assert theta == pytest.approx(1.0, abs=0.002)
     assert multipliers == pytest.approx([0.5, 0.0], abs=0.004)
 

@@ -1,0 +1,71 @@
+"""Rows held out of training, on which the multipliers move (Cotter et al. 2019): constraints are on expectations."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from torch.utils.data import IterableDataset, Subset
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ..configs import DescentArguments
+from ..losses.layerwise import LayerLosses
+from .initial_loss import drawing_apart
+from .records import LayerTotals
+
+
+logger = get_logger(__name__)
+
+LEAST_ROWS = 200  # of fewer rows, means are too noisy to tell a violation of a few percent
+
+
+def split(dataset, args: DescentArguments) -> tuple:
+    """The rows of a training set that are trained on, in their order, and those held out, in random order, or `None`:
+    objectives without multipliers train on all. They depend on the seed of the data, the number of rows and the share
+    alone: a resumed run has the same. ValueError where there are too few, or they cannot be counted."""
+    if args.dual_holdout is None or args.objective != "descent":
+        return dataset, None
+    is_stream = isinstance(dataset, IterableDataset) or not has_length(dataset)
+    rows = 0 if is_stream else len(dataset)
+    if (count := int(args.dual_holdout * rows)) < LEAST_ROWS:
+        raise ValueError(
+            f"`dual_holdout`={args.dual_holdout} of {'a stream' if is_stream else rows} is {count} rows to move the "
+            f"multipliers on: give a share of {LEAST_ROWS} or more, or leave it out."
+        )
+    order = np.random.default_rng(args.seed if args.data_seed is None else args.data_seed).permutation(rows)
+    # A `datasets.Dataset` stays one: Trainer drops its columns, and may sort it by a column of lengths.
+    select = dataset.select if hasattr(dataset, "select") else lambda indices: Subset(dataset, indices)
+    return select(sorted(order[count:].tolist())), Subset(dataset, order[:count].tolist())
+
+
+class HeldOutRows:
+    """The held-out rows of a trainer's training data, read by forward passes in eval mode, without dropout, under the
+    noise of training; `count` is their number."""
+
+    def __init__(self, trainer: Trainer, rows: Subset, reduce: Callable[[torch.Tensor], torch.Tensor]):
+        self._trainer, self._rows, self._reduce = trainer, rows, reduce
+        self.count = len(rows)
+        self._collate = trainer.get_test_dataloader(rows).collate_fn  # drops columns, as in training
+        logger.info(f"The multipliers move on {self.count} rows that are held out of training (`dual_holdout`).")
+
+    def layer_losses(self, layers: LayerLosses, turn: int) -> torch.Tensor:
+        """Layer losses `[L]` of as many rows as an optimizer step takes, over all processes; NaN where none counts.
+        The rows go round, and those of a `turn`, counted from 0, are the same in every run."""
+        trainer, args = self._trainer, self._trainer.args
+        model, size = trainer.model_wrapped, args.train_batch_size
+        parts = args.gradient_accumulation_steps * args.world_size
+        own = range(turn * parts + args.process_index, (turn + 1) * parts, args.world_size)  # of all batches
+        with drawing_apart(trainer, model, seed=turn):
+            rows = [[self._rows[(part * size + row) % self.count] for row in range(size)] for part in own]
+            batches = list(map(self._collate, rows))
+        totals = LayerTotals()
+        model.eval()
+        with torch.no_grad(), trainer.compute_loss_context_manager():
+            for part, batch in zip(own, batches, strict=True):
+                inputs = trainer._prepare_inputs(batch)
+                with trainer._training_noise(model):
+                    totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
+        model.train()
+        sums = self._reduce(totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
+        return sums[:-1] / sums[-1]

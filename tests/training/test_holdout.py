@@ -1,0 +1,216 @@
+"""Multipliers that move on rows held out of training."""
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tiny import (
+    VOCAB,
+    Stream,
+    batches,
+    bert,
+    classification_data,
+    config,
+    language_data,
+    llama,
+    naive_layer_losses,
+    word_tokenizer,
+)
+from tiny_sft import TOKENIZER, texts
+from tiny_sft import llama as tuned_llama
+from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration, TrainerCallback
+
+from hf_descent import (
+    DescentObjective,
+    DescentTrainer,
+    Seq2SeqDescentConfig,
+    Seq2SeqDescentTrainer,
+    SFTDescentConfig,
+    SFTDescentTrainer,
+)
+from hf_descent.configs import DescentArguments
+from hf_descent.constraints.state import DUAL_EVERY
+from hf_descent.runs import RunFolder
+from hf_descent.training.holdout import split
+
+
+DATA = classification_data(420)
+
+
+def key(ids):
+    return tuple(ids.tolist())
+
+
+def test_held_out_rows_are_not_trained_on_and_cost_one_forward_in_several_steps(tmp_path):
+    calls = []
+    model = bert()
+    model.register_forward_pre_hook(
+        lambda module, args, given: calls.append((module.training, torch.is_grad_enabled(), given["input_ids"])),
+        with_kwargs=True,
+    )
+    args = config(tmp_path, dual_holdout=0.5, per_device_train_batch_size=42, max_steps=5 * DUAL_EVERY)
+    DescentTrainer(model, args, train_dataset=DATA).train()
+    calls = calls[[is_training for is_training, *_ in calls].index(True) :]  # the first ones look for the layers
+    rows = {True: [], False: []}
+    for is_training, has_gradient, ids in calls:
+        assert is_training == has_gradient
+        rows[is_training].append([key(row) for row in ids])
+    assert len(rows[True]) == 5 * DUAL_EVERY and len(rows[False]) == 5
+    trained, held_out = ({row for batch in rows[mode] for row in batch} for mode in (True, False))
+    assert not trained & held_out and len(trained) == len(held_out) == 210  # each turn reads other rows
+    assert trained | held_out == {key(row["input_ids"]) for row in DATA}
+
+
+class NaiveDuals(TrainerCallback):
+    """Plain projected ascent on the held-out losses of BERT, by its hidden states, once in several steps."""
+
+    def __init__(self, rows, alpha, rate):
+        self.rows, self.alpha, self.rate = rows, alpha, rate
+        self.values, self.average, self.weight, self.turn = np.zeros(3), np.zeros(3), 0.0, 0
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step % 8:
+            return
+        rows = [self.rows[index % len(self.rows)] for index in range(self.turn * 8, self.turn * 8 + 8)]
+        self.turn += 1
+        with torch.no_grad():
+            losses = naive_layer_losses(model.eval(), next(batches(rows))).double().numpy()
+        decay = 0.98**8
+        self.average, self.weight = decay * self.average + (1 - decay) * losses, decay * self.weight + 1 - decay
+        violations = losses - (1 - self.alpha) * np.array([1.0, *losses[:-1]])
+        for _ in range(8):
+            self.values = np.maximum(self.values + self.rate * violations, 0)
+
+
+def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
+    args = config(
+        tmp_path, dual_holdout=0.5, max_steps=30, dual_optim="sgd", descent_alpha=0.1,
+        per_device_train_batch_size=4, gradient_accumulation_steps=2, noise_gamma=0.0,
+    )  # fmt: skip
+    _, held_out = split(DATA, args)
+    naive = NaiveDuals(held_out, 0.1, 0.02)
+    trainer = DescentTrainer(bert(dropout=0.3), args, train_dataset=DATA, callbacks=[naive])
+    trainer.train()
+    assert naive.turn == 4 and naive.values.max() > 0.01
+    assert trainer.multipliers.values.tolist() == pytest.approx(naive.values.tolist(), abs=1e-6)
+    logged = trainer.state.log_history[-2]
+    average = naive.average / naive.weight
+    violations = average - 0.9 * np.array([1.0, *average[:-1]])
+    assert [logged[f"violation_{layer}"] for layer in (1, 2, 3)] == pytest.approx(violations.tolist(), abs=1e-5)
+    assert logged["layer_loss_3"] == logged["loss"]  # of training
+    trainer.save_model()
+    summary = RunFolder(args.output_dir).summary
+    assert summary["dual_rows"] == 210 and summary["dual_layer_losses"] == pytest.approx(average.tolist(), rel=1e-5)
+
+
+def classifier(args):
+    return DescentTrainer(bert(), args, train_dataset=DATA)
+
+
+def translator(args):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 3, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, dropout_rate=0.0))
+    ids = [row["input_ids"].tolist() for row in DATA]
+    rows = [{"input_ids": row, "labels": row[: 3 + index % 5]} for index, row in enumerate(ids)]
+    args = Seq2SeqDescentConfig.from_training_arguments(args)
+    return Seq2SeqDescentTrainer(model, args, DataCollatorForSeq2Seq(word_tokenizer(), model), rows)
+
+
+def packed_tuner(args):
+    args = SFTDescentConfig.from_training_arguments(args, max_length=12, packing=True, eval_packing=False)
+    data = Dataset.from_dict({"text": texts(500)})
+    return SFTDescentTrainer(tuned_llama(), args, train_dataset=data, processing_class=TOKENIZER)
+
+
+@pytest.mark.parametrize("make", [classifier, translator, packed_tuner])
+def test_what_moves_the_multipliers_is_the_evaluation_of_the_held_out_rows(tmp_path, make):
+    """Of a model that does not learn, and turns that take all of the rows."""
+    trainer = make(config(tmp_path, dual_holdout=0.5, learning_rate=0.0, max_steps=1))
+    trainer.args.per_device_train_batch_size = len(trainer.train_dataset) // 2
+    trainer.train()
+    _, held_out = split(trainer.train_dataset, trainer.args)
+    assert len(held_out) == trainer.args.per_device_train_batch_size >= 200
+    found = trainer._run_summary()["dual_layer_losses"]
+    if isinstance(trainer.train_dataset, Dataset):
+        assert trainer.padding_free
+        held_out = trainer.train_dataset.select(held_out.indices)
+    metrics = trainer.evaluate(held_out)
+    layers = range(1, len(found) + 1)
+    assert found == pytest.approx([metrics[f"eval_layer_loss_{layer}"] for layer in layers], rel=1e-5)
+
+
+def test_large_vocabularies_are_read_on_a_sample_of_the_tokens(tmp_path):
+    """An unbiased one, the same for one key."""
+    rows = language_data(48)
+    args = config(tmp_path, initial_loss_bound=4.0, readout_token_fraction=0.3, max_steps=1)
+    trainer = DescentTrainer(llama(vocab_size=VOCAB), args, train_dataset=rows)
+    trainer.train()
+    model, batch = trainer.model.eval(), trainer.data_collator(rows)
+    with torch.no_grad():
+        whole = trainer._layers.measure(model, batch)
+        samples = [trainer._layers.measure(model, batch, key=(draw % 40,)).means for draw in range(41)]
+    assert torch.equal(samples[0], samples[40]) and not torch.equal(samples[0], samples[1])
+    means, deviation = torch.stack(samples[:40]).mean(0), torch.stack(samples[:40]).std(0)
+    assert ((means - whole.means).abs() < 4 * deviation / 40**0.5).all() and (deviation > 0).all()
+
+
+def test_resumed_equals_straight(tmp_path):
+    settings = {
+        "dual_holdout": 0.5, "max_steps": 27, "noise_gamma": 0.4, "save_strategy": "steps", "save_steps": 11,
+        "descent_alpha": "line", "initial_loss_bound": "auto", "dual_warmup_steps": 10, "exit_targets": {1: 0.0},
+    }  # fmt: skip
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-11")):
+        trainer = DescentTrainer(bert(dropout=0.2), config(tmp_path, **settings), train_dataset=DATA)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(trainer)
+    straight, resumed = runs
+    for (name, a), b in zip(straight.model.state_dict().items(), resumed.model.state_dict().values()):
+        assert torch.equal(a, b), name
+    assert torch.equal(straight.multipliers.values, resumed.multipliers.values) and straight.multipliers.values.any()
+    assert straight._run_summary()["dual_layer_losses"] == resumed._run_summary()["dual_layer_losses"]
+    changed = DescentTrainer(bert(), config(tmp_path, **settings | {"dual_holdout": 0.48}), train_dataset=DATA)
+    with pytest.raises(ValueError, match="dual_holdout"):
+        changed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-11"))
+
+
+def test_which_rows_are_held_out_depends_on_the_seed_of_the_data_alone(tmp_path):
+    first, same, other = (
+        split(DATA, config(tmp_path, dual_holdout=0.5, **seeds))[1].indices
+        for seeds in ({"seed": 1}, {"seed": 2, "data_seed": 1}, {"seed": 2})
+    )
+    assert first == same and set(first) != set(other)
+
+
+def test_the_noise_of_training_acts_on_held_out_rows(tmp_path):
+    found = []
+    for gamma in (0.0, 3.0):
+        args = config(tmp_path, dual_holdout=0.5, noise_gamma=gamma, learning_rate=0.0, max_steps=1)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA)
+        trainer.train()
+        found.append(trainer._run_summary()["dual_layer_losses"])
+    assert found[0] != pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "share", "told"),
+    [(DATA, 0.4, "of 420 is 168 rows"), (Stream(DATA), 0.5, "of a stream is 0"), (DATA, 0.6, "0.5")],
+)
+def test_what_is_no_share_of_rows_is_refused(tmp_path, rows, share, told):
+    with pytest.raises(ValueError, match=f"`dual_holdout`.*{told}"):
+        DescentTrainer(bert(), config(tmp_path, dual_holdout=share), train_dataset=rows).train()
+
+
+def test_a_custom_loop_holds_no_rows_out():
+    with pytest.raises(ValueError, match="`dual_holdout`"):
+        DescentObjective(bert(), batches(DATA), DescentArguments(dual_holdout=0.5), max_steps=1)
+
+
+def test_objectives_without_multipliers_train_on_all_rows(tmp_path):
+    for objective in ("erm", "deep_supervision"):
+        args = config(tmp_path, dual_holdout=0.5, objective=objective, max_steps=1)
+        trainer = DescentTrainer(bert(), args, train_dataset=DATA)
+        trainer.train()
+        assert len(trainer.get_train_dataloader().dataset) == len(DATA)
+        assert "dual_rows" not in trainer._run_summary()

@@ -109,7 +109,7 @@ class DescentArguments:
         loss. The paper's rule is Adam on raw violations (`False`).
     dual_warmup_steps (`float`, *optional*, defaults to `0.25`):
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
-        epoch. The "auto" settings need a warm-up.
+        epoch.
     dual_holdout (`float`, *optional*):
         Share of the training rows (200 or more, at most half) that "descent" does not train on but moves the
         multipliers on, since constraints are easily met on rows that the weights fit: forward passes without dropout

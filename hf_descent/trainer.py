@@ -150,7 +150,8 @@ class DescentMixin:
         self._prepare(model, inputs)
         if not is_step:
             measured = self._layers.measure(model, inputs, keep_logits=return_outputs)
-            self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size)
+            labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
+            self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size, labels)
             self._log_tokens(inputs, measured.outputs, measured.tokens)
             loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
             return (loss, measured.outputs) if return_outputs else loss
@@ -286,8 +287,8 @@ class DescentMixin:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
-            found = evaluation.layer_metrics(self._dual, totals, metric_key_prefix, self.state.global_step)
-            metrics, self._record.certificate = found
+            given = (totals, self._evaluated.labels, metric_key_prefix, self.state.global_step)
+            metrics, self._record.certificate = evaluation.layer_metrics(self._dual, *given)
             self._record.certificates[self.state.global_step] = self._record.certificate
             output.metrics.update(metrics)
             if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
@@ -367,8 +368,11 @@ class DescentMixin:
             settings["sigma"] = self.noise_sigma(model)
         if self.problem is not None:
             settings["problem"] = self.problem
-        self._record.layer_profile = layer_profile(model, dataset, **{**settings, **kwargs})
-        return self._record.layer_profile
+        self._record.layer_profile = profile = layer_profile(model, dataset, **{**settings, **kwargs})
+        if profile.problem is not None:
+            multipliers = None if self._dual is None else self._dual.multipliers.values
+            self._record.certificate = profile.certificate(multipliers=multipliers)
+        return profile
 
     def _held_out(self, dataset):
         return evaluation.chosen_dataset(self.eval_dataset, dataset)

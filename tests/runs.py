@@ -32,7 +32,7 @@ def make_profile(losses, gamma=0.0, feasible=None):
     blocks[..., 2] = losses
     if feasible is not None:  # above chance no layer is
         problem = DescentProblem(1e-3, losses[0] * (1.1 if feasible else 0.9), len(losses)).state_dict()
-    return LayerProfile("accuracy", losses, 1 - losses, samples, gamma, problem, blocks)
+    return LayerProfile("accuracy", losses, 1 - losses, samples, gamma, problem, blocks, chance=9.0)
 
 
 def make_run(

@@ -256,12 +256,6 @@ class DescentProblem:
         beyond = (self.violations(losses) - self.bounds(losses)[1])[self._index]
         return beyond, torch.cat([losses[self._layer - 1], losses[-1:]]) - self.chance
 
-    def shortfall(self, layer_losses: torch.Tensor) -> float:
-        """The share of the way from chance to what its row asks that the worst layer still has to go; at least 0."""
-        beyond, _ = self.excess(layer_losses)
-        way = self.chance - self.bounds(layer_losses)[0][self._index]
-        return (beyond.clamp(min=0) / way.clamp(min=SMALLEST)).max().item()
-
     def descent_share(self, layer_losses: torch.Tensor) -> float | None:
         """The share of the decrease to f_L that every layer keeps up with: min over the constrained l < L of
         log(f_0 / f_l) / ((l / L) log(f_0 / f_L)), with the measured loss at chance as f_0.

@@ -51,6 +51,7 @@ class DescentState:
         device (`torch.device`): where the losses arrive.
         fixed_run (`dict`, *optional*): `descent_config.json` of the run that `fixed_multipliers` names.
         held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
+        constant ([`ConstantPredictor`], *optional*): measures the loss at chance of other data.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class DescentState:
         device: torch.device | str = "cpu",
         fixed_run: Mapping[str, Any] | None = None,
         held_out: "HeldOutRows | None" = None,
+        constant: Any = None,
     ):
         self.args, self.num_layers, self.max_steps = args, num_layers, max_steps
-        self.device, self.held_out = device, held_out
+        self.device, self.held_out, self.constant = device, held_out, constant
         warmup = args.dual_warmup_steps
         self.active_from = start_step + (math.ceil(warmup * max_steps) if warmup < 1 else int(warmup))
         if self.active_from >= max_steps > 0 and args.objective not in objectives.UNCONSTRAINED:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..constraints.problem import DescentProblem, largest_rise
+from ..constraints.problem import SMALLEST, DescentProblem, largest_rise
 from .scoring import Result, format_table
 from .uncertainty import radius
 
@@ -40,7 +40,8 @@ class Certificate(Result):
             is then no less sure (an intersection-union test).
         has_learned (`bool`): whether the constrained layers and the last one are shown to be below chance.
         max_violation (`float`): the largest violation, in units of the loss.
-        shortfall (`float`): see [`DescentProblem`]; 0 where every row is within its tolerance, as an estimate.
+        shortfall (`float`): the share of the way from chance to what its row asks that the worst layer may still miss,
+            by the upper end of its interval; 0 where every row is within its tolerance.
         descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
         gamma (`float`): noise level of the input.
         confidence (`float`): of each interval.
@@ -91,6 +92,7 @@ def certify(
     confidence: float = 0.95,
     gamma: float = 0.0,
     multipliers: torch.Tensor | None = None,
+    chance: float | None = None,
 ) -> Certificate:
     """The certificate of a problem from sums over held-out data.
 
@@ -100,11 +102,16 @@ def certify(
         confidence (`float`): of each interval.
         gamma (`float`): the noise level of the input.
         multipliers (`torch.Tensor` of shape `[rows]`, *optional*): those of the training.
+        chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
+            it is not known: labels of another distribution, or fewer of them, have another one.
 
     Raises:
         ValueError: `confidence` is no level.
     """
-    problem = DescentProblem(**problem.state_dict())  # the given one may be on a device
+    arguments = problem.state_dict()
+    known = [value for value in (arguments["chance_loss"], chance) if value]
+    # A new one, since the given one may be on a device.
+    problem = DescentProblem(**arguments | {"chance_loss": min(known, default=None)})
 
     def excess(sums):
         return torch.cat(problem.excess(torch.from_numpy(_means(sums)))).numpy()
@@ -115,7 +122,7 @@ def certify(
     if len(blocks) < MIN_BLOCKS or problem.num_layers < 2 or not (losses > 0).all():
         errors = np.full(values.shape, np.nan)
     upper, lower = values + errors, values - errors
-    learned = (upper[count:-1] < 0) & (upper[-1] < 0)
+    learned = (upper[count:-1] < 0) & (upper[-1] < 0) & bool(chance)
     met = (upper[:count] <= 0) & learned
     failed = (lower[:count] > 0) | (lower[count:-1] > 0)
     index = [row.index for row in problem.rows]
@@ -131,8 +138,8 @@ def certify(
         feasible=bool(met.all()),
         has_learned=bool(learned.all()),
         max_violation=problem.max_violation(losses).item(),
-        shortfall=problem.shortfall(losses),
-        descent_share=problem.descent_share(losses) if upper[-1] < 0 else None,
+        shortfall=float((upper[:count].clip(min=0) / (problem.chance - asked).clip(min=SMALLEST)).max()),
+        descent_share=problem.descent_share(losses) if chance and upper[-1] < 0 else None,
         largest_rise=largest_rise(losses),
         gamma=gamma,
         confidence=confidence,

@@ -1,8 +1,8 @@
 """The layer profile: loss and metric of the shared readout at every layer, and whether each sample descends."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..configs import levels_of
 from ..constraints.problem import DescentProblem, largest_rise
+from ..losses.constant import ConstantPredictor, chance_of, find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from .certificates import Certificate, certify
@@ -48,6 +49,7 @@ class LayerProfile(Result):
             blocks of the data, the source of every confidence interval.
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
     """
 
     metric: str
@@ -59,6 +61,7 @@ class LayerProfile(Result):
     blocks: np.ndarray | None = None
     scale: float = 1.0
     data: str | None = None
+    chance: float | None = None
 
     @property
     def ending(self) -> str:
@@ -77,11 +80,12 @@ class LayerProfile(Result):
         """Share of (sample, layer) steps whose loss falls, rho < 1; not a number for a single layer."""
         return float(np.mean(self.ratios < 1.0)) if self.ratios.size else float("nan")
 
-    def certificate(self, confidence: float = 0.95) -> Certificate:
+    def certificate(self, confidence: float = 0.95, multipliers: torch.Tensor | None = None) -> Certificate:
         """What each row of the problem asked, and whether it is met; ValueError without a problem."""
         if self.problem is None:
             raise ValueError("The profile was measured without `problem`, so it has no constraints to certify.")
-        return certify(DescentProblem(**self.problem), self.blocks[..., 2:], confidence, self.gamma)
+        problem, blocks = DescentProblem(**self.problem), self.blocks[..., 2:]
+        return certify(problem, blocks, confidence, self.gamma, multipliers, self.chance)
 
     @property
     def feasible(self) -> bool | None:
@@ -171,14 +175,16 @@ def layer_profiles(
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     evaluation = Evaluation(model, dataset, **settings)
-    sums, layers, samples = BlockSums(evaluation.accelerator), None, []
+    sums, layers, labels, samples = BlockSums(evaluation.accelerator), None, None, []
 
     def score(outputs, inputs):
         return evaluation.score(outputs, inputs), evaluation.sample_losses(outputs, inputs)
 
     with evaluating(model):
         for index, inputs in evaluation.batches("Layer profile"):
-            layers = layers or _find_layers(evaluation, inputs, problem)
+            if layers is None:
+                layers, constant = _find_layers(evaluation, inputs, problem)
+            labels = constant and constant.of_batch(evaluation.task, inputs).plus(labels)
             measured = []
             for gamma in gammas:
                 with noise.at(gamma, *noise_key(0, gamma, index)) if gamma else nullcontext():
@@ -192,13 +198,19 @@ def layer_profiles(
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
     metric, scale = name_of(evaluation.metric), float(evaluation.scale)
+    of_all = evaluation.accelerator is not None
+
+    def chance(gamma):
+        noise_variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
+        return chance_of(labels and replace(labels, noise_variance=noise_variance), of_all)
+
     return [
-        _profile(metric, scale, blocks[:, level], samples[level], gamma, problem, fingerprint)
+        _profile(metric, scale, blocks[:, level], samples[level], gamma, problem, fingerprint, chance(gamma))
         for level, gamma in enumerate(gammas)
     ]
 
 
-def _find_layers(evaluation, inputs, problem) -> LayerLosses:
+def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPredictor | None]:
     model, needs_logits = evaluation.model, evaluation.needs_logits
     layers = find_layer_losses(model, inputs, evaluation.task, readout=evaluation.readout, needs_logits=needs_logits)
     if problem is not None and problem.num_layers != layers.num_layers:
@@ -206,11 +218,15 @@ def _find_layers(evaluation, inputs, problem) -> LayerLosses:
             f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has {layers.num_layers}; give "
             "the problem of this model."
         )
-    return layers
+    task, constant = layers.task, None
+    with suppress(ValueError):  # of a custom loss
+        outputs = model(**(inputs if task.uses_model_loss else task.model_inputs(inputs)))
+        constant = find_predictor(task, inputs, outputs)
+    return layers, constant
 
 
-def _profile(metric, scale, blocks, sample_losses, gamma, problem, data) -> LayerProfile:
+def _profile(metric, scale, blocks, sample_losses, gamma, problem, data, chance) -> LayerProfile:
     total = blocks.sum(axis=0)  # [layers, 4]
     losses, values = mean_loss(total), metric_value(metric, scale, total)
     problem = None if problem is None else problem.state_dict()
-    return LayerProfile(metric, losses, values, sample_losses, gamma, problem, blocks, scale, data)
+    return LayerProfile(metric, losses, values, sample_losses, gamma, problem, blocks, scale, data, chance)

@@ -1,11 +1,26 @@
 """The least loss that a prediction can have that ignores its input, from statistics of the labels."""
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from accelerate.utils import gather_object
 from scipy.special import digamma, entr, hyperu
+from transformers.utils import ModelOutput
+
+from ..readout.labels import labels_of
+from ..readout.replay import has_router_loss, output_logits, output_loss, probing
+from ..readout.stack import inner_model
+from .task import TaskLoss
+
+
+MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
+FEW_CLASSES = 1000  # of more, many are seen rarely or never
 
 
 @dataclass
@@ -19,7 +34,8 @@ class ConstantPredictor:
             last one seen; "multi_label", independent classes: the mean binary entropy; "numbers": the variance.
         label_smoothing (`float`): smoothing of the classes, as `label_smoothing_factor`.
         scale (`float`): the task loss of numbers in units of the mean squared error.
-        noise_variance (`float`): variance of the noise that training adds to the `signal` given to `update`.
+        noise_variance (`float`): variance of the noise that the model's input gets beside that in the data.
+        signal (`str`, *optional*): of a denoiser the name of its input, which predicts its labels by itself.
     """
 
     num_classes: int
@@ -27,9 +43,20 @@ class ConstantPredictor:
     label_smoothing: float = 0.0
     scale: float = 1.0
     noise_variance: float = 0.0
+    signal: str | None = None
     # Counts [1 or 2, classes]; of floating labels number, sum and sum of squares [3, dims], with a signal also the sum
     # of squares of their difference from it [4, dims].
     moments: torch.Tensor | None = None
+
+    def of_batch(self, task: TaskLoss, inputs: Mapping[str, Any]) -> "ConstantPredictor":
+        """The statistics of one batch."""
+        found = replace(self, moments=None)
+        found.update(task.answers(inputs), inputs.get(self.signal))
+        return found
+
+    def plus(self, other: "ConstantPredictor | None") -> "ConstantPredictor":
+        """These statistics, with others of the same task."""
+        return self if other is None else replace(self, moments=self.moments + other.moments)
 
     def update(self, labels: torch.Tensor, signal: torch.Tensor | None = None) -> int:
         """Count a batch of labels, of any shape; their number, or that of the rows of floating labels.
@@ -61,11 +88,18 @@ class ConstantPredictor:
             )
         return loss
 
-    def _loss(self, *moments: np.ndarray) -> float:
+    def least(self) -> float:
+        """What no constant prediction of just these labels stays below, nor a denoiser's input itself; 0 where there
+        is nothing to predict. Of many classes, of which labels show but some, it is an estimate as in `loss`."""
+        estimates = self.kind == "classes" and self.num_classes > FEW_CLASSES
+        return 0.0 if self.moments is None else float(self._loss(*self.moments.numpy(), estimates=estimates))
+
+    def _loss(self, *moments: np.ndarray, estimates: bool = True) -> float:
         if self.kind == "positions":  # no answer ends beyond the longest text
             moments = [counts[: np.max(counts.nonzero(), initial=0) + 1] for counts in moments]
         if self.kind in ("classes", "positions"):
-            return np.mean([entropy(counts, self.label_smoothing) for counts in moments])
+            of_counts = entropy if estimates else _entropy_of_frequencies
+            return np.mean([of_counts(counts, self.label_smoothing) for counts in moments])
         number, total, squares, *difference = moments  # [dims] each
         mean = total / number
         if self.kind == "multi_label":
@@ -73,7 +107,8 @@ class ConstantPredictor:
         least = np.mean(squares / number - mean**2)
         if difference:
             own = np.mean(difference[0] / number) + self.noise_variance
-            least = own if 0 < own < least else least  # 0: the input is no noisy version of the labels
+            # For f_0 a loss of 0 says that the input is no noisy version of the labels.
+            least = own if (own > 0 or not estimates) and own < least else least
         return self.scale * least
 
 
@@ -107,3 +142,97 @@ def entropy(counts: np.ndarray, label_smoothing: float = 0.0) -> float:
     smoothed = (1 - label_smoothing) * frequencies + label_smoothing / classes
     bias = (1 - label_smoothing) * (found - entr(frequencies).sum())
     return min(entr(smoothed).sum() + bias, math.log(classes))
+
+
+def _entropy_of_frequencies(counts: np.ndarray, label_smoothing: float) -> float:
+    frequencies = counts / max(counts.sum(), 1)
+    return entr((1 - label_smoothing) * frequencies + label_smoothing / len(counts)).sum()
+
+
+def chance_of(labels: ConstantPredictor | None, of_all: bool = True) -> float | None:
+    """The least loss of a constant prediction of the labels counted by all processes (`of_all`) or by this one, which
+    all call; `None` where it is not known."""
+    parts = [part for part in (gather_object([labels]) if of_all else [labels]) if part is not None]
+    return functools.reduce(ConstantPredictor.plus, parts).least() if parts else None
+
+
+def unmeasurable(what: str) -> ValueError:
+    return ValueError(
+        f"`initial_loss_bound='auto'` cannot be measured for {what}; set it to the loss of a constant prediction."
+    )
+
+
+@torch.no_grad()
+def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> ConstantPredictor:
+    """What measures the least loss of a constant prediction, found out on a batch and the model's outputs on it;
+    ValueError where no least value is known for the loss."""
+    logits, labels = output_logits(outputs), labels_of(inputs, task.label_names)
+    given, classes = [name for name in task.label_names if inputs.get(name) is not None], logits.shape[-1]
+    if "start_positions" in inputs:  # of extractive question answering; Trainer's smoother knows nothing of it
+        if task.loss_fn is not None:
+            raise unmeasurable("a custom loss of answers")
+        return ConstantPredictor(MAX_POSITIONS, "positions")
+    if labels is None:
+        raise unmeasurable("data without labels")
+    if len(given) > 1:
+        raise unmeasurable(f"a loss of several labels ({', '.join(given)})")
+    if labels.is_floating_point() and labels.numel() != logits.numel():
+        raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+    if classes == 1 and not labels.is_floating_point():
+        raise unmeasurable("whole labels of a single logit, which models take for numbers (give them as floats)")
+    problem_type = getattr(getattr(task.model, "config", None), "problem_type", None)
+    multi_label = problem_type == "multi_label_classification"
+    if labels.is_floating_point() and not multi_label:
+        name = getattr(inner_model(task.model), "main_input_name", None)
+        signal = inputs.get(name)
+        is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
+        scale = _loss_scale(task, inputs, labels, logits)
+        return ConstantPredictor(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
+    label_smoothing = 0.0 if task.smoother is None or task.loss_fn is not None else task.smoother.epsilon
+    if not has_router_loss(outputs):
+        _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
+    return ConstantPredictor(classes, "multi_label" if multi_label else "classes", label_smoothing)
+
+
+def _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:
+    """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
+    if task.loss_fn is not None:
+        # Of a fresh model all losses are alike, weighted ones too: the custom loss is tried on logits far apart.
+        logits = output_logits(outputs).float()
+        outputs = ModelOutput(logits=3 * torch.arange(logits.numel(), device=logits.device).sin().view_as(logits))
+    try:
+        loss = task(outputs, inputs, task.count(inputs) if task.loss_fn is not None else None)
+    except TypeError:  # it is no loss at all, whatever f_0 is
+        raise
+    except Exception as error:
+        raise unmeasurable(f"a custom loss that fails on logits of its own ({error})") from error
+    logits, labels = task.predictions(outputs, inputs)
+    if multi_label:
+        expected = F.binary_cross_entropy_with_logits(logits.float(), labels.float())
+    elif logits.shape[:-1] != labels.shape:
+        raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
+    else:
+        expected = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), label_smoothing=label_smoothing)
+    if abs(loss - expected) > (1e-3 if task.loss_fn is not None else 0.02) * expected:
+        raise unmeasurable(f"a loss that is {loss:.4g} where the cross-entropy is {expected:.4g}")
+
+
+def _loss_scale(task, inputs, labels, logits) -> float:
+    """The loss of numbers in units of the mean squared error, measured on one batch."""
+    residual = labels - labels.mean(0, keepdim=True)
+    if not residual.any():  # a batch of one
+        residual = torch.ones_like(labels)
+    name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
+    scales = []
+    for factor in (1.0, 2.0):
+        # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
+        batch = {**inputs, name: logits.reshape(labels.shape).to(labels) + factor * residual}
+        if task.loss_fn is not None:
+            loss = task(ModelOutput(logits=logits), batch, task.count(batch))
+        else:
+            with probing(task.model):
+                loss = output_loss(task.model(**batch))
+        scales.append((loss / (factor * residual).square().mean()).item())
+    if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
+        raise unmeasurable("a loss of numbers that is not proportional to the squared error")
+    return float(f"{scales[0]:.5g}")  # without the rounding errors of this batch: a resumed run measures on another

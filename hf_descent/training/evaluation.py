@@ -16,6 +16,7 @@ from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import as_python, largest_rise
 from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
+from ..losses.constant import ConstantPredictor, chance_of
 from ..losses.layerwise import LayerLosses
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
@@ -61,7 +62,7 @@ def readout_without_labels(
 
 
 def layer_metrics(
-    dual: DescentState, totals: torch.Tensor, prefix: str, step: int
+    dual: DescentState, totals: torch.Tensor, labels: ConstantPredictor | None, prefix: str, step: int
 ) -> tuple[dict[str, float], Certificate | None]:
     """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
 
@@ -73,6 +74,7 @@ def layer_metrics(
         dual ([`DescentState`]): the problem and its multipliers.
         totals (`torch.Tensor` of shape `[B, L + 1]`): of each block of the data the sums of the layer losses, and the
             items.
+        labels ([`ConstantPredictor`], *optional*): statistics of the labels of this process's batches.
         prefix (`str`): of the metrics' names.
         step (`int`): optimizer steps so far.
     """
@@ -92,7 +94,8 @@ def layer_metrics(
                 f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
                 f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
             )
-        certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values)
+        chance = chance_of(labels)
+        certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values, chance=chance)
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
         if certificate.descent_share is not None:
             metrics["descent_share"] = certificate.descent_share

@@ -1,5 +1,6 @@
 """What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import Trainer
 
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.state import STATE_NAME, DescentState, read_state
+from ..losses.constant import find_predictor
 from ..losses.label_checks import check_labels
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
@@ -196,6 +198,9 @@ def make_dual(
     chance = known.get("chance_loss")
     if chance is None and saved and args.initial_loss_bound == "auto":  # of version 0.1, which measured f_0 in warm-up
         chance = known.get("initial_loss_bound")
+    constant = None
+    with contextlib.suppress(ValueError):
+        constant = find_predictor(task, inputs, outputs)
     if chance is None:
         chance = _chance(trainer, task, inputs, outputs, reduce)
     _, held_out = split(trainer.train_dataset, args) if trainer.is_in_train else (None, None)
@@ -208,6 +213,7 @@ def make_dual(
         args.device,
         RunFolder(fixed).summary if isinstance(fixed, str) else None,
         None if held_out is None else HeldOutRows(trainer, held_out, reduce),
+        constant,
     )
     if saved:
         dual.load(checkpoint)

@@ -10,6 +10,7 @@ import torch
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.scoring import Result
 from ..evaluation.uncertainty import BLOCKS
+from ..losses.constant import ConstantPredictor
 from ..losses.layerwise import MeasuredLosses, StepLosses
 
 
@@ -58,17 +59,24 @@ class LayerTotals:
 
     sums: torch.Tensor | None = None
     batches: int = 0
+    labels: ConstantPredictor | None = None  # of which the loss at chance is known
 
     def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
         """The sums and the number, zeros where no batch was read."""
         return torch.zeros(BLOCKS, num_layers + 1, device=device) if self.sums is None else self.sums
 
-    def plus(self, measured: MeasuredLosses, process_index: int = 0, num_processes: int = 1) -> "LayerTotals":
+    def plus(
+        self,
+        measured: MeasuredLosses,
+        process_index: int = 0,
+        num_processes: int = 1,
+        labels: ConstantPredictor | None = None,
+    ) -> "LayerTotals":
         """These, with a batch more."""
         sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])  # [layers + 1]
         blocks = self.over(len(measured.means), sums.device).clone()
         blocks[(self.batches * num_processes + process_index) % BLOCKS] += sums
-        return LayerTotals(blocks, self.batches + 1)
+        return LayerTotals(blocks, self.batches + 1, labels if labels is None else labels.plus(self.labels))
 
 
 @dataclass
@@ -94,10 +102,7 @@ class RunRecord:
     @property
     def results(self) -> dict[str, Result]:
         """What was measured, by the names of the files."""
-        profile, verdict = self.layer_profile, self.certificate
-        if profile is not None and profile.problem is not None:
-            verdict = profile.certificate()
-        found = {"noise_curve": self.noise_curve, "layer_profile": profile, "verdict": verdict}
+        found = {"noise_curve": self.noise_curve, "layer_profile": self.layer_profile, "verdict": self.certificate}
         return {name: result for name, result in found.items() if result is not None}
 
     @property

@@ -15,6 +15,7 @@ from transformers import BertForMaskedLM, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DescentState
+from hf_descent.losses.constant import ConstantPredictor
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.training.evaluation import layer_metrics
 
@@ -49,7 +50,8 @@ def measured(state, losses, spread=0.0, blocks=16, step=0):
     """The metrics of an evaluation whose blocks of 10 items have these layer losses, give or take."""
     noise = torch.randn(blocks, 1, generator=torch.Generator().manual_seed(0)) * spread
     sums = torch.cat([10 * (torch.tensor(losses) + noise), torch.full((blocks, 1), 10.0)], dim=1)
-    return layer_metrics(state, sums, "eval", step)[0]
+    labels = ConstantPredictor(3, moments=torch.tensor([[4.0, 4.0, 4.0]]))  # chance: log 3
+    return layer_metrics(state, sums, labels, "eval", step)[0]
 
 
 def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp_path):
@@ -201,6 +203,22 @@ def with_zeros_for_a_head():
     return model
 
 
+def focal_loss(outputs, labels, num_items_in_batch=None):
+    losses = F.cross_entropy(outputs["logits"], labels, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def bert_of_one_answer():
+    """Whatever the input, at every layer, as of training labels that were less skewed than `SKEWED`."""
+    model = bert()
+    model.classifier.weight.data.zero_()
+    model.classifier.bias.data = torch.tensor([0.8, 0.1, 0.1]).log()
+    return model
+
+
+SKEWED = [{**row, "labels": 0 if index % 16 else 1} for index, row in enumerate(DATA)]
+
+
 def masked_bert():
     torch.manual_seed(0)
     return BertForMaskedLM(bert().config)
@@ -243,10 +261,14 @@ MASKED = [
         (masked_bert, MASKED, AUTO, None),
         (partial(bert, num_labels=1), [{**row, "labels": float(row["labels"])} for row in DATA], AUTO, None),
         (denoiser, frames(64), AUTO, None),
+        (denoiser, frames(64, 0.0), AUTO | {"noise_gamma": 1.0, "noise_sigma": 0.3}, None),
+        (bert, DATA, {"descent_alpha": None, "exit_targets": {1: 0.5}, "loss_targets": {1: 0.9}}, focal_loss),
+        (bert_of_one_answer, SKEWED, {"descent_alpha": None, "exit_targets": {1: 0.5}}, None),
     ],
     ids=[
         "classifier", "24 layers", "steps", "exit", "head of zeros", "bound", "f_0 above chance", "custom loss",
-        "causal LM", "masked LM", "regression", "denoiser",
+        "causal LM", "masked LM", "regression", "denoiser", "denoiser under noise", "unknown chance",
+        "other labels",
     ],
 )  # fmt: skip
 def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, make, rows, given, loss):

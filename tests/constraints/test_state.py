@@ -139,21 +139,17 @@ def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp
 
 
 def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
-    def worsening(outputs, labels, num_items_in_batch=None):
-        if not torch.is_grad_enabled():
-            worsening.calls += 1
-        return F.cross_entropy(outputs.logits, labels) * (1 + worsening.calls)
-
-    for bound, steps in ((1e-3, 12), (1e3, 6)):  # never met; met at once, after which the loss rises
-        worsening.calls = 0
+    learned = DescentTrainer(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=DATA)
+    learned.train()
+    # Nothing changes any more: one row is met at once, so that patience runs out, and one never.
+    for targets, steps in (({"exit_targets": {1: 9.0}}, 6), ({"loss_targets": {1: 1e-6}}, 12)):
         args = config(
-            tmp_path, max_steps=12, descent_alpha=0.1, initial_loss_bound=bound, eval_strategy="steps", eval_steps=2,
-            save_strategy="steps", save_steps=2, load_best_model_at_end=True, metric_for_best_model="feasible_score",
-            constrained_layers=[1], learning_rate=0.0,
+            tmp_path, max_steps=12, descent_alpha=None, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+            save_steps=2, load_best_model_at_end=True, metric_for_best_model="feasible_score", learning_rate=0.0,
+            **targets,
         )  # fmt: skip
         stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
-        data = {"train_dataset": DATA, "eval_dataset": DATA, "callbacks": stopping, "layer_loss_fn": worsening}
-        trainer = DescentTrainer(bert(), args, **data)
+        trainer = DescentTrainer(learned.model, args, train_dataset=DATA, eval_dataset=DATA, callbacks=stopping)
         trainer.train()
         assert trainer.state.global_step == steps
 

@@ -14,6 +14,10 @@ def blocks_of(losses):
     return np.stack([10 * losses, np.full(losses.shape, 10.0)], axis=-1)
 
 
+def judged(problem, losses, **settings):
+    return certify(problem, blocks_of(losses), **{"chance": 1.0} | settings)
+
+
 PROBLEM = DescentProblem([0.1, 0.2], 1.0, 2)
 
 
@@ -21,7 +25,7 @@ def test_radii_pair_the_layers_over_the_data():
     generator = np.random.default_rng(0)
     shared = generator.normal(size=(12, 1))
     losses = np.array([0.7, 0.5]) + 0.05 * shared + 0.001 * generator.normal(size=(12, 2))
-    verdict = certify(PROBLEM, blocks_of(losses), confidence=0.9)
+    verdict = judged(PROBLEM, losses, confidence=0.9)
     # The violation less a tenth of the decrease that is asked for, of each block.
     excess = np.stack([losses[:, 0] - 0.9 - 0.01, losses[:, 1] - (0.8 + 0.02) * losses[:, 0]], axis=1)
     errors = excess.std(axis=0, ddof=1) / np.sqrt(12)
@@ -52,7 +56,7 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     losses = np.array([0.6, 0.6]) + 0.02 * generator.normal(size=(12, 2))
     if problem.alpha == "line" and problem.descent_strength == 1.0:
         losses = losses * [0.6**-0.5 * (1 + 0.1 * (0.6**-0.5 - 1)), 1.0]  # f_1 at 0.6^(1/2) and its tolerance
-    assert certify(problem, blocks_of(losses)).verdicts == expected
+    assert judged(problem, losses).verdicts == expected
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, DescentProblem(None, 1.0, 2, exit_targets={1: 0.25})])
@@ -63,7 +67,7 @@ def test_false_certificates_are_as_rare_as_stated(problem):
     wrong = np.zeros(len(problem.rows))
     for _ in range(400):
         losses = edge + 0.05 * generator.normal(size=(16, 2))
-        wrong += [each == "met" for each in certify(problem, blocks_of(losses), confidence=0.9).verdicts]
+        wrong += [each == "met" for each in judged(problem, losses, confidence=0.9).verdicts]
     # Two-sided intervals, of which only one side can certify: half of 10 %.
     assert all(stats.binomtest(int(count), 400, 0.05, alternative="greater").pvalue > 1e-3 for count in wrong)
     assert (wrong > 4).all()
@@ -71,12 +75,12 @@ def test_false_certificates_are_as_rare_as_stated(problem):
 
 def test_unconstrained_layers_are_left_out_and_too_little_data_shows_nothing():
     problem, losses = DescentProblem(0.1, 1.0, 3, [2]), np.random.default_rng(3).random((8, 3))
-    verdict = certify(problem, blocks_of(losses))
+    verdict = judged(problem, losses)
     assert verdict.rows == ["2"] and verdict.radii.shape == (1,)
     for blocks, expected in ((8, "met"), (7, "not shown"), (1, "not shown")):
-        assert certify(problem, blocks_of(losses[:blocks] * 0.1)).verdicts == [expected]
-    assert certify(DescentProblem(0.1, 1.0, 1), blocks_of(losses[:, :1] * 0.1)).verdicts == ["not shown"]
-    assert certify(problem, blocks_of(losses * [1, 0.1, -0.1])).verdicts == ["not shown"]  # a loss below 0
+        assert judged(problem, losses[:blocks] * 0.1).verdicts == [expected]
+    assert judged(DescentProblem(0.1, 1.0, 1), losses[:, :1] * 0.1).verdicts == ["not shown"]
+    assert judged(problem, losses * [1, 0.1, -0.1]).verdicts == ["not shown"]  # a loss below 0
     with pytest.raises(ValueError, match="without `problem`"):
         layer_profile(bert(num_layers=2), classification_data(8)).certificate()
 

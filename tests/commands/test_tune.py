@@ -93,6 +93,7 @@ def test_trials_are_feasible_at_the_training_level_and_baselines_need_not_be(com
     noisy = json.loads((folder / "layer_profile_gamma_0.5.json").read_text())
     assert noisy["losses"] != json.loads((folder / "layer_profile.json").read_text())["losses"]
     noisy["blocks"] *= 8  # enough for a verdict, on a problem that is met
+    noisy["chance"] = 9.0
     noisy["problem"] |= {"alpha": [0.1, *[1e-6] * 2], "initial_loss_bound": 9.0, "chance_loss": 9.0}
     for layers in noisy["blocks"]:
         for layer, sums in enumerate(layers):

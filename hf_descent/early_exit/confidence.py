@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import ModelOutput
 
-from ..evaluation.scoring import Result, evaluating
+from ..evaluation.scoring import Result
 from ..readout.labels import IGNORE_INDEX, labels_of
-from ..readout.replay import Readout, output_logits, probing
+from ..readout.replay import Readout, evaluating, output_logits, probing
 from ..readout.stack import intercepted
 from ..readout.tape import Tape, off_in_replay, switched_off, taped
 from .profile import load_batches, rows_of, turns

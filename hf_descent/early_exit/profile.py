@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..evaluation import layer_profile
-from ..evaluation.scoring import Evaluation, Result, evaluating, format_table, greater_is_better
+from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
+from ..readout.replay import evaluating
 from .truncation import truncate
 
 
@@ -61,12 +62,7 @@ class ExitProfile(Result):
 
 
 def exit_profile(
-    model: nn.Module,
-    dataset: Dataset | DataLoader,
-    *,
-    timing_batches: int = 4,
-    repeats: int = 3,
-    **settings,
+    model: nn.Module, dataset: Dataset | DataLoader, *, timing_batches: int = 4, repeats: int = 3, **settings
 ) -> ExitProfile:
     """Metric of every exit on all of `dataset`, and latency of the truncated models on its first batches.
 

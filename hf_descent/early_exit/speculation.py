@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from ..evaluation.scoring import Result, evaluating, format_table
-from ..readout.replay import layer_logits, probing
+from ..evaluation.scoring import Result, format_table
+from ..readout.replay import evaluating, layer_logits, probing
 from .profile import turns
 from .truncation import check_merged
 

@@ -1,6 +1,6 @@
 """The layer profile: loss and metric of the shared readout at every layer, and whether each sample descends."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,17 +17,9 @@ from ..constraints.problem import DescentProblem, largest_rise
 from ..losses.constant import ConstantPredictor, chance_of, find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
+from ..readout.replay import evaluating
 from .certificates import Certificate, certify
-from .scoring import (
-    Evaluation,
-    Result,
-    evaluating,
-    format_table,
-    mean_loss,
-    metric_value,
-    name_of,
-    noise_key,
-)
+from .scoring import Evaluation, Result, format_table, mean_loss, metric_value, name_of, noise_key
 from .sums import BlockSums
 from .uncertainty import radius
 
@@ -92,14 +84,11 @@ class LayerProfile(Result):
         """Whether every row of the problem is met with confidence; `None` without a problem."""
         return None if self.problem is None else self.certificate().feasible
 
-    def radius(self, name: str, confidence: float = 0.95, comparisons: int = 1) -> np.ndarray:
+    def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
-        the noise; of `comparisons` intervals that hold together. Not a number without two blocks."""
-        return np.broadcast_to(radius(self.statistic(name), self.blocks, confidence, comparisons), self.losses.shape)
-
-    def statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
-        """Maps sums `[L, 4]` to the attribute that a profile with these sums has."""
-        return {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[name]
+        the noise; not a number without two blocks."""
+        statistic = {"losses": mean_loss, "values": partial(metric_value, self.metric, self.scale)}[name]
+        return np.broadcast_to(radius(statistic, self.blocks, confidence), self.losses.shape)
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
@@ -116,12 +105,10 @@ class LayerProfile(Result):
         return flat | {name: float(value) for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
-        columns = {"loss": "losses", self.metric: "values"}
-        rows = [["layer"], *([f"{layer}"] for layer in range(1, len(self.losses) + 1))]
-        for title, name in columns.items():
-            rows[0] += [title, "+- (95 %)"]
-            for row, value, error in zip(rows[1:], getattr(self, name), self.radius(name)):
-                row += [f"{value:.5g}", f"{error:.2g}"]
+        columns = self.losses, self.radius("losses"), self.values, self.radius("values")
+        rows = [["layer", "loss", "+- (95 %)", self.metric, "+- (95 %)"]]
+        for layer, (loss, loss_error, value, error) in enumerate(zip(*columns), start=1):
+            rows.append([f"{layer}", f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"])
         if not self.ratios.size:
             return format_table(rows)
         return (
@@ -137,14 +124,8 @@ def layer_profile(model: nn.Module, dataset: Dataset | DataLoader, *, gamma: flo
     computed from the logits: cross-entropy, or mean squared error for floating labels. They are all that grows with
     the data set: L numbers a sample.
 
-    Args:
-        model, dataset: see [`~evaluation.scoring.Evaluation`].
-        gamma (`float`): noise level of the input; the noise is that of `noise_curve`'s first draw.
-        settings: see [`~evaluation.profile.layer_profiles`].
-
-    Raises:
-        ValueError: no shared readout, an empty or unlabelled data set, a bad noise level, labels that do not suit the
-            metric.
+    `gamma` is the noise level of the input; the noise is that of `noise_curve`'s first draw. Other arguments and
+    errors: see [`~evaluation.profile.layer_profiles`].
     """
     return layer_profiles(model, dataset, [gamma], **settings)[0]
 
@@ -162,6 +143,7 @@ def layer_profiles(
     """The [`layer_profile`] at each of several noise levels, from one pass over the data.
 
     Args:
+        model, dataset: see [`~evaluation.scoring.Evaluation`].
         gammas (sequence of `float`): noise levels of the input, in the order of the result.
         problem ([`DescentProblem`] or its arguments, *optional*): constraints to check the losses against.
         seed, sigma: see [`EmbeddingNoise`].
@@ -169,7 +151,8 @@ def layer_profiles(
             [`~evaluation.scoring.Evaluation`].
 
     Raises:
-        ValueError: as [`layer_profile`]; a `problem` of another number of layers.
+        ValueError: no shared readout, an empty or unlabelled data set, a bad noise level, labels that do not suit the
+            metric; a `problem` of another number of layers.
     """
     gammas = levels_of("gammas", gammas)
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
@@ -198,16 +181,15 @@ def layer_profiles(
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
     samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
     metric, scale = name_of(evaluation.metric), float(evaluation.scale)
-    of_all = evaluation.accelerator is not None
-
-    def chance(gamma):
-        noise_variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
-        return chance_of(labels and replace(labels, noise_variance=noise_variance), of_all)
-
-    return [
-        _profile(metric, scale, blocks[:, level], samples[level], gamma, problem, fingerprint, chance(gamma))
-        for level, gamma in enumerate(gammas)
-    ]
+    arguments = None if problem is None else problem.state_dict()
+    profiles = []
+    for level, gamma in enumerate(gammas):
+        total = blocks[:, level].sum(axis=0)  # [layers, 4]
+        found = mean_loss(total), metric_value(metric, scale, total), samples[level]
+        variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
+        chance = chance_of(labels and replace(labels, noise_variance=variance), evaluation.accelerator is not None)
+        profiles.append(LayerProfile(metric, *found, gamma, arguments, blocks[:, level], scale, fingerprint, chance))
+    return profiles
 
 
 def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPredictor | None]:
@@ -223,10 +205,3 @@ def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPred
         outputs = model(**(inputs if task.uses_model_loss else task.model_inputs(inputs)))
         constant = find_predictor(task, inputs, outputs)
     return layers, constant
-
-
-def _profile(metric, scale, blocks, sample_losses, gamma, problem, data, chance) -> LayerProfile:
-    total = blocks.sum(axis=0)  # [layers, 4]
-    losses, values = mean_loss(total), metric_value(metric, scale, total)
-    problem = None if problem is None else problem.state_dict()
-    return LayerProfile(metric, losses, values, sample_losses, gamma, problem, blocks, scale, data, chance)

@@ -14,19 +14,9 @@ from transformers.trainer_utils import has_length
 from ..configs import levels_of
 from ..constraints.problem import as_python
 from ..noise.embedding_noise import EmbeddingNoise
-from ..readout.replay import Readout
+from ..readout.replay import Readout, evaluating
 from ..readout.tape import config_flags, switched_off
-from .scoring import (
-    Evaluation,
-    Result,
-    evaluating,
-    format_table,
-    greater_is_better,
-    mean_loss,
-    metric_value,
-    name_of,
-    noise_key,
-)
+from .scoring import Evaluation, Result, format_table, greater_is_better, mean_loss, metric_value, name_of, noise_key
 from .sums import BlockSums
 from .uncertainty import pseudo_values, radius
 
@@ -214,7 +204,7 @@ def noise_curve(
     if noise is None and perturbation is None and any(gammas):
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     evaluation = Evaluation(model, dataset, **settings)
-    sums, forward = BlockSums(evaluation.accelerator), None
+    sums, readout = BlockSums(evaluation.accelerator), None
     cells = [(level, draw) for level, gamma in enumerate(gammas) for draw in range(draws if gamma else 1)]
     # Its router's loss, which a mixture of experts adds, is no part of the task loss.
     router_flags = config_flags(model.modules(), ["output_router_logits"])
@@ -230,9 +220,10 @@ def noise_curve(
                     noisy = noise.at(gamma, *noise_key(draw, gamma, index))
                 fingerprint = fingerprint or evaluation.fingerprint(inputs)
                 given = evaluation.task.model_inputs(inputs)
-                forward = forward or _forward(model, given, evaluation.readout)
+                if evaluation.readout is not None and readout is None:
+                    readout = Readout.probe(model, given, evaluation.readout)
                 with noisy:
-                    outputs = forward(given)
+                    outputs = model(**given) if readout is None else readout.read_last(given)
                 scores[level, draw if gamma else slice(None)] = evaluation.score(outputs, inputs)
             sums.add(index, scores, fingerprint)
     blocks = sums.total()
@@ -278,10 +269,3 @@ def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str
     keys = [noise_key(draw, gamma, number) for number in range(first, first + len(rows))]
     streams = (np.random.SeedSequence(seed, spawn_key=key) for key in keys)
     return [perturbation(row, gamma, np.random.default_rng(stream)) for row, stream in zip(rows, streams)]
-
-
-def _forward(model, inputs, readout) -> Callable[[Mapping[str, Any]], Any]:
-    """The forward whose outputs are scored: the model's own, or the last layer's through a custom readout."""
-    if readout is None:
-        return lambda inputs: model(**inputs)
-    return Readout.probe(model, inputs, readout).read_last

@@ -4,7 +4,6 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import Any
@@ -250,19 +249,6 @@ def mean_loss(sums: np.ndarray) -> np.ndarray:
 def noise_key(draw: int, gamma: float, batch: int) -> tuple[int, int, int]:
     """Key of [`EmbeddingNoise.reseed`]: by the level itself, so that grids that share a level share its noise."""
     return draw, round(gamma * 1e6), batch
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield next(model.parameters()).device
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

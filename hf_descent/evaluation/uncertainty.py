@@ -32,14 +32,6 @@ def pseudo_values(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndar
     return count * statistic(total) - (count - 1) * left_out
 
 
-def standard_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray | None) -> np.ndarray | float:
-    """Jackknife standard error of `statistic` over the blocks; not a number where there are fewer than two."""
-    if blocks is None or len(blocks) < 2:
-        return float("nan")
-    values = pseudo_values(statistic, blocks)
-    return values.std(axis=0, ddof=1) / np.sqrt(len(values))
-
-
 def check_confidence(confidence: float) -> None:
     """ValueError unless it is a level."""
     if not 0 < confidence < 1:
@@ -47,14 +39,12 @@ def check_confidence(confidence: float) -> None:
 
 
 def radius(
-    statistic: Callable[[np.ndarray], np.ndarray],
-    blocks: np.ndarray | None,
-    confidence: float = 0.95,
-    comparisons: int = 1,
+    statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray | None, confidence: float = 0.95
 ) -> np.ndarray | float:
-    """Half-width of the two-sided t interval of `statistic`; of `comparisons` intervals that hold together
-    (Bonferroni)."""
+    """Half-width of the two-sided t interval of `statistic`; not a number where there are fewer than two blocks."""
     check_confidence(confidence)
-    error = standard_error(statistic, blocks)
-    freedom = 1 if blocks is None or len(blocks) < 2 else len(blocks) - 1
-    return stats.t.ppf(1 - (1 - confidence) / (2 * comparisons), freedom) * error
+    if blocks is None or len(blocks) < 2:
+        return float("nan")
+    values = pseudo_values(statistic, blocks)
+    error = values.std(axis=0, ddof=1) / np.sqrt(len(values))
+    return stats.t.ppf(1 - (1 - confidence) / 2, len(values) - 1) * error

@@ -275,18 +275,25 @@ def _fingerprint(model):
 
 
 @contextmanager
-def probing(model):
-    """Eval mode without gradients and input noise; modes and random states are put back."""
+def evaluating(model):
+    """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
     modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        with torch.no_grad():
+            yield next((parameter.device for parameter in model.parameters()), None)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def probing(model):
+    """As [`evaluating`], without input noise, and with the random states put back."""
     states = random_state.preserved(random_state.accelerators(model))
-    with states, noise_disabled(), torch.inference_mode(False), torch.no_grad():
-        try:
-            for module, _ in modes:
-                module.training = False
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
+    with states, noise_disabled(), torch.inference_mode(False), evaluating(model):
+        yield
 
 
 def _poisoned(output):

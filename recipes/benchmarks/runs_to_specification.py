@@ -40,7 +40,7 @@ from hf_descent.data.text import DataArguments, load_text_classification, tokeni
 from hf_descent.models import LinearReadoutForSequenceClassification, UTConfig, UTForVideoDenoising
 
 
-# Fixed on other seeds (100 and 101) before any run of the table, by the rule in README.md.
+# Those of the denoiser are fixed on seed 100, by the rule in README.md; those of MiniLM are not yet chosen by it.
 EXITS = {
     "denoiser": {"one": {3: 0.16}, "two": {2: 0.35, 4: 0.08}},
     "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}},
@@ -50,7 +50,7 @@ LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (5e-5, 1e-4)}
 STEPS = {"denoiser": 600, "minilm": 150}
 NUM_LAYERS = {"denoiser": 5, "minilm": 6}
 CHANCE = {"denoiser": 1.0, "minilm": math.log(2)}  # losses of the noisy input, and of balanced classes
-OURS = {"dual_learning_rate": 0.05, "dual_warmup_steps": 0.0, "target_margin": 0.05}
+OURS = {"dual_learning_rate": 0.4, "dual_warmup_steps": 0.0, "target_margin": 0.05}
 GROWTH = 10.0  # of a coefficient whose row is missed
 GAMMA = 0.15  # the denoiser's noise
 

@@ -118,7 +118,7 @@ def dead_pixels(row: Mapping[str, Any], level: float, generator: np.random.Gener
     return {**salt_and_pepper(row, level, generator), "labels": row["pixel_values"]}
 
 
-dead_pixels.name = salt_and_pepper.name
+dead_pixels.name = "salt_and_pepper"
 
 
 # Ending of the architecture's name -> (arguments of its data, how to build the task).

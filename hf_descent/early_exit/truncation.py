@@ -11,10 +11,6 @@ from ..readout import random_state
 from ..readout.replay import Readout, output_logits, probing
 
 
-# A config field that has to do with layers has one of these in its name.
-LAYER_WORDS = ("layer", "depth", "block")
-
-
 def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
 
@@ -108,7 +104,8 @@ def _count_fields(config, num_layers, path=()) -> Iterator[tuple[str, ...]]:
 
 
 def _is_about_layers(name: str) -> bool:
-    return any(word in name for word in LAYER_WORDS)
+    """Whether a config field has to do with layers."""
+    return any(word in name for word in ("layer", "depth", "block"))
 
 
 def _rebuild(model, config) -> PreTrainedModel:

@@ -51,6 +51,3 @@ def salt_and_pepper(row: Mapping[str, Any], level: float, generator: np.random.G
     dead = generator.random(pixels.shape) < level
     pixels[dead] = np.where(generator.random(pixels.shape) < 0.5, pixels.min(), pixels.max())[dead]
     return {**row, "pixel_values": pixels}
-
-
-salt_and_pepper.name = "salt_and_pepper"

@@ -1,10 +1,4 @@
-"""The paper's figures from your own runs, readable in greyscale: groups differ by line and marker, not by colour.
-
-- `plot_layers`: loss of every layer (figures 1 and 7), without noise and under it;
-- `plot_curves`: metric against the noise level (figures 1 and 4);
-- `plot_ratios`: per-sample ratios of consecutive layer losses (figure 12);
-- `plot_strip`: what a denoiser makes of a noisy frame.
-"""
+"""The paper's figures from your own runs, readable in greyscale: groups differ by line and marker, not by colour."""
 
 import json
 import os
@@ -50,7 +44,8 @@ def save_figures(groups: Mapping[str, Sequence[Run]], folder: str) -> list[str]:
 
 
 def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Metric against the noise level: mean over runs, bars from least to greatest (a single run: 95 % interval)."""
+    """Figures 1 and 4, metric against the noise level: mean over runs, bars from least to greatest (a single run: 95 %
+    interval)."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for number, (name, runs) in enumerate(groups.items()):
@@ -70,7 +65,8 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Loss of every layer, one panel for each noise level that all runs have a profile of; bars as above."""
+    """Figures 1 and 7, loss of every layer: a panel for each noise level that all runs have a profile of; bars as in
+    `plot_curves`."""
     gammas = shared_levels(groups)
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
@@ -86,8 +82,8 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 
 def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Histograms of f_l(x) / f_(l-1)(x) over samples and layers at one noise level (see `descent_level`); what lies
-    beyond 2 is counted in the last bin."""
+    """Figure 12, histograms of f_l(x) / f_(l-1)(x) over samples and layers at one noise level (see `descent_level`);
+    what lies beyond 2 is counted in the last bin."""
     gamma = descent_level(groups)
     rows = -(-len(groups) // 2)
     figure = Figure(figsize=(8, 1 + 2 * rows), layout="constrained")

@@ -202,6 +202,5 @@ def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPred
         )
     task, constant = layers.task, None
     with suppress(ValueError):  # of a custom loss
-        outputs = model(**(inputs if task.uses_model_loss else task.model_inputs(inputs)))
-        constant = find_predictor(task, inputs, outputs)
+        constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
     return layers, constant

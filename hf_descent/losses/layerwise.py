@@ -258,8 +258,7 @@ def find_layer_losses(
     Raises:
         ValueError: no shared readout exists (see [`Readout.probe`]), or the replay cannot heed `token_fraction`.
     """
-    given = inputs if task.uses_model_loss else task.model_inputs(inputs)
-    replay = Readout.probe(model, given, readout, trains)
+    replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
@@ -284,10 +283,8 @@ def find_layer_losses(
 def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """The model's own loss when it stops after each layer, on one batch with labels; float32 `[L]`.
 
-    Gradients and dropout follow the ambient grad mode and the model's mode (train or eval).
-
-    Raises:
-        ValueError: the batch has no labels, or the model no shared readout.
+    Gradients and dropout follow the ambient grad mode and the model's mode (train or eval). ValueError where the batch
+    has no labels, or the model no shared readout.
     """
 
     def loss_of(outputs):

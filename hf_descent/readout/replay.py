@@ -47,19 +47,11 @@ def output_loss(outputs):
 
 
 def layer_logits(model, inputs) -> list[torch.Tensor]:
-    """The logits of `model` at each of its L layers, through its own readout.
+    """The logits that `model(**inputs)` would have if it stopped after layer 1..L: L tensors of the shape of its own,
+    which the last equals. `model` is not wrapped.
 
-    Gradients and dropout follow the ambient grad mode and the model's train/eval mode.
-
-    Args:
-        model: unwrapped `nn.Module` with a stack of equal-width layers.
-        inputs: the dict given to `model(**inputs)`.
-
-    Returns:
-        L tensors shaped like the model's own logits, layer 1..L; the last equals the model's own.
-
-    Raises:
-        ValueError: where no shared readout exists (see [`Readout.probe`]).
+    Gradients and dropout follow the ambient grad mode and the model's train/eval mode. ValueError where no shared
+    readout exists (see [`Readout.probe`]).
     """
     return Readout.probe(model, inputs).read(inputs, output_logits)
 

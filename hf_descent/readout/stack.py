@@ -193,10 +193,10 @@ def _hidden_states(model, inputs):
             outputs = model(**{**inputs, "output_hidden_states": True})
     if outputs is None:
         outputs = model(**inputs)
-    states = None
-    if isinstance(outputs, dict):
-        states = outputs.get("decoder_hidden_states") or outputs.get("hidden_states")
-    return [state for state in states or () if isinstance(state, torch.Tensor)]
+    if not isinstance(outputs, dict):
+        return []
+    states = outputs.get("decoder_hidden_states") or outputs.get("hidden_states") or ()
+    return [state for state in states if isinstance(state, torch.Tensor)]
 
 
 def _by_hidden_states(calls_of, hidden_states):

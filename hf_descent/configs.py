@@ -28,20 +28,13 @@ from .constraints.problem import (
 
 # Take a number, a list or a word; on a command line, as JSON. Those that are lists alone take several words as well.
 JSON_ARGUMENTS = (
-    "descent_alpha",
-    "initial_loss_bound",
-    "constrained_layers",
-    "exit_targets",
-    "loss_targets",
-    "fixed_multipliers",
-    "noise_gamma",
-    "eval_gammas",
-)
+    "descent_alpha", "initial_loss_bound", "constrained_layers", "exit_targets", "loss_targets", "fixed_multipliers",
+    "noise_gamma", "eval_gammas",
+)  # fmt: skip
 # The least and the greatest value of a number, where it is given.
 LIMITS = {
     **dict.fromkeys(
-        ("dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"),
-        (SMALLEST, LARGEST),
+        ("dual_learning_rate", "slack_learning_rate", "multiplier_max", "noise_sigma"), (SMALLEST, LARGEST)
     ),
     **dict.fromkeys(("dual_warmup_steps", "resilience", "penalty_coefficient"), (0.0, LARGEST)),
     **dict.fromkeys(("readout_token_fraction", "descent_strength"), (SMALLEST, 1.0)),
@@ -211,7 +204,10 @@ class DescentArguments:
             name, value = argument.name, getattr(self, argument.name)
             if argument.type in (float, float | None) and (value is not None or argument.default is not None):
                 # A search casts to the type of the value it finds, so an int would truncate.
-                setattr(self, name, _as_float(name, value))
+                try:
+                    setattr(self, name, float(value))
+                except (TypeError, ValueError):
+                    raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
             elif name in JSON_ARGUMENTS:
                 setattr(self, name, _parse(name, value))
         for name, choices in (
@@ -240,9 +236,8 @@ class DescentArguments:
             )
         if isinstance(self.eval_gammas, int | float):
             self.eval_gammas = [self.eval_gammas]
-        for name in ("noise_gamma", "eval_gammas"):
+        for name in ("noise_gamma", *(["eval_gammas"] if self.eval_gammas is not None else [])):
             levels = getattr(self, name)
-            levels = [] if name == "eval_gammas" and levels is None else levels
             for gamma in levels if isinstance(levels, list) else [levels]:
                 if not (isinstance(gamma, int | float) and 0 <= gamma < math.inf):
                     raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
@@ -333,13 +328,6 @@ def levels_of(name: str, levels: Any) -> list[float]:
         return [float(level) for level in (found if isinstance(found, Iterable) else [found])]
     except (TypeError, ValueError):
         raise ValueError(f"`{name}` is {levels!r}; give a noise level, or several: numbers, not negative.") from None
-
-
-def _as_float(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
 
 
 def _parse(name: str, value: Any) -> Any:

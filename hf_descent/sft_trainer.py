@@ -141,10 +141,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     @torch.no_grad()
     def _log_tokens(self, inputs, outputs, tokens):
         """What TRL logs of a batch, from the last layer's predictions of the labelled tokens."""
-        gather, metrics = (
-            self.accelerator.gather_for_metrics,
-            self._metrics["train" if self.model.training else "eval"],
-        )
+        gather = self.accelerator.gather_for_metrics
+        metrics = self._metrics["train" if self.model.training else "eval"]
         count = gather(torch.tensor(len(tokens.hits), device=tokens.hits.device)).sum().clamp(min=1)
         metrics["entropy"].append((gather(tokens.entropies.sum()).sum() / count).item())
         metrics["mean_token_accuracy"].append((gather(tokens.hits.sum()).sum() / count).item())

@@ -40,6 +40,10 @@ SMALLEST, LARGEST = 1e-12, 1e12
 PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
 # The tolerance of a row as a share of the decrease that it asks for. Exits and bounds promise a number and have none.
 TOLERANCE = 0.1
+ARGUMENTS = (  # of a problem, as they are saved; version 0.1 has fewer
+    "alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss", "descent_strength",
+    "exit_targets", "loss_targets",
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -163,12 +167,7 @@ class DescentProblem:
         """The problem in the `descent_config.json` of a run; `None` where it has none."""
         if "alpha" not in summary:
             return None
-        names = ("initial_loss_bound", "num_layers", "constrained_layers", "chance_loss")
-        newer = ("descent_strength", "exit_targets", "loss_targets")  # than version 0.1
-        given = {name: summary.get(name) for name in names} | {
-            name: summary[name] for name in newer if name in summary
-        }
-        return cls(summary["alpha"], **given)
+        return cls(**{name: summary[name] for name in ARGUMENTS if name in summary})
 
     def to(self, device: torch.device | str) -> "DescentProblem":
         """Move the constants to `device` and return self."""
@@ -279,16 +278,7 @@ class DescentProblem:
 
     def state_dict(self) -> dict:
         """The problem in plain Python values; the keyword arguments of the constructor."""
-        return {
-            "alpha": self.alpha,
-            "initial_loss_bound": self.initial_loss_bound,
-            "num_layers": self.num_layers,
-            "constrained_layers": self.constrained_layers,
-            "chance_loss": self.chance_loss,
-            "descent_strength": self.descent_strength,
-            "exit_targets": self.exit_targets,
-            "loss_targets": self.loss_targets,
-        }
+        return {name: getattr(self, name) for name in ARGUMENTS}
 
     def _asked(self, losses: torch.Tensor, level: torch.Tensor, detach: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The right-hand side of each constraint and its reference; each `[constraints]`."""

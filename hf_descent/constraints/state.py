@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..files import atomic_write
+from ..runs import RunFolder
 from . import objectives
 from .multipliers import Multipliers
 from .problem import LARGEST, DescentProblem, Row
@@ -49,7 +50,6 @@ class DescentState:
         start_step (`int`): the step at which the duals start; warm-up is counted from here.
         chance (`float`, *optional*): the measured loss of the best constant prediction, where it is known.
         device (`torch.device`): where the losses arrive.
-        fixed_run (`dict`, *optional*): `descent_config.json` of the run that `fixed_multipliers` names.
         held_out ([`HeldOutRows`], *optional*): the rows on which the multipliers move, if not on those of training.
         constant ([`ConstantPredictor`], *optional*): measures the loss at chance of other data.
     """
@@ -62,7 +62,6 @@ class DescentState:
         start_step: int,
         chance: float | None = None,
         device: torch.device | str = "cpu",
-        fixed_run: Mapping[str, Any] | None = None,
         held_out: "HeldOutRows | None" = None,
         constant: Any = None,
     ):
@@ -79,8 +78,9 @@ class DescentState:
         self.problem: DescentProblem | None = None
         self._index: torch.Tensor | None = None
         bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
-        if args.objective == "fixed" and isinstance(args.fixed_multipliers, str):
-            problem = DescentProblem.saved_in(fixed_run or {})
+        fixed_run = RunFolder(args.fixed_multipliers).summary if isinstance(args.fixed_multipliers, str) else None
+        if args.objective == "fixed" and fixed_run is not None:
+            problem = DescentProblem.saved_in(fixed_run)
             if problem is None:
                 raise ValueError(
                     f"There is no run in {args.fixed_multipliers} with multipliers: it is unconstrained, or its "
@@ -88,18 +88,9 @@ class DescentState:
                 )
             self._take_problem(problem)
         elif bound is not None and (self._has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
-            self._take_problem(
-                DescentProblem(
-                    args.layer_rows,
-                    bound,
-                    num_layers,
-                    args.constrained_layers,
-                    chance,
-                    args.descent_strength,
-                    args.exit_targets,
-                    args.loss_targets,
-                )
-            )
+            names = ("constrained_layers", "descent_strength", "exit_targets", "loss_targets")
+            given = {name: getattr(args, name) for name in names}
+            self._take_problem(DescentProblem(args.layer_rows, bound, num_layers, chance_loss=chance, **given))
             if chance is not None and bound > 1.001 * chance:
                 logger.info(
                     f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
@@ -118,7 +109,7 @@ class DescentState:
             device=device,
         )
         if args.objective == "fixed":
-            self._set_fixed_multipliers(fixed_run)
+            self._set_fixed_multipliers(args.fixed_multipliers if fixed_run is None else fixed_run["multipliers"])
         # Running averages of the layer losses, and the weight that makes up for their start at zero.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.averages, self.average_weight = zeros(num_layers), zeros(1)
@@ -153,15 +144,12 @@ class DescentState:
             return sorted({*(self.args.constrained_layers or range(1, self.num_layers + 1)), self.num_layers})
         return sorted({*self.problem.layers, self.num_layers})
 
-    def weighted_layers(self, step: int) -> list[int]:
-        """The layers (1-based) whose losses the objective of this step depends on; the last layer always does."""
-        return [self.num_layers] if self.inactive(step) else self.trained_layers
-
     def objective_at(self, step: int) -> objectives.StepObjective:
         """What this step minimises."""
         is_linear = self.inactive(step) or self.args.objective not in ("hinge", "quadratic")
         value = partial(self._objective, step=step)
-        return objectives.StepObjective(value, self.weighted_layers(step), self.trained_layers, is_linear)
+        weighted = [self.num_layers] if self.inactive(step) else self.trained_layers
+        return objectives.StepObjective(value, weighted, self.trained_layers, is_linear)
 
     def _objective(self, layer_losses: torch.Tensor, share: torch.Tensor, step: int) -> torch.Tensor:
         if self.inactive(step):
@@ -265,9 +253,8 @@ class DescentState:
         if self.problem.rows == saved.rows:
             self.multipliers.values = torch.tensor(summary["multipliers"], dtype=torch.float32, device=self.device)
 
-    def _set_fixed_multipliers(self, run: Mapping[str, Any] | None) -> None:
-        values, problem = self.args.fixed_multipliers, self.problem
-        values = run["multipliers"] if isinstance(values, str) else values
+    def _set_fixed_multipliers(self, values: Sequence[float]) -> None:
+        problem = self.problem
         if len(values) != problem.num_rows:
             raise ValueError(f"`fixed_multipliers` has {len(values)} values; give one per row, {problem.num_rows}.")
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):

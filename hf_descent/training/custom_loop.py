@@ -15,7 +15,6 @@ from ..constraints.state import DescentState
 from ..losses.layerwise import find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
-from ..runs import RunFolder
 from .initial_loss import chance_of_batches
 from .records import StepSums
 
@@ -83,9 +82,7 @@ class DescentObjective:
         self._layers = find_layer_losses(
             model, inputs, task, readout=readout, token_fraction=args.readout_token_fraction, trains=True, seed=seed
         )
-        fixed = args.fixed_multipliers
-        run = RunFolder(fixed).summary if isinstance(fixed, str) else None
-        self._dual = DescentState(args, self._layers.num_layers, max_steps, 0, *chances, self._device, run)
+        self._dual = DescentState(args, self._layers.num_layers, max_steps, 0, *chances, self._device)
         self.problem, self.multipliers = self._dual.problem, self._dual.multipliers
         self.global_step, self._sums, self._divisor = 0, StepSums(), 1
 

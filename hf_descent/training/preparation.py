@@ -192,7 +192,6 @@ def make_dual(
             "blur violations; load the model in float32 and set `bf16=True` (mixed precision)."
         )
     saved = checkpoint is not None and os.path.isfile(os.path.join(checkpoint, STATE_NAME))
-    fixed = args.fixed_multipliers
     known = read_state(checkpoint)[1]["problem"] if saved else None
     known = known or RunFolder("" if trainer.is_in_train else loaded_from(trainer.model)).summary
     chance = known.get("chance_loss")
@@ -211,7 +210,6 @@ def make_dual(
         0 if saved else state.global_step,
         chance,
         args.device,
-        RunFolder(fixed).summary if isinstance(fixed, str) else None,
         None if held_out is None else HeldOutRows(trainer, held_out, reduce),
         constant,
     )
@@ -258,23 +256,18 @@ def find_sigma(
     # Adapters and sharded weights are saved without the model's config.
     saved = RunFolder(checkpoint or "").summary.get("noise_sigma")
     sigma = trainer.args.noise_sigma or saved or getattr(config, "noise_sigma", None)
-    sigma = _measure_sigma(trainer, model, reduce) if sigma is None else sigma
+    if sigma is None:
+        data = trainer.train_dataset
+        if data is None or is_readable_once(data):
+            raise ValueError(
+                "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be read "
+                "a second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter has it, "
+                "and `estimate_sigma` measures it on batches of yours."
+            )
+        with drawing_apart(trainer, model):  # also for a resumed run to find the same value
+            batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
+            sigma = deviation_from_moments(reduce(signal_moments(model, batches)))
+        logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     if config is not None:
         config.noise_sigma = sigma
-    return sigma
-
-
-def _measure_sigma(trainer, model, reduce) -> float:
-    data = trainer.train_dataset
-    if data is None or is_readable_once(data):
-        raise ValueError(
-            "The deviation of the clean signal cannot be measured: there is no `train_dataset` that can be read a "
-            "second time. Set `noise_sigma`: `descent_config.json` beside a trained model or adapter has it, and "
-            "`estimate_sigma` measures it on batches of yours."
-        )
-    with drawing_apart(trainer, model):  # also for a resumed run to find the same value
-        batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
-        moments = reduce(signal_moments(model, batches))
-    sigma = deviation_from_moments(moments)
-    logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     return sigma

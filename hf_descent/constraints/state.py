@@ -12,8 +12,7 @@ from accelerate.logging import get_logger
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..files import atomic_write
-from ..runs import RunFolder
+from ..files import atomic_write, find_json
 from . import objectives
 from .multipliers import Multipliers
 from .problem import LARGEST, DescentProblem, Row
@@ -78,9 +77,10 @@ class DescentState:
         self.problem: DescentProblem | None = None
         self._index: torch.Tensor | None = None
         bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
-        fixed_run = RunFolder(args.fixed_multipliers).summary if isinstance(args.fixed_multipliers, str) else None
-        if args.objective == "fixed" and fixed_run is not None:
-            problem = DescentProblem.saved_in(fixed_run)
+        multipliers = args.fixed_multipliers
+        if args.objective == "fixed" and isinstance(multipliers, str):
+            run = find_json(multipliers, "descent_config.json")
+            problem, multipliers = DescentProblem.saved_in(run), run.get("multipliers")
             if problem is None:
                 raise ValueError(
                     f"There is no run in {args.fixed_multipliers} with multipliers: it is unconstrained, or its "
@@ -109,7 +109,7 @@ class DescentState:
             device=device,
         )
         if args.objective == "fixed":
-            self._set_fixed_multipliers(args.fixed_multipliers if fixed_run is None else fixed_run["multipliers"])
+            self._set_fixed_multipliers(multipliers)
         # Running averages of the layer losses, and the weight that makes up for their start at zero.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.averages, self.average_weight = zeros(num_layers), zeros(1)

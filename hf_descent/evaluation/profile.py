@@ -84,6 +84,14 @@ class LayerProfile(Result):
         """Whether every row of the problem is met with confidence; `None` without a problem."""
         return None if self.problem is None else self.certificate().feasible
 
+    @property
+    def descent_share(self) -> float | None:
+        """See [`DescentProblem`]; with constraints or without. `None` where f_L is not shown to be below chance."""
+        problem, depth = self.problem, len(self.losses)
+        if problem is None and self.chance and depth > 1:
+            problem = DescentProblem("line", self.chance, depth, chance_loss=self.chance).state_dict()
+        return None if problem is None else replace(self, problem=problem).certificate().descent_share
+
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
         the noise; not a number without two blocks."""
@@ -98,10 +106,10 @@ class LayerProfile(Result):
         if self.ratios.size:
             flat["ratio_mean"], flat["ratio_median"] = float(np.mean(self.ratios)), float(np.median(self.ratios))
             flat["descending_share"] = self.descending_share
-        found = {"largest_rise": largest_rise(torch.from_numpy(self.losses))}
+        found = {"largest_rise": largest_rise(torch.from_numpy(self.losses)), "descent_share": self.descent_share}
         if self.problem is not None:
             verdict = self.certificate()
-            found |= {name: getattr(verdict, name) for name in ("max_violation", "feasible", "descent_share")}
+            found |= {"max_violation": verdict.max_violation, "feasible": verdict.feasible}
         return flat | {name: float(value) for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
@@ -109,11 +117,14 @@ class LayerProfile(Result):
         rows = [["layer", "loss", "+- (95 %)", self.metric, "+- (95 %)"]]
         for layer, (loss, loss_error, value, error) in enumerate(zip(*columns), start=1):
             rows.append([f"{layer}", f"{loss:.5g}", f"{loss_error:.2g}", f"{value:.5g}", f"{error:.2g}"])
+        text, share = format_table(rows), self.descent_share
+        if share is not None:
+            text += f"\ndescent share {share:.2f}, at f_L = {self.losses[-1]:.5g}"
         if not self.ratios.size:
-            return format_table(rows)
+            return text
         return (
-            f"{format_table(rows)}\nper-sample ratios: mean {np.mean(self.ratios):.3g}, median "
-            f"{np.median(self.ratios):.3g}, {self.descending_share:.1%} of steps descend"
+            f"{text}\nper-sample ratios: mean {np.mean(self.ratios):.3g}, median {np.median(self.ratios):.3g}, "
+            f"{self.descending_share:.1%} of steps descend"
         )
 
 

@@ -237,7 +237,7 @@ def _verdict(card) -> str:
     old = next((value for name, value in evaluation.items() if name.endswith("_feasible")), None)
     if card["objective"] in UNCONSTRAINED:
         return "No layer was constrained."
-    if old is not None:
+    if old is not None and "descent_strength" not in card["descent"]:
         old = "feasible" if old else "not feasible"
         return f"Version 0.1 called this model {old}, by a rule that even an untrained model could meet."
     return "Whether the constraints are met was not measured on held-out data."

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import bert, classification_data, language_data, llama
+from tiny import bert, classification_data, config, language_data, llama
 
-from hf_descent import DescentProblem
+from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve
 
 
@@ -127,3 +127,18 @@ def test_flat_profile_holds_plain_floats():
     assert {type(value) for value in flat.values()} == {float}
     assert json.loads(json.dumps(flat)) == flat
     assert {"layer_loss_1", "layer_accuracy_2", "max_violation", "feasible"} <= set(flat)
+
+
+def test_the_descent_share_needs_no_constraints_and_is_that_of_the_best_constant_prediction_of_these_labels(tmp_path):
+    data = classification_data(64, pad=False)
+    trainer = DescentTrainer(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=data)
+    trainer.train()
+    profile = trainer.evaluate_layers(data)
+    counts = np.bincount([row["labels"] for row in data])
+    chance = -(counts / 64 * np.log(counts / 64)).sum()
+    heights = np.log(chance / profile.losses)
+    expected = min(3 / layer * heights[layer - 1] / heights[2] for layer in (1, 2))
+    assert profile.to_dict()["descent_share"] == pytest.approx(expected, rel=1e-4)
+    assert f"descent share {expected:.2f}" in str(profile)
+    untrained = layer_profile(bert(), data, batch_size=8)
+    assert untrained.descent_share is None and "feasible" not in untrained.to_dict()

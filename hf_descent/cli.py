@@ -3,8 +3,8 @@
 A command is a module of this package. It either trains from a recipe and exposes `argument_types` (dataclasses, which
 give the flags, and whose values a `--config` file may set) with `run(*dataclass_instances)`, or is a plain tool and
 exposes `add_arguments(parser)` with `run(args)`, or parses a grammar of its own by `parse(argv, prog, description)`
-for `run(*parsed)`. Modules are imported only when their command is called. `--launch` starts a training in
-several processes (`commands/launch.py`).
+for `run(*parsed)`. What a command cannot do raises ValueError. Modules are imported only when their command is called.
+`--launch` starts a training in several processes (`commands/launch.py`).
 """
 
 import argparse

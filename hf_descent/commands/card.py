@@ -26,9 +26,6 @@ def run(args: argparse.Namespace) -> None:
     """Writes `README.md`, `model_card.json` and figures into the folder; uploads it where asked to.
 
     Checkpoints, optimizer states and `training_args.bin` are not uploaded.
-
-    Raises:
-        ValueError: the folder holds no model, or a file of it cannot be read.
     """
     names = ("model_name", "base_model", "datasets", "test_data", "license", "language", "limits")
     facts = {name: getattr(args, name) for name in names}

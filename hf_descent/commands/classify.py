@@ -50,11 +50,7 @@ argument_types = (ModelArguments, DataArguments, DescentConfig)
 
 
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`].
-
-    Raises:
-        ValueError: the data does not fit the arguments, or the output folder is not empty.
-    """
+    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
     resume = resume_choice(args, model_args.overwrite_output_dir)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
     tokenizer = load_tokenizer(model_args.model_name_or_path)

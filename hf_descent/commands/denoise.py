@@ -70,9 +70,6 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
     mean, layer losses). Of the test rows where there are any, else of the validation rows, there are
     `layer_profile.json` (at the training level), `noise_curve.json` and `strip.png`, a frame of a clip.
-
-    Raises:
-        ValueError: the videos do not fit the arguments, or the output folder is not empty.
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
     set_seed(args.seed)

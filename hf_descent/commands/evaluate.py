@@ -149,11 +149,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], 
 
 
 def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
-    """Evaluates the models one after the other; see the module.
-
-    Raises:
-        ValueError: models of different tasks, or no folder (of its own) to write the results of a model into.
-    """
+    """Evaluates the models one after the other; see the module."""
     kinds = {name: task_of(name) for name in names}
     if len({data_arguments for data_arguments, _ in kinds.values()}) > 1:
         raise ValueError(f"The models {names} have different tasks; evaluate them one task at a time.")

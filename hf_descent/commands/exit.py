@@ -58,9 +58,6 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
     A classifier's threshold is calibrated on the validation rows, and everything is reported on the test rows. Where
     there are none, each gets one half of the validation rows. Where a language model cannot draft with its own layers,
     the reason is printed in place of its speculation profile.
-
-    Raises:
-        ValueError: the model is neither a classifier nor a causal language model, or the data does not fit it.
     """
     (name,) = models
     folder = writable_folder(args.output_dir or (name if Path(name).is_dir() else "."))

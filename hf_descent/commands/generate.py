@@ -38,13 +38,10 @@ class GenerateArguments:
 
     output: str = HfArg(help="JSON file for the answers.")
     gamma: float = HfArg(default=0.0, help="Noise level on every token's embedding.")
-    sigma: float | None = HfArg(
-        default=None, help="Standard deviation of the clean embeddings; None: the model's own."
-    )
+    sigma: float | None = HfArg(default=None, help="Deviation of the clean embeddings; None: the model's own.")
     seed: int = HfArg(default=0, help="Seed of noise and sampling.")
     instructions: str = HfArg(
-        default=ALPACA_EVAL,
-        help="csv, json or parquet file with a column `instruction`, perhaps `input` and `dataset`.",
+        default=ALPACA_EVAL, help="csv, json or parquet file of `instruction` and perhaps `input` and `dataset`."
     )
     prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
     generator: str | None = HfArg(default=None, help="Model's name in the file; None: its own, with the noise level.")
@@ -70,11 +67,7 @@ parse = partial(parse_models, (GenerateArguments,))
 
 
 def run(models: list[str], args: GenerateArguments) -> None:
-    """Answers every instruction.
-
-    Raises:
-        ValueError: the output exists; the model writes no text; a prompt fills its positions.
-    """
+    """Answers every instruction."""
     (name,) = models
     if os.path.exists(args.output):
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")

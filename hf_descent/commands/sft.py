@@ -21,18 +21,12 @@ argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)
 
 
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
-    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`].
-
-    Raises:
-        ValueError: the data does not fit the arguments, or the output folder is not empty.
-    """
+    """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
     if model_args.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is not given; name a model on the Hub or in a local folder.")
     resume = resume_choice(args, model_args.overwrite_output_dir)
     tokenizer = load_tokenizer(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=args.trust_remote_code,
+        model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
     )
     with args.main_process_first(desc="loading"):
         dataset = load_alpaca(data_args, tokenizer, gets_template=args.chat_template_path is not None)
@@ -52,5 +46,4 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
         peft_config=get_peft_config(model_args),
     )
     trainer.accelerator.print(trainer.preview())
-    tables = partial(report, trainer, dataset, "mean_token_accuracy")
-    train_and_report(trainer, resume, tables, model_args, data_args)
+    train_and_report(trainer, resume, partial(report, trainer, dataset, "mean_token_accuracy"), model_args, data_args)

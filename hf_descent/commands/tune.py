@@ -29,9 +29,9 @@ from ..files import atomic_write
 from ..runs import training_arguments
 from ..training.search_space import RANGES, check_range, hp_space, whole_settings
 from .arguments import parse_recipe
+from .launch import TRAINING
 
 
-TRAINING_COMMANDS = ("classify", "sft", "denoise")
 BAYES = {**RANGES, "descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
 GRID = {
     "descent_strength": (0.25, 0.5, 1.0),
@@ -48,8 +48,7 @@ class TuneArguments:
 
     n_trials: int = HfArg(default=5, help="Runs to make in all; a resumed study makes the rest.")
     search: Literal["bayes", "grid"] = HfArg(
-        default="bayes",
-        help="`bayes` (Gaussian process), or `grid` (`n_trials` of all combinations, in random order).",
+        default="bayes", help="`bayes` (Gaussian process), or `grid` (`n_trials` of all combinations, at random)."
     )
     search_space: str | None = HfArg(
         default=None, help="Ranges (or values, for a grid) as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'."
@@ -66,29 +65,23 @@ class TuneArguments:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command, then its own arguments and those of the search."""
-    command = argv[0] if argv and argv[0] in TRAINING_COMMANDS else None
-    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING_COMMANDS[0]}")
+    command = argv[0] if argv and argv[0] in TRAINING else None
+    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING[0]}")
     arguments = parse_recipe(
         (TuneArguments, *module.argument_types),
         argv[1:] if command else argv,
         prog=prog,
-        usage=f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]",
+        usage=f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]",
         description=description,
     )
     if command is None:
-        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
+        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING)}.")
     return (module, *arguments)
 
 
 def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args: Any) -> None:
-    """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`.
-
-    Raises:
-        ValueError: a search space that is no JSON mapping, or has settings or values that the command does not take;
-            no trial has a finite metric.
-        ImportError: no Optuna (`pip install hf_descent[tune]`).
-    """
-    import optuna
+    """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`."""
+    import optuna  # `pip install hf_descent[tune]`
 
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)

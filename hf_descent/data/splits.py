@@ -77,11 +77,8 @@ class SplitArguments(RowArguments):
 
 
 def load_splits(args: SplitArguments) -> dict[str, Dataset]:
-    """The splits that are given: "train" and, where there are any, "validation" and "test".
-
-    Raises:
-        ValueError: no data is named, or a file cannot be read.
-    """
+    """The splits that are given: "train" and, where there are any, "validation" and "test"; ValueError where no
+    data is named."""
     if args.train_file is not None:
         files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
         return {name: load_file(f"{name}_file", path) for name, path in files.items() if path is not None}
@@ -99,9 +96,6 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
     """Draws validation rows from the training rows if there are none; keeps as many of each as `args` allows.
 
     Held-out rows are shuffled: intervals over blocks of rows assume it, and files are often sorted by class.
-
-    Raises:
-        ValueError: there are too few training rows to hold some out.
     """
     if "validation" not in splits:
         halves = splits["train"].train_test_split(args.validation_split_percentage / 100, seed=args.split_seed)
@@ -113,11 +107,8 @@ def hold_out(splits: dict[str, Dataset], args: SplitArguments) -> DatasetDict:
 
 
 def load_file(argument: str, path: str) -> Dataset:
-    """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`).
-
-    Raises:
-        ValueError: `path`, which `argument` gives, has another ending, cannot be read or has no row.
-    """
+    """The rows of a csv, json or parquet file, local or on the Hub (`hf://...`); ValueError where `path`, which
+    `argument` gives, has another ending or cannot be read."""
     file_type = FILE_TYPES.get(Path(path).suffix)
     if file_type is None:
         raise ValueError(f"`{argument}` is {path!r}; give a file that ends in one of {', '.join(FILE_TYPES)}.")

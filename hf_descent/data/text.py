@@ -9,15 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from ..loading import has_position_table, position_limit
-from .splits import (
-    SplitArguments,
-    check_arguments,
-    check_texts,
-    drop_missing,
-    hold_out,
-    load_splits,
-    select_columns,
-)
+from .splits import SplitArguments, check_arguments, check_texts, drop_missing, hold_out, load_splits, select_columns
 
 
 UNLABELLED = (None, -1, "")  # -1 among the named classes of a `ClassLabel`; an empty field of a csv file
@@ -103,11 +95,8 @@ def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_
 
 
 def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
-    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them.
-
-    Raises:
-        ValueError: a text has no token, as an empty one where the tokenizer adds none.
-    """
+    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them;
+    ValueError where a text has no token, as an empty one where the tokenizer adds none."""
     texts = [name for name in ("text", "text_pair") if name in dataset["train"].column_names]
 
     def encode(batch):

@@ -176,11 +176,8 @@ def count_frames(path: str) -> int:
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
-    """The frames of a video, gray and resized (bilinear, antialiased): uint8 `[size, size]` each.
-
-    Raises:
-        ValueError: naming the file that cannot be read.
-    """
+    """The frames of a video, gray and resized (bilinear, antialiased): uint8 `[size, size]` each; ValueError naming
+    the file that cannot be read."""
     if Path(path).is_dir():
         for file in _frame_files(path):
             try:
@@ -200,11 +197,8 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
 
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
-    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples.
-
-    Raises:
-        ValueError: a file cannot be read, or a part has fewer than `num_frames` frames that can.
-    """
+    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples. ValueError where a
+    part has fewer than `num_frames` frames that can be read."""
     for path, first, last, _ in parts:
         frames = islice(read_frames(path, size), first, last)
         start = first

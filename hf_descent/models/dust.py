@@ -35,23 +35,16 @@ class DustConfig(PreTrainedConfig):
     Sparsity, coupling and curvature are fixed, not learned: learning them satisfies descent constraints trivially.
 
     Args:
-        hidden_size (`int`, *optional*, defaults to 256):
-            Number p of values in a patch (256: gray 16x16 patches).
-        dictionary_size (`int`, *optional*, defaults to 512):
-            Number K >= p of values in a code: columns of the dictionary.
-        num_hidden_layers (`int`, *optional*, defaults to 5):
-            Number of layers: unrolled iterations.
-        shared_dictionary (`bool`, *optional*, defaults to `False`):
-            Whether all layers share one dictionary, as the paper's unconstrained models do; its constrained ones have
-            one per layer.
-        sparsity (`float`, *optional*, defaults to 0.01):
-            Weight >= 0 of the codes' absolute values in the energy, for pixels in [0, 1].
-        coupling (`float`, *optional*, defaults to 1.0):
-            Weight >= 0 of the attention energy of the frames' reconstructions. 0: no attention.
-        curvature (`float`, *optional*, defaults to 1.0):
-            c > 0, the inverse step size; at least the largest eigenvalue of D^T D, which is 1 at initialisation.
-        loss_scale (`float`, *optional*, defaults to 0.5):
-            Factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss.
+        hidden_size (`int`): Number p of values in a patch (256: gray 16x16 patches).
+        dictionary_size (`int`): Number K >= p of values in a code: columns of the dictionary.
+        num_hidden_layers (`int`): Number of layers: unrolled iterations.
+        shared_dictionary (`bool`): Whether all layers share one dictionary, as the paper's unconstrained models do;
+            its constrained ones have one per layer.
+        sparsity (`float`): Weight >= 0 of the codes' absolute values in the energy, for pixels in [0, 1].
+        coupling (`float`): Weight >= 0 of the attention energy of the frames' reconstructions. 0: no attention.
+        curvature (`float`): c > 0, the inverse step size; at least the largest eigenvalue of D^T D, which is 1 at
+            initialisation.
+        loss_scale (`float`): Factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss.
 
     Raises:
         ValueError: a value outside of the range given here, or `dictionary_size` below `hidden_size`.

@@ -18,10 +18,10 @@ class LinearReadoutConfig(PreTrainedConfig):
     """Configuration of [`LinearReadoutForSequenceClassification`].
 
     Args:
-        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of the encoder, of any type that `AutoModel` builds. `None`: BERT's.
-        pooling (`str`, *optional*, defaults to `"cls"`):
-            What the linear layer reads: "cls" (the first token) or "mean" (the mean of all tokens but padding).
+        encoder_config (`PreTrainedConfig` or `dict`): Configuration of the encoder, of any type that `AutoModel`
+            builds. `None`: BERT's.
+        pooling (`str`): What the linear layer reads: "cls" (the first token) or "mean" (the mean of all tokens but
+            padding).
     """
 
     model_type = "linear_readout"
@@ -48,8 +48,7 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
 
     def __init__(self, config: LinearReadoutConfig):
         super().__init__(config)
-        self.encoder = AutoModel.from_config(config.encoder_config)
-        self._drop_pooler()
+        self._set_encoder(AutoModel.from_config(config.encoder_config))
         self.classifier = nn.Linear(config.encoder_config.hidden_size, config.num_labels)
         self.post_init()
 
@@ -64,14 +63,14 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
         """
         encoder = AutoModel.from_pretrained(encoder_name_or_path)
         model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))
-        model.encoder = encoder
-        model._drop_pooler()
+        model._set_encoder(encoder)
         return model.to(encoder.dtype).eval()
 
-    def _drop_pooler(self):
+    def _set_encoder(self, encoder: PreTrainedModel):
         # DistributedDataParallel refuses weights without a gradient, as those of an unused pooler.
-        if getattr(self.encoder, "pooler", None) is not None:
-            self.encoder.pooler = None
+        if getattr(encoder, "pooler", None) is not None:
+            encoder.pooler = None
+        self.encoder = encoder
 
     @can_return_tuple
     def forward(

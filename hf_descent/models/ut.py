@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
 
+from ..readout.pooling import pool
 from .unrolling import PatchDenoiser, check_config, orthonormal_dct, symmetric_attention
 
 
@@ -31,21 +32,16 @@ class UTConfig(PreTrainedConfig):
     """Configuration of the unrolled transformer (UT) models.
 
     Args:
-        hidden_size (`int`, *optional*, defaults to 256):
-            Width of every iterate. For the denoiser it is the number of values in a patch (256: gray 16x16 patches).
-        num_hidden_layers (`int`, *optional*, defaults to 5):
-            Number of layers: unrolled iterations, each with weights of its own.
-        attention_step (`float`, *optional*, defaults to 1.0):
-            Step size of the attention half-step, in (0, 1]: the iterate moves this share of the way to the attention
-            output. 1 is plain softmax attention.
-        norm_energy (`bool`, *optional*, defaults to `False`):
-            Whether the energy of the attention half-step has the norm term ||Z||_F^2 / 2, which multiplies the
-            attention output by 2 D_i / (2 D_i + 1); plain attention can raise that energy.
-        loss_scale (`float`, *optional*, defaults to 0.5):
-            Denoiser only: factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss;
-            1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
-        vocab_size (`int`, *optional*, defaults to 30522):
-            Classifier only: number of token embeddings. The default is DistilBERT's.
+        hidden_size (`int`): Width of every iterate. For the denoiser it is the number of values in a patch (256: gray
+            16x16 patches).
+        num_hidden_layers (`int`): Number of layers: unrolled iterations, each with weights of its own.
+        attention_step (`float`): Step size of the attention half-step, in (0, 1]: the iterate moves this share of the
+            way to the attention output. 1 is plain softmax attention.
+        norm_energy (`bool`): Whether the energy of the attention half-step has the norm term ||Z||_F^2 / 2, which
+            multiplies the attention output by 2 D_i / (2 D_i + 1); plain attention can raise that energy.
+        loss_scale (`float`): Denoiser only: factor of a clip's sum of squared errors in the loss. 1/2 is the paper's
+            loss; 1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
+        vocab_size (`int`): Classifier only: number of token embeddings. The default is DistilBERT's.
 
     Raises:
         ValueError: a size or `loss_scale` that is not positive, an `attention_step` outside of (0, 1].
@@ -198,11 +194,7 @@ class UTForSequenceClassification(UTPreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask)  # [batch, seq, hidden]
-        weights = hidden_states.new_ones(hidden_states.shape[:2])  # [batch, seq]
-        if attention_mask is not None:
-            weights = attention_mask.to(weights.dtype)
-        pooled = (weights[..., None] * hidden_states).sum(1) / weights.sum(1, keepdim=True)  # [batch, hidden]
-        logits = self.classifier(pooled)  # [batch, labels]
+        logits = self.classifier(pool(hidden_states, attention_mask, "mean"))  # [batch, labels]
         loss = None
         if labels is not None:
             loss = self.loss_function(

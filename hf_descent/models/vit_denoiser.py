@@ -24,14 +24,12 @@ class ViTDenoiserConfig(PreTrainedConfig):
     """Configuration of [`ViTForDenoising`].
 
     Args:
-        encoder_config (`PreTrainedConfig` or `dict`, *optional*):
-            Configuration of the encoder, of any type that `AutoModel` builds and whose tokens are image patches.
-            `None`: ViT's.
-        readout (`str`, *optional*, defaults to `"patches"`):
-            How a layer's token becomes a patch: its values are the pixels ("patches", the paper's; hidden_size must
-            be channels x patch_size^2), or one linear layer gives them ("linear"), which all layers share.
-        loss_scale (`float`, *optional*, defaults to 0.5):
-            Factor of an image's sum of squared errors in the loss. 1/2 is the paper's loss.
+        encoder_config (`PreTrainedConfig` or `dict`): Configuration of the encoder, of any type that `AutoModel`
+            builds and whose tokens are image patches. `None`: ViT's.
+        readout (`str`): How a layer's token becomes a patch: its values are the pixels ("patches", the paper's;
+            hidden_size must be channels x patch_size^2), or one linear layer gives them ("linear"), which all layers
+            share.
+        loss_scale (`float`): Factor of an image's sum of squared errors in the loss. 1/2 is the paper's loss.
 
     Raises:
         ValueError: a `loss_scale` that is not positive.

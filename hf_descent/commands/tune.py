@@ -29,9 +29,9 @@ from ..files import atomic_write
 from ..runs import training_arguments
 from ..training.search_space import RANGES, check_range, hp_space, whole_settings
 from .arguments import parse_recipe
-from .launch import TRAINING
 
 
+TRAINING_COMMANDS = ("classify", "sft", "denoise")
 BAYES = {**RANGES, "descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
 GRID = {
     "descent_strength": (0.25, 0.5, 1.0),
@@ -65,17 +65,17 @@ class TuneArguments:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command, then its own arguments and those of the search."""
-    command = argv[0] if argv and argv[0] in TRAINING else None
-    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING[0]}")
+    command = argv[0] if argv and argv[0] in TRAINING_COMMANDS else None
+    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING_COMMANDS[0]}")
     arguments = parse_recipe(
         (TuneArguments, *module.argument_types),
         argv[1:] if command else argv,
         prog=prog,
-        usage=f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]",
+        usage=f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]",
         description=description,
     )
     if command is None:
-        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING)}.")
+        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
     return (module, *arguments)
 
 

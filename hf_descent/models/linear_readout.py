@@ -54,12 +54,9 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_encoder(cls, encoder_name_or_path: str, pooling: str = "cls", **config_kwargs):
-        """A pretrained encoder under a new linear layer, in eval mode.
+        """A pretrained encoder, as `AutoModel.from_pretrained` takes it, under a new linear layer, in eval mode.
 
-        Args:
-            encoder_name_or_path (`str`): what `AutoModel.from_pretrained` takes.
-            pooling (`str`, *optional*, defaults to `"cls"`): "cls" or "mean".
-            config_kwargs: other fields of the configuration (`num_labels`, `id2label`, ...).
+        `config_kwargs` are other fields of the configuration (`num_labels`, `id2label`, ...).
         """
         encoder = AutoModel.from_pretrained(encoder_name_or_path)
         model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))

@@ -156,9 +156,8 @@ class UTForSequenceClassification(UTPreTrainedModel):
     def from_embeddings(cls, model_name_or_path: str, **config_kwargs) -> "UTForSequenceClassification":
         """A UT on the token embeddings of a pretrained model, as the paper's on DistilBERT's; in eval mode.
 
-        Args:
-            model_name_or_path (`str`): what `AutoModel.from_pretrained` takes; its tokenizer goes with the UT.
-            config_kwargs: further fields of the configuration (`num_hidden_layers`, `num_labels`, ...).
+        The tokenizer of that model goes with the UT. `config_kwargs` are further fields of the configuration
+        (`num_hidden_layers`, `num_labels`, ...).
         """
         pretrained = AutoModel.from_pretrained(model_name_or_path)
         table = pretrained.get_input_embeddings().weight  # [vocabulary, hidden]

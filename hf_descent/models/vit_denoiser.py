@@ -89,11 +89,9 @@ class ViTForDenoising(PreTrainedModel):
 
     @classmethod
     def from_encoder(cls, encoder_name_or_path: str, **config_kwargs):
-        """A pretrained encoder as a denoiser, in eval mode.
+        """A pretrained encoder, as `AutoModel.from_pretrained` takes it, as a denoiser in eval mode.
 
-        Args:
-            encoder_name_or_path (`str`): what `AutoModel.from_pretrained` takes.
-            config_kwargs: other fields of the configuration (`readout`, `loss_scale`).
+        `config_kwargs` are other fields of the configuration (`readout`, `loss_scale`).
         """
         encoder = AutoModel.from_pretrained(encoder_name_or_path)
         model = cls(ViTDenoiserConfig(encoder_config=encoder.config, **config_kwargs))

@@ -96,8 +96,8 @@ class DustLayer(GradientCheckpointingLayer):
     def forward(
         self, reconstruction: torch.Tensor, code: torch.Tensor, pixel_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next reconstruction `[batch, frames, hidden]` and code `[batch, frames, dictionary_size]`, from those of the
-        layer before and the noisy patches `[batch, frames, hidden]`."""
+        """The next reconstruction `[batch, frames, hidden]` and code `[batch, frames, dictionary_size]`, from those of
+        the layer before and the noisy patches `[batch, frames, hidden]`."""
         if self.coupling:
             code = symmetric_attention(reconstruction, code, self_weight=self.curvature / (2 * self.coupling))
         residual = pixel_values - code @ self.dictionary.T  # [batch, frames, hidden]

@@ -382,6 +382,8 @@ class DescentState:
         summary = {"objective": self.args.objective, "multipliers": self.multipliers.values.tolist()}
         if self.problem is not None:
             summary |= self.problem.state_dict()
+            values = summary["multipliers"]
+            summary["multipliers_by_row"] = {row.name: values[row.index] for row in self.problem.rows}
         if self.held_out is not None:
             summary["dual_rows"] = self.held_out.count
         if self.average_weight.item():

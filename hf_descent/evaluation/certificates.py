@@ -44,7 +44,7 @@ class Certificate(Result):
             by the upper end of its interval; 0 where every row is within its tolerance.
         descent_share, largest_rise (`float`, *optional*): see [`DescentProblem`].
         gamma (`float`): noise level of the input.
-        confidence (`float`): of each interval.
+        confidence (`float`): of each interval, which has two sides: half of the rest is on the one that meets a row.
         multipliers (`list[float]`, *optional*): of each row, in the training.
     """
 

@@ -89,6 +89,7 @@ def test_state_is_readable_and_holds_no_pickle(tmp_path):
     assert torch.equal(load_file(folder / STATE_NAME)["multipliers.values"], values)
     mirrored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]["DescentState"]
     assert mirrored["multipliers"] == pytest.approx(values.tolist())
+    assert mirrored["multipliers_by_row"] == dict(zip("123", mirrored["multipliers"]))
     assert json.loads((folder / RunFolder.SUMMARY).read_text())["alpha"] == [0.3] * 3
 
 

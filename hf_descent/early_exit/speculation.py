@@ -77,9 +77,7 @@ def speculation_profile(
         max_new_tokens (`int`): tokens generated for each.
         max_timed (`int`), repeats (`int`): exit layers that are timed, and timings of each.
 
-    Raises:
-        TypeError: `model` is a `PeftModel`.
-        ValueError: as [`check_self_speculation`]; no prompts, or a number below 1.
+    TypeError for a `PeftModel`; ValueError as [`check_self_speculation`], for no prompts, or a number below 1.
     """
     if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
         raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens`, `max_timed`, `repeats` >= 1.")

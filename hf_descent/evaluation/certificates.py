@@ -94,7 +94,7 @@ def certify(
     multipliers: torch.Tensor | None = None,
     chance: float | None = None,
 ) -> Certificate:
-    """The certificate of a problem from sums over held-out data.
+    """The certificate of a problem from sums over held-out data; ValueError where `confidence` is no level.
 
     Args:
         problem ([`DescentProblem`]): what was asked.
@@ -104,9 +104,6 @@ def certify(
         multipliers (`torch.Tensor` of shape `[rows]`, *optional*): those of the training.
         chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
             it is not known: labels of another distribution, or fewer of them, have another one.
-
-    Raises:
-        ValueError: `confidence` is no level.
     """
     arguments = problem.state_dict()
     known = [value for value in (arguments["chance_loss"], chance) if value]

@@ -14,11 +14,8 @@ from .uncertainty import BLOCKS
 
 
 class BlockSums:
-    """(metric sum, metric count, loss sum, items) over each block of the data.
-
-    Args:
-        accelerator (`Accelerator`, *optional*): its processes share the batches.
-    """
+    """(metric sum, metric count, loss sum, items) over each block of the data, whose batches the processes of
+    `accelerator` share."""
 
     def __init__(self, accelerator: Accelerator | None = None):
         self._gather = list if accelerator is None or accelerator.num_processes == 1 else gather_object
@@ -32,11 +29,8 @@ class BlockSums:
         self._fingerprints.append((index, fingerprint))
 
     def total(self) -> np.ndarray:
-        """The sums of the blocks that hold data, over all processes, `[blocks, ..., 4]`.
-
-        Raises:
-            ValueError: no item was counted.
-        """
+        """The sums of the blocks that hold data, over all processes, `[blocks, ..., 4]`; ValueError where no item was
+        counted."""
         gathered = self._gather([self._sums])
         numbers = sorted(set().union(*gathered))
         blocks = [sum(sums[number] for sums in gathered if number in sums) for number in numbers]

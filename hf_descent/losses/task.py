@@ -65,9 +65,7 @@ class TaskLoss:
     def __call__(self, outputs: Any, inputs: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
         """The loss of a model's `outputs` on the batch `inputs`, a scalar; divided by `items` where `takes_items`.
 
-        Raises:
-            ValueError: the outputs hold no loss.
-            TypeError: `loss_fn` returns anything but a floating-point scalar tensor.
+        ValueError where the outputs hold no loss, TypeError where `loss_fn` returns no floating-point scalar tensor.
         """
         labels = inputs.get("labels")
         if self.loss_fn is not None:

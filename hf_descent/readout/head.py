@@ -49,8 +49,7 @@ class HeadReadout:
             label_smoothing: see [`HeadLoss`].
             shifts: whether position t predicts label t+1; found out on `inputs` where not given.
 
-        Raises:
-            ValueError: the tail is not norm and linear head, or the losses differ from the replay's.
+        ValueError where the tail is not norm and linear head, or the losses differ from the replay's.
         """
         if not are_token_labels(inputs.get("labels")):
             raise ValueError("`inputs` hold no `labels` of tokens, classes [batch, seq].")

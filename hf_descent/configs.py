@@ -253,13 +253,11 @@ class DescentArguments:
             raise ValueError(
                 f"`normalize_weights=True` has no effect on {self.objective!r}, no weighted sum; leave it out."
             )
-        if self.objective == "fixed" and self.fixed_multipliers is None:
+        kinds = str | list if self.objective == "fixed" else str | list | None
+        if not isinstance(self.fixed_multipliers, kinds):
             raise ValueError(
-                "`objective='fixed'` needs `fixed_multipliers`: the folder of a constrained run, or a list."
-            )
-        if not isinstance(self.fixed_multipliers, str | list | None):
-            raise ValueError(
-                f"`fixed_multipliers` is {self.fixed_multipliers!r}; give the folder of a constrained run, or a list."
+                f"`fixed_multipliers` is {self.fixed_multipliers!r} and `objective` {self.objective!r}; give the "
+                "folder of a constrained run, or a list."
             )
         chosen_by = getattr(self, "metric_for_best_model", None) or ""
         if chosen_by.endswith("best_candidate"):

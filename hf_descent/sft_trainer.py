@@ -189,11 +189,10 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return prediction
 
     def _held_out(self, dataset):
+        """Of a data set the batches that `evaluate` takes, for [`noise_curve`] and [`layer_profile`]."""
         dataset = super()._held_out(dataset)
-        return self.held_out_batches(dataset) if isinstance(dataset, Dataset | IterableDataset) else dataset
-
-    def held_out_batches(self, dataset: Dataset | IterableDataset) -> DataLoader:
-        """The batches of a data set as `evaluate` takes it, for [`noise_curve`] and [`layer_profile`]."""
+        if not isinstance(dataset, Dataset | IterableDataset):
+            return dataset
         if "input_ids" not in get_dataset_column_names(dataset) and not self._skip_prepare_dataset:
             packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
             dataset = self._prepare_dataset(

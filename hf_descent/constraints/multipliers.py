@@ -62,10 +62,9 @@ class Multipliers:
         self.optim = optim
         self.resilience = resilience
         self.uses_slacks = resilience_form == "slack" and resilience > 0
-        self.slack_learning_rate = slack_learning_rate
         # Plain steps of 2 c or more jump over the point of rest, c lambda, for ever.
         jumps = optim == "sgd" and slack_learning_rate >= 2 * resilience
-        self._slack_rate = resilience if jumps else slack_learning_rate
+        self.slack_learning_rate = resilience if jumps else slack_learning_rate
         self.maximum = maximum
         for name in self._TENSORS:
             size = 1 if name.endswith("steps") else num_layers
@@ -85,7 +84,7 @@ class Multipliers:
             # Simultaneous update: the slacks see the multipliers from before this step.
             excess = self.slacks / self.resilience - self.values
             descent = self._direction(excess, self.slack_mean, self.slack_square, self.slack_steps)
-            self.slacks = (self.slacks - self._slack_rate * descent).clamp(min=0)
+            self.slacks = (self.slacks - self.slack_learning_rate * descent).clamp(min=0)
         self.values = (self.values + self.learning_rate * ascent).clamp(min=0, max=self.maximum)
 
         for name, old in before.items():

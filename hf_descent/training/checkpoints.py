@@ -100,12 +100,6 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
         logger.warning(f"Resuming from {checkpoint} with changed arguments: {', '.join(changes)}.")
 
 
-def check_best(trainer: Trainer) -> None:
-    """ValueError where the best checkpoint, which is to be loaded, is incomplete; said on all processes, since Trainer
-    loads it where it sees the folder."""
-    on_first_process(trainer.args, check_complete, trainer.state.best_model_checkpoint or "")
-
-
 def saved_summary(trainer: Trainer) -> dict[str, Any]:
     """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
     folders = (loaded_from(trainer.model), os.path.abspath(trainer.args.output_dir))  # no name on the Hub

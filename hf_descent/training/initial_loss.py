@@ -54,17 +54,17 @@ def measure_chance(
     inputs: Mapping[str, Any],
     outputs: Any,
     reduce: Callable[[torch.Tensor], torch.Tensor],
-    dataset=None,
+    data,
 ) -> float:
-    """The loss of the best constant prediction of the labels of `dataset` (`train_dataset` where not given), as the
-    trainer's collator makes them; of a denoiser that of its noisy input, where it is less.
+    """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; of a
+    denoiser that of its noisy input, where it is less.
 
     2,000 labels are read, of more than 1,000 classes 100,000: from rows all over the data, of a stream its first.
     The model has `outputs` on the batch `inputs`, and is not run on those. `reduce` sums a tensor over processes.
 
     ValueError where no least value is known for the loss, the data can be read only once, or has no two labels.
     """
-    args, data = trainer.args, trainer.train_dataset if dataset is None else dataset
+    args = trainer.args
     if data is None or is_readable_once(data):
         raise unmeasurable("data that can be read only once")
 

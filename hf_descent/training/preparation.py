@@ -108,13 +108,7 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
         )
 
 
-def find_task(
-    trainer: Trainer,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    readout: Callable | None,
-    shifts_labels: bool,
-) -> TaskLoss:
+def find_task(trainer: Trainer, model: nn.Module, inputs, readout: Callable | None, shifts_labels: bool) -> TaskLoss:
     """The task loss of a trainer, found out on a batch; where its shift of the labels cannot be found out, it is
     `shifts_labels`."""
     return TaskLoss.probe(
@@ -201,7 +195,13 @@ def make_dual(
     with contextlib.suppress(ValueError):
         constant = find_predictor(task, inputs, outputs)
     if chance is None:
-        chance = _chance(trainer, task, inputs, outputs, reduce)
+        loader = trainer.callback_handler.eval_dataloader  # `None` where a step of evaluation is called by itself
+        data = trainer.train_dataset if trainer.is_in_train or loader is None else loader.dataset
+        try:
+            chance = measure_chance(trainer, task, inputs, outputs, reduce, data)
+        except ValueError:
+            if trainer.is_in_train and args.initial_loss_bound == "auto" and args.objective not in UNCONSTRAINED:
+                raise
     _, held_out = split(trainer.train_dataset, args) if trainer.is_in_train else (None, None)
     dual = DescentState(
         args,
@@ -220,20 +220,6 @@ def make_dual(
     elif not trainer.is_in_train:
         dual.take_saved_problem(known)
     return dual
-
-
-def _chance(trainer, task, inputs, outputs, reduce) -> float | None:
-    """The loss of the best constant prediction on the training data, of a model that is only evaluated on its
-    evaluation data; `None` where it can neither be measured nor is needed."""
-    args, trains = trainer.args, trainer.is_in_train
-    loader = trainer.callback_handler.eval_dataloader  # `None` where a step of evaluation is called by itself
-    data = trainer.train_dataset if trains or loader is None else loader.dataset
-    try:
-        return measure_chance(trainer, task, inputs, outputs, reduce, data)
-    except ValueError:
-        if trains and args.initial_loss_bound == "auto" and args.objective not in UNCONSTRAINED:
-            raise
-        return None
 
 
 def loaded_from(model: nn.Module) -> str:

@@ -38,7 +38,8 @@ class Certificate(Result):
             is not positive.
         feasible (`bool`): whether every row is met. Each row is tested at `confidence`, and the claim that all are met
             is then no less sure (an intersection-union test).
-        has_learned (`bool`): whether the constrained layers and the last one are shown to be below chance.
+        has_learned (`bool`): whether the constrained layers and the last one are shown to be below chance, as far as
+            that is known.
         max_violation (`float`): the largest violation, in units of the loss.
         shortfall (`float`): the share of the way from chance to what its row asks that the worst layer may still miss,
             by the upper end of its interval; 0 where every row is within its tolerance.
@@ -119,8 +120,8 @@ def certify(
     if len(blocks) < MIN_BLOCKS or problem.num_layers < 2 or not (losses > 0).all():
         errors = np.full(values.shape, np.nan)
     upper, lower = values + errors, values - errors
-    learned = (upper[count:-1] < 0) & (upper[-1] < 0) & bool(chance)
-    met = (upper[:count] <= 0) & learned
+    learned = (upper[count:-1] < 0) & (upper[-1] < 0) & (chance != 0)
+    met = (upper[:count] <= 0) & learned & bool(chance)
     failed = (lower[:count] > 0) | (lower[count:-1] > 0)
     index = [row.index for row in problem.rows]
     asked, tolerances = (values[index].numpy() for values in problem.bounds(losses))

@@ -55,8 +55,11 @@ class ConstantPredictor:
         return found
 
     def plus(self, other: "ConstantPredictor | None") -> "ConstantPredictor":
-        """These statistics, with others of the same task."""
-        return self if other is None else replace(self, moments=self.moments + other.moments)
+        """These statistics, with others of the same task; none where labels differ in shape."""
+        if other is None:
+            return self
+        alike = None not in (self.moments, other.moments) and self.moments.shape == other.moments.shape
+        return replace(self, moments=self.moments + other.moments if alike else None)
 
     def update(self, labels: torch.Tensor, signal: torch.Tensor | None = None) -> int:
         """Count a batch of labels, of any shape; their number, or that of the rows of floating labels.
@@ -74,6 +77,8 @@ class ConstantPredictor:
             ends = [end[(end >= 0) & (end < self.num_classes)] for end in ends]
             moments = torch.stack([end.bincount(minlength=self.num_classes) for end in ends]).double()
             number = len(ends[0])
+        if self.moments is not None and self.moments.shape != moments.shape:
+            raise unmeasurable("labels that are numbers in rows of several lengths")
         self.moments = moments if self.moments is None else self.moments + moments
         return number
 

@@ -66,9 +66,9 @@ def layer_metrics(
 ) -> tuple[dict[str, float], Certificate | None]:
     """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
 
-    `feasible_score` is one number to choose a checkpoint by; greater is better. Where every row is within its
-    tolerance, it is positive and the greater, the smaller f_L is. Else it is minus `shortfall` (see
-    [`DescentProblem`]). Models whose layers are not shown to be better than chance come last, the latest one first.
+    `feasible_score` is one number to choose a checkpoint by; greater is better. Where every row is met it is positive,
+    and the greater, the smaller f_L is. Else it is minus the `shortfall` of the [`Certificate`], a little less for a
+    greater f_L. Models whose layers are not shown to be better than chance come last, the latest one first.
 
     Args:
         dual ([`DescentState`]): the problem and its multipliers.
@@ -107,10 +107,9 @@ def layer_metrics(
 
 
 def _score(certificate: Certificate, losses: torch.Tensor) -> float:
-    if certificate.shortfall > 0:
-        return -certificate.shortfall
     last = losses[-1].item()
-    return 1 / (1 + last) if last >= 0 else 1 - last
+    score = 1 / (1 + last) if last >= 0 else 1 - last
+    return score if certificate.feasible else -(certificate.shortfall + 1e-3 / (1 + score))
 
 
 def chosen_levels(args: DescentArguments, gammas) -> list[float]:

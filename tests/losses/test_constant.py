@@ -132,3 +132,13 @@ def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one
         for rows, signal in zip(clean.split(1000), given.split(1000)):
             predictor.update(rows, signal)
         assert predictor.loss() == pytest.approx(float(expected), rel=0.05)
+
+
+def test_numbers_in_rows_of_several_lengths_have_no_known_chance():
+    parts = [ConstantPredictor(1, "numbers") for _ in range(3)]
+    for part, length in zip(parts, (4, 4, 5)):
+        part.update(torch.randn(3, length))
+    assert parts[0].plus(parts[1]).least() > 0 == parts[0].plus(parts[2]).least()
+    assert parts[1].plus(parts[0].plus(parts[2])).least() == 0
+    with pytest.raises(ValueError, match="several lengths"):
+        parts[0].update(torch.randn(3, 5))

@@ -289,7 +289,7 @@ class DescentMixin:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
             given = (totals, self._evaluated.labels, metric_key_prefix, self.state.global_step)
             metrics, self._record.certificate = evaluation.layer_metrics(self._dual, *given)
-            self._record.certificates[self.state.global_step] = self._record.certificate
+            self._record.keep_certificate(self.state.global_step, self.state.best_global_step)
             output.metrics.update(metrics)
             if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
                 logger.info(f"Verdict on the evaluation data:\n{self._record.certificate}")

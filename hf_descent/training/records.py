@@ -88,7 +88,7 @@ class RunRecord:
         started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
         certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
             `evaluate_layers`.
-        certificates (`dict`): of the last evaluation at each step, one of which may turn out to be the best model's.
+        certificates (`dict`): by its step that of the last evaluation, and that of the best model so far.
     """
 
     resumed_from: str | None = None
@@ -98,6 +98,11 @@ class RunRecord:
     noise_curve: NoiseCurve | None = None
     layer_profile: LayerProfile | None = None
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+
+    def keep_certificate(self, step: int, best_step: int | None) -> None:
+        """Keep the present certificate as that of `step`, and beside it that of the best model alone."""
+        kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
+        self.certificates = kept | {step: self.certificate}
 
     @property
     def results(self) -> dict[str, Result]:

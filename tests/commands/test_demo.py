@@ -33,8 +33,8 @@ def test_runs_that_would_say_nothing_are_refused(seeds, tmp_path):
 def test_the_demo_shows_what_the_readme_says(tmp_path):
     groups = demo(str(tmp_path)).groups
     plain, constrained = groups["plain training"], groups["constrained"]
-    assert all(run.feasible and run.profiles[GAMMA_TRAIN].max_violation <= 0.02 for run in constrained)
-    assert all(run.profiles[GAMMA_TRAIN].max_violation >= 1 for run in plain)
+    largest = [[run.profiles[GAMMA_TRAIN].to_dict()["max_violation"] for run in runs] for runs in (plain, constrained)]
+    assert min(largest[0]) >= 1 and max(largest[1]) <= 0.02 and all(run.feasible for run in constrained)
     plain, constrained = (np.mean([run.curve.mean for run in runs], axis=0) for runs in (plain, constrained))
     assert constrained.mean() <= 0.98 * plain.mean()
     level = GAMMAS.index(GAMMA_TRAIN)
@@ -44,5 +44,4 @@ def test_the_demo_shows_what_the_readme_says(tmp_path):
 @pytest.mark.slow
 def test_the_package_s_defaults_are_feasible_here(tmp_path):
     (run,) = demo(str(tmp_path), seeds=(0,), auto=DescentConfig.descent_strength).groups["constrained"]
-    profile = run.profiles[GAMMA_TRAIN]
-    assert profile.max_violation <= 0.01 * profile.problem["initial_loss_bound"]
+    assert run.feasible and run.profiles[GAMMA_TRAIN].descent_share >= DescentConfig.descent_strength

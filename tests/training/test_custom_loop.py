@@ -1,6 +1,7 @@
 """`DescentObjective` in loops without Trainer takes the steps of `DescentTrainer`."""
 
 import inspect
+import os
 import re
 import textwrap
 
@@ -182,6 +183,7 @@ def process(rank, folder, task, counts):
     if rank == 0:
         torch.save([objective.multipliers.values, model.module.state_dict()], f"{folder}/found.pt")
     dist.destroy_process_group()
+    os._exit(0)  # the threads of the group may outlive it, and abort an ordinary exit
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class DescentObjective:
             if not isinstance(inputs, Mapping):
                 raise ValueError(f"`batches` begins with {inputs!r}; give dicts for `model(**batch)`, with labels.")
             task = TaskLoss.probe(model, inputs, loss_fn=layer_loss_fn, readout=readout)
-            outputs = model(**(inputs if task.uses_model_loss else task.model_inputs(inputs)))
+            outputs = model(**task.model_inputs(inputs))
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
                 chances = [chance_of_batches(task, inputs, outputs, lambda _: chain([inputs], batches), float)]
         if _processes()[1] > 1:

@@ -173,7 +173,7 @@ def make_dual(
     on, where it is only evaluated."""
     args, state, task = trainer.args, trainer.state, layers.task
     with probing(task.model):
-        outputs = task.model(**(inputs if task.uses_model_loss else task.model_inputs(inputs)))
+        outputs = task.model(**task.model_inputs(inputs))
     if task.has_custom_readout and not isinstance(outputs, dict):
         raise ValueError(
             f"{type(task.model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "

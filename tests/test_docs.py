@@ -1,0 +1,124 @@
+"""The README, the documentation and the examples say what runs."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from architectures import T5, build
+from hub_server import serving
+from tiny import word_tokenizer
+from tiny_files import WORDS, save_generator, save_tiny_model
+from tiny_sft import chats
+from transformers import AutoModelForSequenceClassification
+
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "recipes/examples"
+
+
+def write_table(folder, columns, rows, splits=("train", "validation", "test")):
+    folder.mkdir()
+    for split in splits:
+        (folder / f"{split}.csv").write_text("\n".join([columns, *rows]))
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """Tiny models and data sets on disk, as the examples take them."""
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+        save_tiny_model(folder / "classifier", "distilbert")
+        sides = (WORDS[:3], WORDS[3:6])
+        write_table(folder / "texts", "text,label", [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(96)])
+        save_generator(folder / "generator", chat=True)
+        (folder / "chats").mkdir()
+        for split, count in (("train", 16), ("test", 8)):
+            chats(count).to_json(folder / "chats" / f"{split}.jsonl")
+        build("T5ForConditionalGeneration", T5).save_pretrained(folder / "t5")
+        word_tokenizer().save_pretrained(folder / "t5")
+        write_table(folder / "pairs", "dialogue,summary", [f"w{i} w{i + 1} w5,w{i + 1} w{i}" for i in range(16)])
+        yield folder
+
+
+@pytest.fixture
+def example(local, tmp_path, monkeypatch, capsys):
+    """Runs an example by its own command line, and gives what it printed and its output folder."""
+
+    def run(name, model, data, *flags):
+        words = ["--model", local / model, "--dataset", local / data, "--output_dir", tmp_path / "out", *flags]
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out, tmp_path / "out"
+
+    return run
+
+
+def test_text_classification(example):
+    printed, folder = example("text_classification", "classifier", "texts", "--max_steps", "4")
+    assert "verdict" in printed and "gamma" in printed
+    assert AutoModelForSequenceClassification.from_pretrained(folder).config.n_layers == 3
+
+
+def test_early_exit_cuts_what_held_out_rows_allow(example):
+    flags = ["--layer", "2", "--excess", "5", "--max_steps", "150", "--learning_rate", "3e-3"]
+    printed, folder = example("early_exit", "classifier", "texts", *flags)
+    assert "1 of 1 rows are met" in printed and "layers a sample" in printed
+    assert AutoModelForSequenceClassification.from_pretrained(folder / "cut").config.n_layers == 2
+
+
+def test_early_exit_cuts_nothing_otherwise(example):
+    printed, folder = example("early_exit", "classifier", "texts", "--layer", "2", "--max_steps", "2")
+    assert "0 of 1 rows are met" in printed and not (folder / "cut").exists()
+
+
+def test_sft_lora(example):
+    printed, folder = example("sft_lora", "generator", "chats", "--max_steps", "2")
+    assert "verdict" in printed and "token_accuracy" in printed
+    assert (folder / "adapter_model.safetensors").is_file()
+
+
+def test_seq2seq(example):
+    printed, folder = example("seq2seq", "t5", "pairs", "--max_steps", "2")
+    assert "verdict" in printed and (folder / "model.safetensors").is_file()
+
+
+def test_custom_loop(example):
+    printed, folder = example("custom_loop", "classifier", "texts")
+    assert "rows are met" in printed and (folder / "model.safetensors").is_file()
+
+
+def test_custom_loss(example):
+    printed, _ = example("custom_loss", "classifier", "texts", "--max_steps", "2")
+    metrics = eval(printed.strip().splitlines()[-1])
+    assert metrics["eval_layer_loss_3"] == pytest.approx(metrics["eval_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_push_to_hub(local, tmp_path):
+    words = ["--repo", "tester/pushed", "--model", local / "classifier", "--dataset", local / "texts"]
+    words += ["--output_dir", tmp_path / "out", "--max_steps", "2"]
+    with serving() as hub:
+        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        environment |= {
+            "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        command = [sys.executable, EXAMPLES / "push_to_hub.py", *words]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+        files = hub.repos["tester/pushed"]["files"]
+    assert "label" in printed.splitlines()[-1]
+    assert json.loads(files["descent_config.json"]) and b"noise" in files["README.md"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_are_short_and_name_what_they_need(path):
+    text = path.read_text()
+    header = re.search(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)[1]
+    assert "hf_descent" in header and len(text.splitlines()) < 61

@@ -1,8 +1,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DynamoBackend
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
+from torch._dynamo.utils import counters
 from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -253,6 +253,30 @@ def test_the_progress_bar_leaves_single_layers_out_and_ones_own_stays(tmp_path, 
     assert kinds(DescentTrainer(bert(), args)) == kinds(Trainer(bert(), args))
 
 
+@pytest.mark.parametrize(("model", "data"), [(bert, DATA), (llama, language_data())])
+def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, model, data):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "dual_learning_rate": 0.1}
+
+    def trained(folder, resume=None):
+        trainer = InOrder(model(), config(tmp_path / folder, **settings), train_dataset=data)
+        trainer.train(resume)
+        return trainer
+
+    plain = trained("plain")
+    torch._dynamo.reset()
+    counters.clear()
+    if model is llama:  # as accelerate's config does
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    else:
+        settings["torch_compile_backend"] = "aot_eager"
+    compiled = trained("compiled")
+    assert counters["frames"]["ok"] > 0
+    torch.testing.assert_close(compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled.multipliers.values, plain.multipliers.values)
+    resumed = trained("compiled", str(tmp_path / "compiled" / "checkpoint-2"))
+    torch.testing.assert_close(resumed.model.state_dict(), compiled.model.state_dict(), rtol=0, atol=0)
+
+
 # ---- faults ----
 
 
@@ -260,7 +284,7 @@ def test_the_progress_bar_leaves_single_layers_out_and_ones_own_stays(tmp_path, 
     ("arguments", "match"),
     [
         ({"fp16": True}, "fp16"),
-        ({"torch_compile": True}, "torch_compile"),
+        ({"torch_compile": True, "gradient_checkpointing": True}, "torch_compile"),
         ({"descent_alpha": [0.1, 0.2]}, "2 values but the model has 3 layers"),
         ({"constrained_layers": [1, 4]}, "names layer 4 but the model has 3"),
         ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values; give one per row"),
@@ -273,13 +297,6 @@ def test_settings_that_do_not_fit_are_refused_before_the_first_step(tmp_path, ar
     with pytest.raises(ValueError, match=match):
         DescentTrainer(bert(), config(tmp_path, **arguments), train_dataset=DATA).train()
     assert not (tmp_path / "checkpoint-1").exists()
-
-
-def test_compilation_by_accelerate_s_config_is_refused_too(tmp_path, monkeypatch):
-    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA)
-    monkeypatch.setattr(trainer.accelerator.state.dynamo_plugin, "backend", DynamoBackend.EAGER)
-    with pytest.raises(ValueError, match="no `dynamo_backend` in the accelerate config"):
-        trainer.train()
 
 
 def test_what_another_trainer_or_launcher_does_is_refused(tmp_path):

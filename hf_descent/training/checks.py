@@ -67,11 +67,14 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         )
     if args.fp16 and args.device.type == "cpu":
         raise ValueError("`fp16=True` has no effect on CPU; use `bf16=True` or full precision.")
-    if args.torch_compile or accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+    dynamo = accelerator.state.dynamo_plugin
+    if dynamo.backend != DynamoBackend.NO and args.gradient_checkpointing:
         raise ValueError(
-            "`torch_compile=True` is not supported with layer losses, which run the model's tail once per layer; set "
-            "`torch_compile=False` (and no `dynamo_backend` in the accelerate config), or compile the layers yourself."
+            "`torch_compile=True` has no effect on layers that `gradient_checkpointing=True` runs, which torch keeps "
+            "from the compiler: set one of them to `False`."
         )
+    # What follows the layers runs once per layer: `find_layers` compiles each layer by itself.
+    dynamo.backend = DynamoBackend.NO
     if trainer.is_fsdp_enabled and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
         raise ValueError(
             "FSDP1 keeps no parameter whole where the layers are read; set `fsdp_version: 2` in the accelerate config "

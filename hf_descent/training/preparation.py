@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, broadcast_object_list, send_to_device
 from torch import nn
 from transformers import Trainer
 
@@ -149,7 +149,7 @@ def find_layers(
             if isinstance(inputs.get(name), torch.Tensor):
                 check_labels(model, name, inputs[name])
     check_documents(model, inputs, trainer)
-    return find_layer_losses(
+    layers = find_layer_losses(
         model,
         inputs,
         task,
@@ -160,6 +160,12 @@ def find_layers(
         accepts_items=trainer.model_accepts_loss_kwargs,
         seed=trainer.args.seed,
     )
+    compiler = TorchDynamoPlugin(backend=trainer.args.torch_compile_backend, mode=trainer.args.torch_compile_mode)
+    if compiler.backend != DynamoBackend.NO:
+        for layer in layers.readout.stack.layers:
+            if layer._compiled_call_impl is None:
+                layer.compile(**compiler.to_kwargs())
+    return layers
 
 
 def make_dual(

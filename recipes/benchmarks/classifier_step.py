@@ -21,6 +21,7 @@ NOISE = {"noise_gamma": 1.0, "noise_sigma": 0.02}
 ARMS = {
     "erm": {"objective": "erm"},
     "descent": {"objective": "descent"},
+    "descent, compiled": {"objective": "descent", "torch_compile": True},
     "erm+noise": {"objective": "erm", **NOISE},
     "neftune": {"objective": "erm", "neftune_noise_alpha": 5.0},
     "deep_supervision+noise": {"objective": "deep_supervision", **NOISE},

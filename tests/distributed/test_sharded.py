@@ -24,6 +24,7 @@ CASES = {
     "full": ("language", LANGUAGE),
     "lora": ("language", {**LANGUAGE, "lora": True}),
     "checkpointed": ("language", {**LANGUAGE, "gradient_checkpointing": True}),
+    "compiled": ("language", {**LANGUAGE, "torch_compile_backend": "aot_eager"}),
     "tied": ("language", {**LANGUAGE, "model": {"tie_word_embeddings": True}}),
     # Accelerate would make units of BERT's embeddings and of the table inside, which FSDP2 refuses.
     "replayed": ("classification", {"environment": {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}}),

@@ -165,15 +165,21 @@ class Readout:
 
     def _check_parameters(self, hidden, inputs):
         """ValueError where `readout` trains parameters that are not the model's."""
-        own = set(self.model.parameters())
+        own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in own):
             return  # FSDP computes with others, which it gathers from these
-        with torch.enable_grad():
-            foreign = set(_leaves(self._user_outputs(hidden, inputs)["logits"])) - own
-        if foreign:
+        try:
+            for parameter in own:
+                parameter.requires_grad_(False)
+            with torch.enable_grad():
+                trains_others = self._user_outputs(hidden, inputs)["logits"].requires_grad
+        finally:
+            for parameter in own:
+                parameter.requires_grad_(True)
+        if trains_others:
             raise ValueError(
-                f"`readout` has {len(foreign)} parameters that {type(self.model).__name__} does not have: they would "
-                "be neither trained nor saved. Make them a part of the model, or freeze them."
+                f"`readout` has parameters that {type(self.model).__name__} does not have: they would be neither "
+                "trained nor saved. Make them a part of the model, or freeze them."
             )
 
     def _user_outputs(self, hidden, inputs):
@@ -218,10 +224,6 @@ def _check_replay(model, stack, inputs):
         tape.give_within_stack, logits = _poisoned, None
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
-        if own_logits.dim() == 2:
-            tape.give = _first_token_alone
-            logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
-            stack.reads_first_token = torch.equal(logits, own_logits)
 
     tape.give = tape.give_within_stack = give
     with taped(tape, check):
@@ -239,17 +241,6 @@ def _output_embeddings(model):
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         return None
-
-
-def _leaves(tensor):
-    """The tensors that a backward pass through `tensor` gives a gradient."""
-    nodes, seen = [tensor.grad_fn], {None}
-    while nodes:
-        if (node := nodes.pop()) not in seen:
-            seen.add(node)
-            nodes += [parent for parent, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                yield node.variable
 
 
 def has_router_loss(outputs) -> bool:
@@ -290,9 +281,3 @@ def probing(model):
 
 def _poisoned(output):
     return map_tensors(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, output)
-
-
-def _first_token_alone(output):
-    return map_tensors(
-        lambda t: torch.cat([t[:, :1], torch.zeros_like(t[:, 1:])], dim=1) if t.dim() == 3 else t, output
-    )

@@ -205,7 +205,7 @@ def test_user_readout_trains_parameters_of_the_model_alone(bert):
         return Readout.probe(bert, batch, lambda model, hidden, inputs: head(hidden.mean(1)), trains)
 
     probe(foreign, trains=False)
-    with pytest.raises(ValueError, match="2 parameters that BertForSequenceClassification does not have"):
+    with pytest.raises(ValueError, match="parameters that BertForSequenceClassification does not have"):
         probe(foreign)
     for head in (bert.classifier, foreign.requires_grad_(False), lambda hidden: hidden @ bert.classifier.weight.T):
         probe(head)

@@ -204,6 +204,7 @@ class DescentMixin:
         layer_losses = self._reduce(self._step.layer_losses)
         if not self.accelerator.optimizer_step_was_skipped:
             self._dual.dual_step(layer_losses, self.state.global_step, self._step.items, self._layers)
+            checks.report_layers_at_chance(self._layers.readout, self._dual, self.state.global_step)
         if self.args.stop_on_nonfinite and self._dual.has_faults:
             self.control.should_training_stop = True
 

@@ -10,7 +10,9 @@ from accelerate.utils import DynamoBackend
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import has_length
 
+from ..constraints.state import DescentState
 from ..losses.label_checks import check_datasets
+from ..readout.replay import Readout
 from ..readout.stack import inner_model
 
 
@@ -130,6 +132,19 @@ def check_data(trainer: Trainer, readout: Callable | None) -> None:
         evaluated = trainer.eval_dataset
         evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
         check_datasets(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
+
+
+def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
+    """Log after warm-up where a head on the first token finds nothing in the early layers of an encoder."""
+    reads_first = readout.readout is None and readout.stack.reads_first_token
+    if step + 1 != dual.active_from or dual.problem is None or not reads_first:
+        return
+    at_chance = (dual.mean_losses >= 0.98 * dual.problem.chance).tolist()
+    if any(at_chance) and not at_chance[-1]:
+        logger.info(
+            f"After warm-up {sum(at_chance)} of {len(at_chance)} layers are still at chance, read at the first token "
+            '([CLS]), which early layers hardly use: `readout="mean"` reads the mean of the tokens.'
+        )
 
 
 def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:

@@ -93,3 +93,24 @@ def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path):
 def test_words_without_a_readout_are_refused(tmp_path, model, readout, match):
     with pytest.raises(ValueError, match=match):
         DescentTrainer(model(), config(tmp_path), eval_dataset=DATA, readout=readout).evaluate()
+
+
+@pytest.mark.parametrize(
+    ("early_layers_read", "readout", "learning_rate", "is_said"),
+    [(False, None, 1e-2, True), (True, None, 1e-2, False), (False, "mean", 1e-2, False), (False, None, 1e-9, False)],
+)
+def test_early_layers_at_chance_under_a_first_token_head_are_reported_once(
+    tmp_path, caplog, early_layers_read, readout, learning_rate, is_said
+):
+    """Layers 1 and 2 bring no other token to the first one, where they are made so."""
+    model = bert()
+    for layer in model.bert.encoder.layer[: 0 if early_layers_read else 2]:
+        for parameter in layer.attention.output.dense.parameters():
+            parameter.requires_grad_(False).zero_()
+    given = {"max_steps": 43, "dual_warmup_steps": 40, "learning_rate": learning_rate, "initial_loss_bound": "auto"}
+    data = classification_data(256, pad=False)
+    args = config(tmp_path, per_device_train_batch_size=16, **given)
+    with caplog.at_level("INFO", logger="hf_descent"):
+        DescentTrainer(model, args, train_dataset=data, readout=readout).train()
+    said = [record.getMessage() for record in caplog.records if 'readout="mean"' in record.getMessage()]
+    assert len(said) == is_said and (not said or "2 of 3 layers" in said[0])

@@ -1,18 +1,14 @@
 """`hf-descent generate MODEL`: answers of a language model to AlpacaEval's instructions, under noise if asked for.
 
-The output is the file that the `alpaca_eval` package reads. What is answered so far lies beside it (`.partial`), so
-that an interrupted run goes on where it stopped; batch and seed alone fix the noise and the sampling, so that it ends
-with the same answers.
+The output is the file that the `alpaca_eval` package reads. Batch and seed fix the noise and the sampling.
 """
 
-import hashlib
 import json
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -22,8 +18,7 @@ from transformers.hf_argparser import HfArg
 
 from ..data.alpaca import PromptFormat, check_prompts, format_prompt, is_chat
 from ..data.splits import check_arguments, load_file
-from ..evaluation.sums import weights_fingerprint
-from ..files import atomic_write, read_json
+from ..files import atomic_write
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
 from .arguments import parse_models
@@ -44,23 +39,14 @@ class GenerateArguments:
         default=ALPACA_EVAL, help="csv, json or parquet file of `instruction` and perhaps `input` and `dataset`."
     )
     prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
-    generator: str | None = HfArg(default=None, help="Model's name in the file; None: its own, with the noise level.")
     batch_size: int = HfArg(default=8, help="Prompts in a batch; the noise depends on it.")
     max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
     temperature: float = HfArg(default=0.0, help="Temperature of the sampling; 0: greedy.")
-    top_p: float = HfArg(default=1.0, help="Share of the probability to sample from (nucleus).")
-    num_beams: int = HfArg(default=1, help="Beams of the search.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = HfArg(
-        default="auto", help="Precision of the weights; `auto`: as saved."
-    )
-    device: str | None = HfArg(default=None, help="Where the model runs; None: the first accelerator, else the CPU.")
     max_samples: int | None = HfArg(default=None, help="Answer only this many instructions, the first ones.")
 
     def __post_init__(self):
-        check_arguments(self, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens", "num_beams"), 1))
+        check_arguments(self, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens"), 1))
         check_arguments(self, dict.fromkeys(("gamma", "seed", "temperature"), 0))
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`top_p` is {self.top_p}; give a share above 0, at most 1.")
 
 
 parse = partial(parse_models, (GenerateArguments,))
@@ -71,47 +57,34 @@ def run(models: list[str], args: GenerateArguments) -> None:
     (name,) = models
     if os.path.exists(args.output):
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
-    if args.generator is None:
-        args.generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
+    generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = load_instructions(args.instructions)[: args.max_samples]
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
-
-    model = load_model(name, args.dtype)
+    model = load_model(name).to(best_device())
     if not model.can_generate():
         raise ValueError(f"`model` is {name!r}, a {type(model).__name__}; give a causal language model.")
-    # A partial file goes on only under all that the answers depend on; a folder may be trained anew.
-    settings = {each: value for each, value in vars(args).items() if each not in ("output", "device")}
-    settings |= {"model": name, "weights": weights_fingerprint(model), "rows": rows}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    partial_file = Path(f"{args.output}.{digest}.partial")
-    answers = read_json(partial_file) if partial_file.exists() else []
-    partial_file.parent.mkdir(parents=True, exist_ok=True)
-    model = model.to(args.device or best_device())
-    noise = EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else None
-    with tqdm(total=len(rows), initial=len(answers), desc="Answering") as progress:
-        for start in range(len(answers), len(rows), args.batch_size):
+    answers = []
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    with EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else nullcontext() as noise:
+        for start in tqdm(range(0, len(rows), args.batch_size), desc="Answering"):
             batch = rows[start : start + args.batch_size]
             prompts = [format_prompt(row["instruction"], row.get("input"), as_chat) for row in batch]
             if as_chat:
                 prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
             # A chat template has put the special tokens in.
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not as_chat)
-            # Keyed by where the batch starts, as the noise is, so that a run that goes on draws the same.
             key = np.random.SeedSequence(args.seed, spawn_key=(start,)).generate_state(1, np.uint64)[0]
             torch.manual_seed(int(key))
             if noise is not None:
                 noise.reseed(start)
-            with noise or nullcontext():
-                texts = answer(model, tokenizer, inputs.to(model.device), args)
+            texts = answer(model, tokenizer, inputs.to(model.device), args)
             for row, text in zip(batch, texts):
-                said = {"instruction": row["instruction"], "output": text, "generator": args.generator}
+                said = {"instruction": row["instruction"], "output": text, "generator": generator}
                 answers.append(said | {"dataset": row.get("dataset") or "alpaca_eval"})
-            with atomic_write(partial_file) as file:
-                json.dump(answers, file, indent=2, ensure_ascii=False)
-            progress.update(len(batch))
-    os.replace(partial_file, args.output)
-    print(f"{len(answers)} answers of {args.generator} written to {args.output}")
+    with atomic_write(args.output) as file:
+        json.dump(answers, file, indent=2, ensure_ascii=False)
+    print(f"{len(answers)} answers of {generator} written to {args.output}")
 
 
 def load_instructions(path: str) -> list[dict]:
@@ -135,13 +108,13 @@ def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -
     tokens = model.generate(
         **inputs,
         max_new_tokens=min(args.max_new_tokens, positions - length),
-        num_beams=args.num_beams,
+        num_beams=1,
         num_return_sequences=1,  # a model's own settings may ask for several, or for more than the tokens
         return_dict_in_generate=False,
         pad_token_id=tokenizer.pad_token_id,
         do_sample=drawn,
         temperature=args.temperature if drawn else None,
-        top_p=args.top_p if drawn else None,
+        top_p=None,
         top_k=None,
     )
     texts = tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)

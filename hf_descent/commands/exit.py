@@ -6,21 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from transformers import DataCollatorForSeq2Seq
 from transformers.hf_argparser import HfArg
 
 from ..data.splits import check_arguments, check_texts, load_file
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
-from ..early_exit import (
-    ConfidenceExit,
-    ConfidenceReport,
-    ExitProfile,
-    SpeculationProfile,
-    exit_profile,
-    speculation_profile,
-    truncate,
-)
+from ..early_exit import ConfidenceExit, exit_profile, speculation_profile, truncate
 from ..evaluation.scoring import Result
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..runs import RunFolder, tables
@@ -31,9 +22,8 @@ from .arguments import parse_models, writable_folder
 class ExitArguments:
     """What is measured: of classifiers early exit per sample, of language models drafts by their own first layers."""
 
-    output_dir: str | None = HfArg(default=None, help="Folder for tables and figure; None: the model's, if local.")
+    output_dir: str | None = HfArg(default=None, help="Folder for the tables; None: the model's, if local.")
     max_loss: float = HfArg(default=0.01, help="Accuracy that early exit may cost, a share of all samples.")
-    confidence: float = HfArg(default=0.95, help="Confidence that it costs no more on other data.")
     batch_size: int = HfArg(default=32, help="Samples in a batch, also when timed.")
     repeats: int = HfArg(default=3, help="Timings of each exit; the median counts.")
     save_layer: int | None = HfArg(default=None, help="Also save the model cut after this layer, as a checkpoint.")
@@ -53,7 +43,7 @@ parse = partial(parse_models, (ExitArguments, DataArguments))
 
 
 def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> None:
-    """Prints the tables, and writes them as json with `exits.png` into the output folder.
+    """Prints the tables, and writes them as json into the output folder.
 
     A classifier's threshold is calibrated on the validation rows, and everything is reported on the test rows. Where
     there are none, each gets one half of the validation rows. Where a language model cannot draft with its own layers,
@@ -70,9 +60,7 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
         tokenizer.save_pretrained(target)
     measure = _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
     results = measure(model, tokenizer, args, data_args)
-    run = RunFolder(folder)
-    run.write(results)
-    plot(**results).savefig(run.path / run.EXITS_FIGURE, dpi=150)
+    RunFolder(folder).write(results)
     print(f"{tables(results)}\n\nWritten to {folder}")
 
 
@@ -85,7 +73,7 @@ def _classifier(model, tokenizer, args: ExitArguments, data_args: DataArguments)
         halves = dataset["validation"].train_test_split(0.5, seed=data_args.split_seed)
         dataset["validation"], dataset["test"] = halves["train"], halves["test"]
     settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
-    fast = ConfidenceExit(model).calibrate(dataset["validation"], args.max_loss, args.confidence, **settings)
+    fast = ConfidenceExit(model).calibrate(dataset["validation"], args.max_loss, **settings)
     return {
         "exit_profile": exit_profile(model, dataset["test"], repeats=args.repeats, **settings),
         "confidence_exit": fast.evaluate(dataset["test"], repeats=args.repeats, **settings),
@@ -112,32 +100,6 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     settings = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length), "repeats": args.repeats}
     try:
         results["speculation_profile"] = speculation_profile(model, prompts, **settings)
-    except ValueError as error:  # as of GPT-2; what was measured before is kept
+    except ValueError as error:  # as of a single layer; what was measured before is kept
         print(f"No speculation profile: {error}\n")
     return results
-
-
-def plot(
-    exit_profile: ExitProfile,
-    confidence_exit: ConfidenceReport | None = None,
-    speculation_profile: SpeculationProfile | None = None,
-) -> Figure:
-    """Metric against speed-up of every exit; early exit per sample as one more point; acceptance per exit layer."""
-    figure = Figure(figsize=(9 if speculation_profile else 5, 3.6), layout="constrained")
-    axes = figure.subplots(1, 2 if speculation_profile else 1, squeeze=False)[0]
-    axes[0].plot(exit_profile.speedups, exit_profile.values, "o-", label="all samples stop at layer")
-    for layer, (speedup, value) in enumerate(zip(exit_profile.speedups, exit_profile.values), start=1):
-        axes[0].annotate(str(layer), (speedup, value), textcoords="offset points", xytext=(4, 4))
-    if confidence_exit:
-        axes[0].plot([confidence_exit.speedup], [confidence_exit.accuracy], "*", ms=12, label="each stops when sure")
-    axes[0].set(xlabel="measured speed-up", ylabel=exit_profile.metric)
-    axes[0].legend()
-    if speculation_profile:
-        layers = range(1, len(speculation_profile.acceptance) + 1)
-        axes[1].plot(layers, speculation_profile.acceptance, "o-", label="accepted drafts")
-        speedups = speculation_profile.tokens_per_second / speculation_profile.greedy_tokens_per_second
-        axes[1].plot(layers, speedups, "s", label="speed-up of generation")
-        axes[1].axhline(1.0, color="grey", lw=0.8)
-        axes[1].set(xlabel="exit layer", xticks=list(layers))
-        axes[1].legend()
-    return figure

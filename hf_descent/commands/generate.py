@@ -1,6 +1,6 @@
 """`hf-descent generate MODEL`: answers of a language model to AlpacaEval's instructions, under noise if asked for.
 
-The output is the file that the `alpaca_eval` package reads. Batch and seed fix the noise and the sampling.
+The output is the file that the `alpaca_eval` package reads. Answers are greedy; batch and seed fix the noise.
 """
 
 import json
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -34,19 +33,18 @@ class GenerateArguments:
     output: str = HfArg(help="JSON file for the answers.")
     gamma: float = HfArg(default=0.0, help="Noise level on every token's embedding.")
     sigma: float | None = HfArg(default=None, help="Deviation of the clean embeddings; None: the model's own.")
-    seed: int = HfArg(default=0, help="Seed of noise and sampling.")
+    seed: int = HfArg(default=0, help="Seed of the noise.")
     instructions: str = HfArg(
         default=ALPACA_EVAL, help="csv, json or parquet file of `instruction` and perhaps `input` and `dataset`."
     )
     prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
     batch_size: int = HfArg(default=8, help="Prompts in a batch; the noise depends on it.")
     max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
-    temperature: float = HfArg(default=0.0, help="Temperature of the sampling; 0: greedy.")
     max_samples: int | None = HfArg(default=None, help="Answer only this many instructions, the first ones.")
 
     def __post_init__(self):
         check_arguments(self, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens"), 1))
-        check_arguments(self, dict.fromkeys(("gamma", "seed", "temperature"), 0))
+        check_arguments(self, dict.fromkeys(("gamma", "seed"), 0))
 
 
 parse = partial(parse_models, (GenerateArguments,))
@@ -74,8 +72,6 @@ def run(models: list[str], args: GenerateArguments) -> None:
                 prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
             # A chat template has put the special tokens in.
             inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not as_chat)
-            key = np.random.SeedSequence(args.seed, spawn_key=(start,)).generate_state(1, np.uint64)[0]
-            torch.manual_seed(int(key))
             if noise is not None:
                 noise.reseed(start)
             texts = answer(model, tokenizer, inputs.to(model.device), args)
@@ -96,7 +92,7 @@ def load_instructions(path: str) -> list[dict]:
 
 @torch.no_grad()
 def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -> list[str]:
-    """The answers to a batch of prompts, padded on the left."""
+    """The greedy answers to a batch of prompts, padded on the left."""
     length = inputs["input_ids"].shape[1]
     positions = position_limit(model) or length + args.max_new_tokens
     if length >= positions:
@@ -104,18 +100,14 @@ def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -
             f"A prompt has {length} tokens and {type(model).__name__} {positions} positions, none for an answer: "
             "leave the instruction out."
         )
-    drawn = args.temperature > 0
     tokens = model.generate(
         **inputs,
         max_new_tokens=min(args.max_new_tokens, positions - length),
         num_beams=1,
+        do_sample=False,
         num_return_sequences=1,  # a model's own settings may ask for several, or for more than the tokens
         return_dict_in_generate=False,
         pad_token_id=tokenizer.pad_token_id,
-        do_sample=drawn,
-        temperature=args.temperature if drawn else None,
-        top_p=None,
-        top_k=None,
     )
     texts = tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
     return [text.strip() for text in texts]

@@ -1,8 +1,8 @@
 """Models that stop early: truncated ones, exits of single samples, and drafts by the first layers."""
 
 from .confidence import ConfidenceExit, ConfidenceReport
-from .profile import ExitProfile, exit_profile
-from .speculation import SpeculationProfile, check_self_speculation, speculation_profile
+from .drafting import draft_with
+from .profile import ExitProfile, SpeculationProfile, exit_profile, speculation_profile
 from .truncation import truncate
 
 
@@ -11,7 +11,7 @@ __all__ = [
     "ConfidenceReport",
     "ExitProfile",
     "SpeculationProfile",
-    "check_self_speculation",
+    "draft_with",
     "exit_profile",
     "speculation_profile",
     "truncate",

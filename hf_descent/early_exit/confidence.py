@@ -1,24 +1,22 @@
 """Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.stats import binom, norm
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import ModelOutput
 
 from ..evaluation.scoring import Result
 from ..readout.labels import IGNORE_INDEX, labels_of
-from ..readout.replay import Readout, evaluating, output_logits, probing
-from ..readout.stack import intercepted
-from ..readout.tape import Tape, off_in_replay, switched_off, taped
+from ..readout.replay import Readout, evaluating, output_logits
+from ..readout.stack import map_tensors
+from ..readout.tape import off_in_replay, switched_off
+from .partial import PartialForward
 from .profile import load_batches, rows_of, turns
 
 
@@ -32,7 +30,7 @@ class ConfidenceReport(Result):
     Attributes:
         accuracy, full_accuracy: with early exit, and of the last layer for all samples.
         exit_shares (float64 `[L]`): share of the samples that leave after each layer.
-        speedup: median ratio of the wall-clock times of a pass over the data, timed in turns.
+        speedup: ratio of the median wall-clock times of a pass over the data, timed in turns.
         threshold, batch_size: the settings.
     """
 
@@ -63,14 +61,13 @@ class ConfidenceExit:
 
     A layer is sure where its uncertainty is below `threshold`: the entropy of the class probabilities divided by the
     logarithm of their number, from 0 to 1. Later layers run on the rest of the batch; an accelerator synchronizes
-    after each layer to know its size.
+    after each, and embeddings, norm and head run once per layer.
 
     Args:
         model (`nn.Module`): a classifier with logits `[batch, classes]`, on its device; run in eval mode.
         threshold (`float`, *optional*): uncertainty below which a layer is sure (0: never); [`calibrate`] sets it.
 
-    Raises:
-        ValueError: a bad `threshold`, or a model of several labels a sample.
+    ValueError for a bad `threshold`, or a model of several labels a sample.
 
     Example:
 
@@ -86,34 +83,40 @@ class ConfidenceExit:
         if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
             raise ValueError(f"{type(model).__name__} gives several labels a sample: use `truncate`.")
         self.model, self.threshold = model, threshold
-        # Names of the inputs -> place of a tensor in a layer's call -> its batch dimension, as met so far.
-        self._batch_dims: dict[frozenset[str], dict[str, int | None]] = {}
 
     def __call__(self, **inputs) -> ModelOutput:
         """The model's `logits` `[batch, classes]`, each row read out at the layer in `exit_layers` `[batch]`.
 
-        ValueError for no threshold, or a model without a shared readout, class logits or a batch dimension in what its
-        layers pass.
+        ValueError for no threshold, or a model without a shared readout, class logits or states `[batch, ...]`.
         """
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = _without_labels(inputs)
         reader = Readout.probe(self.model, inputs)
-        dims = self._batch_dims.setdefault(frozenset(inputs), {})
-        forward = partial(_ShrinkingForward, reader, inputs, dims, self.threshold)
-        with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)):
-            try:
-                return forward().run()
-            except KeyError:  # a tensor met for the first time
-                dims |= _find_batch_dims(reader, inputs)
-                return forward().run()
+        forward, state, logits = PartialForward(self.model, reader.stack), None, None
+        rows = torch.arange(rows_of(self.model, inputs), device=next(self.model.parameters()).device)
+        exit_layers = torch.zeros_like(rows)  # [batch]
+        with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)), forward.attached():
+            for layer in range(1, reader.num_layers + 1):
+                found = _class_logits(forward(layer, layer, state, **inputs))  # [rows, classes]
+                if len(reader.stack.hidden_state(forward.output)) != len(rows):
+                    name = type(self.model).__name__
+                    raise ValueError(f"{name}: the first dimension of its states is not the batch; use `truncate`.")
+                logits = found.new_empty(len(rows), found.shape[1]) if logits is None else logits
+                sure = _uncertainty(found.float()) < (self.threshold if layer < reader.num_layers else math.inf)
+                logits[rows[sure]], exit_layers[rows[sure]] = found[sure], layer
+                inputs, state = _take(~sure, inputs), _take(~sure, forward.output)
+                rows = rows[~sure]
+                if not len(rows):
+                    break
+        return ModelOutput(logits=logits, exit_layers=exit_layers)
 
     def calibrate(
         self, dataset: Dataset | DataLoader, max_loss: float = 0.01, confidence: float = 0.95, **settings
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
 
-        Fewer samples give a stricter threshold. Ends with [`check`] on one batch.
+        Fewer samples give a stricter threshold.
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data, not the test data.
@@ -121,7 +124,8 @@ class ConfidenceExit:
             confidence (`float`): probability that no more is lost on other such data; in [0.5, 1).
             settings: `batch_size`, `processing_class`, `data_collator` of [`~evaluation.scoring.Evaluation`].
 
-        ValueError as when called, and for no data or a bad `max_loss` or `confidence`.
+        ValueError as when called; for no data, or a bad `max_loss` or `confidence`; where, on the first batch, a row's
+        logits depend on which others are still in the batch.
         """
         if not (max_loss >= 0 and 0.5 <= confidence < 1):
             raise ValueError(
@@ -130,19 +134,24 @@ class ConfidenceExit:
             )
         logits, labels, first = [], [], None
         with evaluating(self.model):
-            for batch in load_batches(self.model, dataset, **settings):
-                labels.append(_labels(batch))
-                inputs = _without_labels(batch)
-                first = first or inputs
+            for inputs, classes in self._batches(dataset, settings):
                 layers = Readout.probe(self.model, inputs).read(inputs, _class_logits)
                 logits.append(torch.stack(layers).float())  # [layers, batch, classes]
-        logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
+                labels.append(classes)
+                first = first or inputs
+        layers, logits, labels = logits[0], torch.cat(logits, dim=1), torch.cat(labels)
         logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
         unsure = _uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
-        self.check(first)
+        output = self(**first)
+        expected = layers[output.exit_layers - 1, torch.arange(len(output.logits))]  # [batch, classes]
+        if not torch.allclose(output.logits.float(), expected, rtol=1e-2, atol=1e-3):
+            raise ValueError(
+                f"Logits of {type(self.model).__name__} change when other samples leave the batch: its layers mix "
+                "samples. Use `truncate`, which ends all samples at one layer."
+            )
         return self
 
     def evaluate(self, dataset: Dataset | DataLoader, repeats: int = 3, **settings) -> ConfidenceReport:
@@ -150,14 +159,13 @@ class ConfidenceExit:
 
         `settings` as for [`calibrate`]; ValueError for no threshold, an empty `dataset` or `repeats` below 1.
         """
-        batches = list(load_batches(self.model, dataset, **settings))
+        batches, labels = zip(*self._batches(dataset, settings))
+        labels = torch.cat(labels)  # [samples]
         with evaluating(self.model) as device:
-            labels = torch.cat([_labels(batch) for batch in batches])
-            batches = [_without_labels(batch) for batch in batches]
             outputs = [self(**batch) for batch in batches]
             full = torch.cat([_class_logits(self.model(**batch)) for batch in batches])
             calls = [lambda: [self(**batch) for batch in batches], lambda: [self.model(**batch) for batch in batches]]
-            seconds = turns(calls, repeats, device)  # [2, repeats]
+            seconds = turns(calls, repeats, device)  # [2]
         exits, logits = (torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits"))
         num_layers = Readout.probe(self.model, batches[0]).num_layers
         known = labels != IGNORE_INDEX
@@ -165,104 +173,23 @@ class ConfidenceExit:
             accuracy=(logits.argmax(-1) == labels)[known].float().mean().item(),
             full_accuracy=(full.argmax(-1) == labels)[known].float().mean().item(),
             exit_shares=np.bincount(exits.cpu().numpy(), minlength=num_layers + 1)[1:] / len(exits),
-            speedup=float(np.median(seconds[1] / seconds[0])),
+            speedup=float(seconds[1] / seconds[0]),
             threshold=float(self.threshold),
             batch_size=rows_of(self.model, batches[0]),
         )
 
-    def check(self, inputs: Mapping[str, Any]) -> None:
-        """ValueError where, on one batch, a row's logits depend on which other samples are still in the batch."""
-        output = self(**inputs)
-        with evaluating(self.model):
-            layers = torch.stack(Readout.probe(self.model, inputs).read(inputs, _class_logits))
-        expected = layers[output.exit_layers - 1, torch.arange(len(output.logits))]  # [batch, classes]
-        if not torch.allclose(output.logits.float(), expected.float(), rtol=1e-2, atol=1e-3):
-            error = (output.logits - expected).abs().max().item()
-            raise ValueError(
-                f"Logits of {type(self.model).__name__} change by {error:.3g} when other samples leave the batch: its "
-                "layers mix samples. Use `truncate`, which ends all samples at one layer."
-            )
+    def _batches(self, dataset, settings):
+        """(inputs, labels `[batch]`) of each batch; ValueError where the labels are no classes."""
+        for batch in load_batches(self.model, dataset, **settings):
+            labels = labels_of(batch, ["labels", "label"])
+            if labels is None or labels.is_floating_point():
+                raise ValueError("The data has no `labels` that are classes; early exit needs them.")
+            yield _without_labels(batch), labels
 
 
-class _ShrinkingForward:
-    """One forward of a batch, each of whose layers runs on the rows that have not left; what the model passes between
-    its layers keeps the size of the batch, with the last states of the rows that left."""
-
-    def __init__(self, reader, inputs, batch_dims, threshold):
-        self.reader, self.inputs, self.batch_dims, self.threshold = reader, inputs, batch_dims, threshold
-        self.tape = Tape(reader.model, reader.stack, run_layer=self.run_layer)
-        self.rows = torch.arange(rows_of(reader.model, inputs), device=next(reader.model.parameters()).device)
-        self.exit_layers = torch.full_like(self.rows, reader.num_layers)  # [batch]
-        self.logits = None  # [batch, classes], of the rows that have left
-
-    def run(self) -> ModelOutput:
-        with taped(self.tape, lambda args, kwargs, outputs: None):
-            logits = _class_logits(self.reader.model(**self.inputs))
-        if self.logits is not None:
-            logits = torch.where((self.exit_layers < self.reader.num_layers)[:, None], self.logits, logits)
-        return ModelOutput(logits=logits, exit_layers=self.exit_layers)
-
-    def run_layer(self, call, args, kwargs, layer):
-        if layer > 1 and len(self.rows):
-            self.let_leave(layer - 1)
-        if len(self.rows) == len(self.exit_layers):
-            self.output = call(*args, **kwargs)
-        elif len(self.rows):
-            args, kwargs = _map_with_path(self.take, "in", (args, kwargs))
-            self.output = _map_with_path(self.put, "out", call(*args, **kwargs), self.output)
-        return self.output
-
-    def let_leave(self, layer):
-        logits = _class_logits(self.tape.replay((), self.inputs, layer))  # [batch, classes]
-        sure = _uncertainty(logits[self.rows].float()) < self.threshold
-        gone = self.rows[sure]
-        self.logits = torch.zeros_like(logits) if self.logits is None else self.logits
-        self.logits[gone], self.exit_layers[gone] = logits[gone], layer
-        self.rows = self.rows[~sure]
-
-    def take(self, path, tensor):
-        return tensor if (dim := self.batch_dims[path]) is None else tensor.index_select(dim, self.rows)
-
-    def put(self, path, tensor, before):
-        return tensor if (dim := self.batch_dims[path]) is None else before.index_copy(dim, self.rows, tensor)
-
-
-def _find_batch_dims(reader, inputs) -> dict[str, int | None]:
-    """Where samples lie in the tensors that layers take and give: the dimension that doubles when the batch does."""
-    size = rows_of(reader.model, inputs)
-    rows = {name: x for name, x in inputs.items() if torch.is_tensor(x) and x.shape[:1] == (size,)}
-    doubled = {**inputs, **{name: torch.cat([value, value]) for name, value in rows.items()}}
-    seen: list[dict[str, torch.Size]] = []
-
-    def log(module, call, *args, **kwargs):
-        output = call(*args, **kwargs)
-        for kind, tree in (("in", (args, kwargs)), ("out", output)):
-            _map_with_path(lambda path, tensor: seen[-1].update({path: tensor.shape}), kind, tree)
-        return output
-
-    with intercepted(reader.stack.layers, log), probing(reader.model):
-        for batch in (inputs, doubled):
-            seen.append({})
-            reader.model(**batch)
-    dims: dict[str, int | None] = {}
-    for path, shape in seen[0].items():
-        changed = [dim for dim, length in enumerate(seen[1][path]) if length != shape[dim]]
-        if len(changed) > 1 or any(shape[dim] != size for dim in changed):
-            raise ValueError(
-                f"The layers of {type(reader.model).__name__} pass tensors of shape {list(shape)} for {size} samples, "
-                "which have no batch dimension. Use `truncate`."
-            )
-        dims[path] = changed[0] if changed else None
-    return dims
-
-
-def _map_with_path(function, kind, tree, *others):
-    """`tree` with `function(path, tensor, ...)` applied to its tensors and those at the same place of `others`."""
-
-    def apply(path, leaf, *rest):
-        return function(kind + pytree.keystr(path), leaf, *rest) if isinstance(leaf, torch.Tensor) else leaf
-
-    return pytree.tree_map_with_path(apply, tree, *others)
+def _take(kept, tree):
+    """`tree` with the rows `kept` `[rows]` of those tensors that have as many."""
+    return map_tensors(lambda tensor: tensor[kept] if tensor.shape[:1] == kept.shape else tensor, tree)
 
 
 def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float, confidence: float) -> float:
@@ -300,13 +227,6 @@ def _class_logits(outputs) -> torch.Tensor:
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(f"`model` has logits of shape {list(logits.shape)}; early exit needs [batch, classes].")
     return logits
-
-
-def _labels(inputs) -> torch.Tensor:
-    labels = labels_of(inputs, ["labels", "label"])
-    if labels is None or labels.is_floating_point():
-        raise ValueError("The data has no `labels` that are classes; early exit needs them.")
-    return labels
 
 
 def _without_labels(inputs) -> dict[str, Any]:

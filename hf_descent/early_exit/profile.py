@@ -1,8 +1,10 @@
-"""Metric and measured latency of a model at every exit layer."""
+"""What each exit layer of a model is worth, measured: metric and latency; of a language model, drafts and speed."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,21 +12,28 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from transformers import GenerationConfig
 
 from ..evaluation import layer_profile
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
-from ..readout.replay import evaluating
-from .truncation import truncate
+from ..readout.labels import IGNORE_INDEX
+from ..readout.replay import Readout, evaluating
+from .drafting import MAX_DRAFT, draft_with
+from .partial import PartialForward
+from .truncation import check_merged
+
+
+TIMED_BATCHES = 4
 
 
 @dataclass
 class ExitProfile(Result):
-    """Metric, loss and latency of a model cut after each of its L layers; layer l at index l-1.
+    """Metric, loss and latency of a model that stops after each of its L layers; layer l at index l-1.
 
     Attributes:
         metric (`str`), greater_is_better (`bool`): name of the metric, and whether more of it is better.
         values, losses (float64 `[L]`): the metric and the task loss on held-out data.
-        seconds (float64 `[L]`): wall-clock seconds per sample of the standalone truncated model.
+        seconds (float64 `[L]`): wall-clock seconds per sample.
         batch_size (`int`), device (`str`): samples per batch, and where it was measured.
     """
 
@@ -61,43 +70,140 @@ class ExitProfile(Result):
         )
 
 
-def exit_profile(
-    model: nn.Module, dataset: Dataset | DataLoader, *, timing_batches: int = 4, repeats: int = 3, **settings
-) -> ExitProfile:
-    """Metric of every exit on all of `dataset`, and latency of the truncated models on its first batches.
-
-    Each truncated model is timed in turns with the whole one; its latency is the whole one's times the median ratio.
+def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: int = 3, **settings) -> ExitProfile:
+    """Metric of every exit on all of `dataset`, and its latency on the first batches, the exits timed in turns.
 
     Args:
-        model (`nn.Module`): a model that [`truncate`] can cut, on its device; one shorter copy at a time is held.
+        model (`nn.Module`): a model with a shared readout, on its device.
         dataset (`Dataset` or `DataLoader`): labelled held-out data.
-        timing_batches (`int`), repeats (`int`): batches that are timed, and timings of each model.
+        repeats (`int`): timings of each exit.
         settings: `metric`, `batch_size`, `processing_class` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    ValueError as of [`truncate`] and [`layer_profile`], or for a number below 1.
+    ValueError as of [`layer_profile`], or for `repeats` below 1.
     """
-    if timing_batches < 1 or repeats < 1:
-        raise ValueError(f"`timing_batches` is {timing_batches} and `repeats` is {repeats}; both must be at least 1.")
     profile = layer_profile(model, dataset, **settings)
-    ratios, whole = [], []
-    with evaluating(model) as device:
-        batches = list(islice(load_batches(model, dataset, **settings), timing_batches))
-        samples = sum(rows_of(model, batch) for batch in batches)
-        for layer in range(1, len(profile.losses) + 1):
-            short = truncate(model, layer, batches[0]) if layer < len(profile.losses) else model
-            pairs = turns([lambda short=short: _run(short, batches), lambda: _run(model, batches)], repeats, device)
-            ratios.append(np.median(pairs[0] / pairs[1]))
-            whole.extend(pairs[1])
+    batches = list(islice(load_batches(model, dataset, **settings), TIMED_BATCHES))
+    forward = PartialForward(model, Readout.probe(model, batches[0]).stack)
+    with evaluating(model) as device, forward.attached():
+        exits = range(1, len(profile.losses) + 1)
+        calls = [lambda layer=layer: [forward(1, layer, **batch) for batch in batches] for layer in exits]
+        seconds = turns(calls, repeats, device)  # [layers]
     return ExitProfile(
         profile.metric,
         profile.values,
         profile.losses,
-        np.median(whole) / samples * np.array([*ratios[:-1], 1.0]),
+        seconds / sum(rows_of(model, batch) for batch in batches),
         rows_of(model, batches[0]),
         str(device),
         greater_is_better(settings.get("metric", "accuracy")),
     )
+
+
+@dataclass
+class SpeculationProfile(Result):
+    """Greedy generation with every exit layer of an L-layer language model; layer l at index l-1.
+
+    Attributes:
+        acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that the exit predicts from the same
+            prefix: the rate at which its drafted tokens are accepted.
+        tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
+        greedy_tokens_per_second (`float`): of the whole model.
+        equal (float64 `[L - 1]`): share of the prompts whose self-speculative output is exactly the greedy one; below
+            1 only by rounding.
+    """
+
+    acceptance: np.ndarray
+    tokens_per_second: np.ndarray
+    greedy_tokens_per_second: float
+    equal: np.ndarray
+
+    @property
+    def speedups(self) -> np.ndarray:
+        """Tokens per second over those of plain decoding, `[L - 1]`."""
+        return self.tokens_per_second / self.greedy_tokens_per_second
+
+    @property
+    def best(self) -> int | None:
+        """The fastest exit layer, for [`draft_with`]; `None` (plain decoding) where none is faster."""
+        return int(np.nanargmax(self.speedups)) + 1 if np.nanmax(self.speedups, initial=0.0) > 1 else None
+
+    def __str__(self) -> str:
+        rows = [["exit", "acceptance", "tokens/s", "speed-up", "equal"]]
+        columns = (self.acceptance, self.tokens_per_second, self.speedups, self.equal)
+        for layer, (accepted, speed, speedup, equal) in enumerate(zip(*columns), start=1):
+            rows.append([f"{layer}", f"{accepted:.1%}", f"{speed:.4g}", f"{speedup:.2f}x", f"{equal:.0%}"])
+        rows.append(["none", "", f"{self.greedy_tokens_per_second:.4g}", "", ""])
+        best = f"best: custom_generate=draft_with({self.best})" if self.best else "best: plain decoding"
+        return f"{format_table(rows)}\n{best}"
+
+
+def speculation_profile(
+    model: nn.Module,
+    prompts: Sequence[torch.Tensor],
+    *,
+    max_new_tokens: int = 64,
+    max_timed: int = 4,
+    repeats: int = 3,
+    shortlist: Sequence[int] | None = None,
+) -> SpeculationProfile:
+    """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
+
+    The `max_timed` layers with the highest expected speed (as by Leviathan et al. 2023, theorem 3.8, where a draft by
+    l of L layers costs l / L) are timed, in turns with plain greedy decoding. The model's generation config does not
+    count.
+
+    Args:
+        model (`nn.Module`): a causal language model of transformers, on its device.
+        prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each, continued one at a time.
+        max_new_tokens (`int`): tokens generated for each.
+        max_timed (`int`), repeats (`int`): exit layers that are timed, and timings of each.
+        shortlist: as of [`draft_with`].
+
+    TypeError for a `PeftModel`; ValueError as of [`draft_with`], for a single layer, no prompts, or a number below 1.
+    """
+    if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
+        raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens`, `max_timed`, `repeats` >= 1.")
+    check_merged(model)
+    if not getattr(model, "can_generate", bool)() or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} cannot draft with its first layers: it is no decoder that generates."
+        )
+    with evaluating(model) as device, ExitStack() as stack:
+        own = model.generation_config  # which may sample, search, or punish repetition
+        stack.callback(setattr, model, "generation_config", own)
+        model.generation_config = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
+        prompts = [prompt.to(device) for prompt in prompts]
+        generate = partial(_generate, model, prompts, max_new_tokens=max_new_tokens)
+        greedy = generate()
+        acceptance = _acceptance(model, prompts, greedy)  # [layers - 1]
+        costs = np.arange(1, len(acceptance) + 1) / (len(acceptance) + 1)  # of a draft
+        steps = np.arange(MAX_DRAFT)
+        expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
+        timed = np.argsort(-expected.max(1), kind="stable")[:max_timed]
+        calls = [generate, *(partial(generate, custom_generate=draft_with(layer + 1, shortlist)) for layer in timed)]
+        texts = [call() for call in calls]
+        seconds = turns(calls, repeats, device)  # [1 + timed]
+    tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
+    speeds, equal = np.full((2, len(acceptance)), np.nan)
+    rates = tokens / seconds  # [1 + timed]
+    speeds[timed] = rates[1:]
+    equal[timed] = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
+    return SpeculationProfile(acceptance, speeds, float(rates[0]), equal)
+
+
+def _acceptance(model, prompts, greedy) -> np.ndarray:
+    """How often each layer but the last predicts the next token of the texts, after the prompts."""
+    rows = []
+    for prompt, text in zip(prompts, greedy):
+        labels = text[0].clone()
+        labels[: prompt.shape[1]] = IGNORE_INDEX
+        rows.append({"input_ids": text[0], "labels": labels})
+    return layer_profile(model, rows, batch_size=1).values[:-1]
+
+
+def _generate(model, prompts, **kwargs) -> list[torch.Tensor]:
+    return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
 
 def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Iterator[dict[str, Any]]:
@@ -116,8 +222,8 @@ def rows_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:
-    """Wall-clock seconds of `calls`, timed one after the other in each round, `[calls, repeats]`; ValueError where
-    `repeats` is below 1. One more round comes first, to warm up."""
+    """Median wall-clock seconds of each of `calls`, timed one after the other in each round, `[calls]`; ValueError
+    where `repeats` is below 1. One more round comes first, to warm up."""
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))
@@ -128,9 +234,4 @@ def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) ->
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
             seconds[index, repeat] = time.perf_counter() - start
-    return seconds[:, 1:]
-
-
-def _run(model, batches):
-    for batch in batches:
-        model(**batch)
+    return np.median(seconds[:, 1:], axis=1)

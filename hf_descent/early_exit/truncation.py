@@ -14,27 +14,25 @@ from ..readout.replay import Readout, output_logits, probing
 def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] | None = None) -> PreTrainedModel:
     """A standalone copy of `model` that stops after layer `num_layers`, under the same head.
 
-    The config of the copy says `num_layers` (lists with one entry per layer are cut with it), so it is saved and
-    loaded like any other checkpoint. The copy is returned only if its logits are those of the model's own readout at
-    that layer.
+    Its config says so (lists with one entry per layer are cut, too): it is saved and loaded like any other checkpoint.
+    Its logits are checked to be those of the model's own readout at that layer.
 
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
         num_layers (`int`): layers to keep, 1..L.
-        inputs (`dict`, *optional*): a batch as given to `model(**inputs)`. For models of token ids or images one is
-            made up where not given.
+        inputs (`dict`, *optional*): a batch as given to `model(**inputs)`; made up for models of token ids or images.
 
-    Raises:
-        TypeError: `model` is no `PreTrainedModel`.
-        ValueError: `num_layers` is out of range; there is no shared readout; no config gives exactly the first layers.
+    TypeError where `model` is no `PreTrainedModel`; ValueError where `num_layers` is out of range, there is no shared
+    readout, or no config gives exactly the first layers.
     """
     check_merged(model)
+    name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"`model` is a {type(model).__name__}; only a `PreTrainedModel` can be rebuilt from a config.")
+        raise TypeError(f"`model` is a {name}; only a `PreTrainedModel` can be rebuilt from a config.")
     inputs = example_inputs(model) if inputs is None else inputs
     reader = Readout.probe(model, inputs)
     if not 1 <= num_layers <= reader.num_layers:
-        raise ValueError(f"`num_layers` is {num_layers}; {type(model).__name__} has 1..{reader.num_layers}.")
+        raise ValueError(f"`num_layers` is {num_layers}; {name} has 1..{reader.num_layers}.")
     with probing(model):
         (truth,) = reader.read(inputs, output_logits, [num_layers])
     faults = []
@@ -44,16 +42,14 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
             short = _rebuild(model, config)
             with probing(short):
                 logits = output_logits(short(**inputs))
+            if logits.shape == truth.shape and torch.allclose(logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True):
+                return short.train(model.training)
+            faults.append(f"with {field} = {num_layers} its logits are not those of layer {num_layers}")
         except Exception as error:
             faults.append(f"with {field} = {num_layers} it fails with {error!r}")
-            continue
-        if logits.shape == truth.shape and torch.allclose(logits, truth, rtol=1e-4, atol=1e-5, equal_nan=True):
-            return short.train(model.training)
-        faults.append(f"with {field} = {num_layers} its logits are not those of layer {num_layers}")
     raise ValueError(
-        f"{type(model).__name__} cannot be cut to {num_layers} of its {reader.num_layers} layers by its config: "
-        f"{'; '.join(faults) or 'no field of it counts them'}. Use `layer_logits`, or `ConfidenceExit` for a "
-        "classifier, which need no shorter model."
+        f"{name} cannot be cut to {num_layers} of its {reader.num_layers} layers by its config: "
+        f"{'; '.join(faults) or 'no field of it counts them'}. `layer_logits` needs no shorter model."
     )
 
 
@@ -111,17 +107,9 @@ def _is_about_layers(name: str) -> bool:
 def _rebuild(model, config) -> PreTrainedModel:
     with random_state.preserved(random_state.accelerators(model)):
         short = type(model)(config).to(model.device).eval()
-    for own, given in (
-        (short.named_parameters(), dict(model.named_parameters(remove_duplicate=False))),
-        (short.named_buffers(), dict(model.named_buffers(remove_duplicate=False))),
-    ):
-        for name, tensor in own:
-            # Embeddings of all layers in one table keep the first layers' part of it.
-            part = tuple(slice(size) for size in tensor.shape)
-            value = given[name].detach()[part].clone()
-            if value.shape != tensor.shape:
-                raise ValueError(f"`{name}` changes its shape from {list(given[name].shape)} to {list(tensor.shape)}")
-            tensor.data = value
+    given = model.state_dict()
+    short.load_state_dict({name: given[name].clone() for name in short.state_dict()}, assign=True)
+    short.tie_weights()
     if model.can_generate():
         short.generation_config = copy.deepcopy(model.generation_config)
     return short

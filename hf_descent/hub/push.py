@@ -37,7 +37,7 @@ RESULTS: dict[str, tuple[type[Result], tuple[str, ...]]] = {
     "verdict": (Certificate, VERDICT_FIELDS),
     "exit_profile": (ExitProfile, ("metric", "values", "speedups", "batch_size", "device")),
     "confidence_exit": (ConfidenceReport, ()),
-    "speculation_profile": (SpeculationProfile, ("acceptance",)),
+    "speculation_profile": (SpeculationProfile, ("acceptance", "speedups")),
 }
 # What a result of this run and the baseline's must have in common to stand side by side.
 IN_COMMON = {"evaluation": ("split",), "noise_curve": ("metric", *COMMON), "layer_profile": ("gamma", "data")}
@@ -133,8 +133,6 @@ def _derived(result: Result) -> dict[str, Any]:
             return {"cheapest": result.cheapest()}
         case ConfidenceReport():
             return {"text": str(result)}
-        case SpeculationProfile():
-            return {"speedups": result.tokens_per_second / result.greedy_tokens_per_second}
     return {}
 
 

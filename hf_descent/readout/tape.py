@@ -34,12 +34,11 @@ def noise_disabled():
 class Tape:
     """The calls of one forward around its stack, and the answers they become in the replays.
 
-    `phase` is None (wrappers off), "record", "replay", or "idle" (wrappers on, passing through). Where given,
-    `run_layer(call, args, kwargs, layer)` runs the recorded layers; it may replay those before.
+    `phase` is None (wrappers off), "record", "replay", or "idle" (wrappers on, passing through).
     """
 
-    def __init__(self, model, stack, layers_only=False, run_layer=None):
-        self.model, self.stack, self.phase, self.run_layer = model, stack, None, run_layer
+    def __init__(self, model, stack, layers_only=False):
+        self.model, self.stack, self.phase = model, stack, None
         self.devices = random_state.accelerators(model)
         self.modules = stack.layers if layers_only else stack.neighbours
         self.layer_ids = {id(layer) for layer in stack.layers}
@@ -70,13 +69,12 @@ class Tape:
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
         if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
-        before = self.phase, self.layer_calls, self.nested, self.in_tail
         self._begin("replay")
         with random_state.preserved(self.devices), switched_off(self.off_in_replay), noise_disabled():
             try:
                 return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
             finally:
-                self.phase, self.layer_calls, self.nested, self.in_tail = before
+                self.phase = "idle"
 
     def stop(self):
         if self.phase is not None:
@@ -95,13 +93,10 @@ class Tape:
         if self.phase == "replay" and not self.in_tail:
             if is_last:
                 self.in_tail = True
-                if self.random_states is not None:
-                    random_state.set_torch_states(self.random_states, self.devices)
+                random_state.set_torch_states(self.random_states, self.devices)
                 return self.give(self.answer)
             for output in self.pending[id(module)]:
                 return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
-            if is_layer:  # not recorded yet
-                return self.give(self.answer)
         if is_layer and self.has_grad and not torch.is_grad_enabled():
             raise ValueError(
                 f"The layers of `{self.stack.name}` run without gradient (in Reformer, or by reentrant activation "
@@ -111,10 +106,7 @@ class Tape:
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
         self.nested = True
         try:
-            if is_layer and self.run_layer is not None:
-                output = self.run_layer(call, args, kwargs, self.layer_calls)
-            else:
-                output = call(*args, **kwargs)
+            output = call(*args, **kwargs)
         finally:
             self.nested = False
         if self.phase == "record" and not self.in_tail:

@@ -14,7 +14,7 @@ from hf_descent.early_exit import ConfidenceExit, ExitProfile, exit_profile, tru
 
 def test_the_exit_profile_has_the_metric_of_every_truncated_model():
     model, rows = spread(bert(num_layers=3)), toy_rows(24)
-    profile = exit_profile(model, rows, batch_size=8, timing_batches=2, repeats=2)
+    profile = exit_profile(model, rows, batch_size=8, repeats=2)
     batch = default_data_collator(rows)
     for layer in range(1, 4):
         with torch.no_grad():
@@ -26,9 +26,9 @@ def test_the_exit_profile_has_the_metric_of_every_truncated_model():
 
 
 def test_latencies_are_those_of_a_sample(monkeypatch):
-    monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *args: np.array([[1.0], [4.0]]))
-    profile = exit_profile(bert(num_layers=3), toy_rows(24), batch_size=8, timing_batches=2)
-    np.testing.assert_allclose(profile.seconds, np.array([1.0, 1.0, 4.0]) / 16)
+    monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *args: np.array([1.0, 2.0, 4.0]))
+    profile = exit_profile(bert(num_layers=3), toy_rows(24), batch_size=8)
+    np.testing.assert_allclose(profile.seconds, np.array([1.0, 2.0, 4.0]) / 24)
 
 
 def test_the_profile_says_how_large_its_batches_were_and_which_way_its_metric_goes():
@@ -48,9 +48,7 @@ def test_a_shorter_model_is_faster():
     config = transformers.BertConfig(
         vocab_size=40, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, intermediate_size=256, num_labels=3
     )
-    profile = exit_profile(
-        transformers.BertForSequenceClassification(config), toy_rows(32), batch_size=32, timing_batches=1, repeats=9
-    )
+    profile = exit_profile(transformers.BertForSequenceClassification(config), toy_rows(32), batch_size=32, repeats=9)
     assert profile.speedups[0] > profile.speedups[3] > 1.2
 
 

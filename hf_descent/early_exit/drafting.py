@@ -1,0 +1,251 @@
+"""Self-speculative decoding: the first layers of a language model draft, the others verify and reuse the drafts' work.
+
+In each round the first k layers run on one token after the other and, under the model's own norm and head, draft the
+next one. Layers k+1..L then run once on all of these tokens, from the hidden states that layer k gave in drafting, and
+choose what the text goes on with. No layer runs twice on a token: keys and values of the first k layers stay cached.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import DynamicLayer
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..readout.replay import Readout, probing
+from ..readout.stack import errors_explained, intercepted
+from .partial import PartialForward
+
+
+MAX_DRAFT = 16  # tokens of a round
+BINS = 10  # of confidence, for each of which the accepted drafts are counted
+INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
+
+
+def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None) -> Callable:
+    """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
+
+    The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. But
+    several tokens at once round otherwise than one by one: where the scores of two tokens are equal to within
+    rounding, it may go on with the other one, in half precision more often.
+
+    A round ends where the next draft is not worth its cost: the weights that it reads, against the share of drafts of
+    such confidence that were accepted before, and the tokens written for the weights read so far.
+
+    Args:
+        layer (`int`): layers that draft, 1..L-1.
+        shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
+            frequent ones, to read less of a large head. The text may have all tokens.
+
+    ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart; a cache that cannot be cropped
+    (sliding windows, recurrent states); beams; inputs other than tokens, outputs other than texts.
+
+    Example:
+
+    ```python
+    model.generate(**inputs, custom_generate=draft_with(15))
+    ```
+    """
+    checked = WeakKeyDictionary()  # model -> stack
+
+    def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+        _check_options(model, generation_config, logits_processor, model_kwargs)
+        example = torch.arange(4, device=input_ids.device)[None] % model.get_output_embeddings().out_features
+        reader = Readout.probe(model, {"input_ids": example})
+        if not 1 <= layer < reader.num_layers:
+            raise ValueError(f"`layer` is {layer}; {type(model).__name__} can draft with 1..{reader.num_layers - 1}.")
+        halves = _Halves(model, reader.stack, layer, shortlist)
+        outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
+        cache = outputs.past_key_values
+        layers = getattr(cache, "layers", [])
+        if len(layers) != reader.num_layers or any(type(each) is not DynamicLayer for each in layers):
+            raise ValueError(
+                f"{type(model).__name__} has a {type(cache).__name__} that cannot be cropped in each of its "
+                f"{reader.num_layers} layers (sliding windows, recurrent states): decode without `draft_with`."
+            )
+        if checked.get(model) is not reader.stack:
+            _check_halves(model, halves, example)
+            checked[model] = reader.stack
+        decoding = _Decoding(halves, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        with halves.attached(cache), model._optimize_model_for_decode():
+            sequences = decoding.run(outputs.logits[:, -1])
+        return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
+
+    return decode
+
+
+class _Halves:
+    """A model's first layers, which draft one token a row, and the others, which go on from where these stopped."""
+
+    def __init__(self, model, stack, layer, shortlist):
+        self.forward, self.layer, self.num_layers = PartialForward(model, stack), layer, stack.num_layers
+        self.head, self.states = model.get_output_embeddings(), []
+        self.short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
+        kept = slice(None) if shortlist is None else self.short
+        self.weight = self.head.weight[kept]  # [short, hidden]
+        self.bias = None if self.head.bias is None else self.head.bias[kept]
+        layers = sum(p.numel() for each in stack.layers for p in each.parameters()) / len(stack.layers)
+        head, whole = self.head.weight.numel(), stack.num_layers * layers + self.head.weight.numel()
+        # The weights read in a draft and in a verification, as shares of those that plain decoding reads.
+        self.draft_cost = (layer * layers + self.weight.numel()) / whole
+        self.verify_cost = ((stack.num_layers - layer) * layers + head) / whole
+
+    @contextmanager
+    def attached(self, cache):
+        self.cache = cache
+        with self.forward.attached(), intercepted([self.head], self._run_head):
+            yield
+
+    def draft(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
+        """Logits `[rows, vocab]` of layer k for the token after `tokens` `[rows]`; -inf off the shortlist."""
+        logits = self._run(1, self.layer, tokens[:, None], **inputs)[:, -1]
+        self.states.append(self.forward.output)
+        if self.short is None:
+            return logits
+        return logits.new_full((len(logits), self.head.out_features), -torch.inf).index_copy_(1, self.short, logits)
+
+    def verify(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
+        """Logits `[rows, n, vocab]` of the last layer after each of the n `tokens` `[rows, n]` that drafts ran on."""
+        state = pytree.tree_map(lambda *parts: torch.cat(parts, dim=1), *self.states)  # [rows, n, hidden]
+        own, self.states = self.cache.layers, []
+        # Masks are made for the first layer's cache, which has these tokens already.
+        self.cache.layers = [own[self.layer]] * self.layer + own[self.layer :]
+        try:
+            return self._run(self.layer + 1, self.num_layers, tokens, given=state, **inputs)
+        finally:
+            self.cache.layers = own
+
+    def _run(self, first, last, tokens, **inputs):
+        return self.forward(first, last, input_ids=tokens, past_key_values=self.cache, use_cache=True, **inputs).logits
+
+    def _run_head(self, module, call, hidden):
+        drafts = self.forward.first == 1 and self.short is not None
+        return F.linear(hidden, self.weight, self.bias) if drafts else call(hidden)
+
+
+class _Decoding:
+    """The texts of one call of `generate`. A row that stops leaves the batch; what it drafted in vain is masked."""
+
+    def __init__(self, halves, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
+        self.halves, self.process, self.stops, self.config = halves, logits_processor, stopping_criteria, config
+        self.texts = list(input_ids)  # of all rows, [length] each
+        self.rows = list(range(len(input_ids)))  # that go on
+        self.positions = model_kwargs["position_ids"][:, -1]  # [rows], of the last token of each
+        self.mask = model_kwargs.get("attention_mask")  # [rows, cached], or None: nothing is masked
+        if self.mask is None and len(input_ids) > 1:
+            self.mask = torch.ones_like(input_ids)
+        self.tokens, self.cost = 1.0, 1.0  # of a row, written so far; at first as of plain decoding
+        self.accepted, self.tried = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)  # at first by confidence
+
+    def run(self, logits: torch.Tensor) -> torch.Tensor:
+        """The texts `[batch, seq]`, from the logits `[batch, vocab]` after the prompts."""
+        self.write(self.choose(logits, [], self.noise(logits))[:, None], np.ones(len(logits), int), 0)
+        while self.rows:
+            self.round()
+        padding = 0 if self.config._pad_token_tensor is None else self.config._pad_token_tensor.item()
+        return pad_sequence(self.texts, batch_first=True, padding_value=padding)
+
+    def round(self):
+        tokens, noises, bins = [torch.stack([self.texts[row][-1] for row in self.rows])], [], []
+        chance = np.ones(len(self.rows))  # of all drafts so far, by the model's own confidence
+        room = self.config.max_length - max(len(self.texts[row]) for row in self.rows)
+        worth = True
+        while worth and len(noises) < min(room, MAX_DRAFT):
+            logits = self.halves.draft(tokens[-1], **self.inputs(len(noises)))  # [rows, vocab]
+            noises.append(self.noise(logits))
+            tokens.append(self.choose(logits, tokens[1:], noises[-1]))
+            confidence = logits.float().softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
+            chance = chance * confidence.cpu().numpy()
+            bins.append((chance * BINS).astype(int).clip(max=BINS - 1))
+            worth = (self.accepted / self.tried)[bins[-1]].mean() > self.halves.draft_cost * self.tokens / self.cost
+        read, drafts = torch.stack(tokens[:-1], dim=1), torch.stack(tokens[1:], dim=1)  # [rows, n]
+        logits = self.halves.verify(read, **self.inputs(0, len(noises)))  # [rows, n, vocab]
+        chosen = [self.choose(logits[:, n], tokens[1 : n + 1], noise) for n, noise in enumerate(noises)]
+        chosen = torch.stack(chosen, dim=1)  # [rows, n]
+        right = (chosen == drafts).long().cumprod(1).sum(1).cpu().numpy()  # [rows]
+        np.add.at(self.tried, bins, 1)
+        np.add.at(self.accepted, bins, np.arange(len(bins))[:, None] < right)
+        counts = (right + 1).clip(max=len(bins))  # [rows]
+        self.tokens += counts.mean()
+        self.cost += len(bins) * self.halves.draft_cost + self.halves.verify_cost
+        self.write(chosen, counts, len(bins))
+
+    def write(self, chosen, counts, cached):
+        """Go on with the first `counts` of the `chosen` tokens `[rows, n]`, up to where a text stops; keep of the last
+        `cached` places of the cache those of tokens that were read rightly."""
+        going = []
+        for place, row in enumerate(self.rows):
+            for index in range(counts[place]):
+                self.texts[row] = torch.cat([self.texts[row], chosen[place, index, None]])
+                if self.stops(self.texts[row][None], None):
+                    counts[place] = index + 1
+                    break
+            else:
+                going.append(place)
+        counts = torch.as_tensor(counts, device=self.positions.device)
+        kept = min(cached, int(counts.max()))
+        self.halves.cache.crop(kept - cached)
+        self.positions = self.positions + counts
+        if self.mask is not None:
+            right = torch.arange(kept, device=counts.device) < counts[:, None]  # [rows, kept]
+            self.mask = torch.cat([self.mask, right.to(self.mask)], dim=1)
+        if going and len(going) < len(self.rows):
+            places = torch.tensor(going, device=counts.device)
+            self.halves.cache.batch_select_indices(places)
+            self.positions, self.mask = self.positions[places], self.mask[places]
+        self.rows = [self.rows[place] for place in going]
+
+    def inputs(self, start, length=1) -> dict[str, torch.Tensor | None]:
+        """Positions and mask of the next `length` tokens, `start` after the last one written."""
+        steps = torch.arange(start, start + length, device=self.positions.device)
+        mask = self.mask if self.mask is None else F.pad(self.mask, (0, start + length), value=1)
+        return {"position_ids": self.positions[:, None] + steps, "attention_mask": mask}
+
+    def noise(self, logits):
+        """Gumbel noise, whose largest sum with the scores is a sample; drafts and text share it, to agree often."""
+        return -torch.empty_like(logits).float().exponential_().log() if self.config.do_sample else 0.0
+
+    def choose(self, logits, drafts, noise) -> torch.Tensor:
+        """The next tokens `[rows]`, from `logits` `[rows, vocab]` after the texts and `drafts`, `[rows]` each."""
+        scores, size = logits.float(), len(self.texts)
+        if self.process:  # row by row: texts differ in length, and processors may tell rows by their number
+            texts = [
+                torch.cat([self.texts[row], *(draft[n, None] for draft in drafts)]) for n, row in enumerate(self.rows)
+            ]
+            processed = (self.process(text.repeat(size, 1), each.repeat(size, 1)) for text, each in zip(texts, scores))
+            scores = torch.stack([batch[row] for row, batch in zip(self.rows, processed)])
+        return (scores + noise).argmax(-1)
+
+
+def _check_options(model, config, processors, model_kwargs):
+    """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts."""
+    asked = [name for name in OUTPUTS if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
+    asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
+    asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
+    positions = model_kwargs.get("position_ids")
+    if asked or model.config.is_encoder_decoder or positions is None or positions.dim() != 2:
+        raise ValueError(
+            f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
+            f"{type(model).__name__} cannot be decoded with {', '.join(asked) or 'it'}."
+        )
+
+
+def _check_halves(model, halves, ids):
+    """ValueError where the halves of the model, put together, are not the whole."""
+    fault = f"{type(model).__name__} cannot draft with its first {halves.layer} layers:"
+    with probing(model), errors_explained(fault, " Use `truncate` for an `assistant_model`."):
+        whole = model(input_ids=ids).logits[:, 2:]  # [1, 2, vocab]
+        places = torch.arange(4, device=ids.device)[None]
+        with halves.attached(model(input_ids=ids[:, :2], use_cache=True).past_key_values):
+            for place in (2, 3):
+                halves.draft(ids[:, place], position_ids=places[:, [place]])
+            logits = halves.verify(ids[:, 2:], position_ids=places[:, 2:])
+        if not (logits - whole).abs().max() <= max(1e-4, 8 * torch.finfo(whole.dtype).eps) * whole.abs().max():
+            raise ValueError("its logits are not those of the whole model")

@@ -1,0 +1,41 @@
+"""A model's forward with only some of its layers, from the hidden states that the layer before them gave."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..readout.stack import LayerStack, intercepted
+from ..readout.tape import clone
+
+
+class PartialForward:
+    """Runs layers `first`..`last` of `model`; embeddings, masks, norm and head are the model's own, run in each call.
+
+    `output` is what layer `last` returned, whole, in the last call; to be `given` to a later one.
+    """
+
+    def __init__(self, model, stack: LayerStack):
+        self.model, self.stack, self.running = model, stack, False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Calls of this object, and no others of the model, are possible inside."""
+        with intercepted(self.stack.layers, self._run_layer):
+            yield
+
+    def __call__(self, first: int, last: int, given: Any = None, **inputs) -> Any:
+        """The outputs of `model(**inputs)` if it stopped after `last`; `given` is what layer `first - 1` returned."""
+        self.first, self.last, self.output, self.calls = first, last, given, 0
+        return self.model(**inputs)
+
+    def _run_layer(self, module, call, *args, **kwargs):
+        if self.running:  # `__call__` on its way to `forward`
+            return call(*args, **kwargs)
+        self.calls += 1
+        if self.first <= self.calls <= self.last:
+            self.running = True
+            try:
+                self.output = call(*args, **kwargs)
+            finally:
+                self.running = False
+        return clone(self.output) if self.stack.clones else self.output

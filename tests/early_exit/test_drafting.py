@@ -1,0 +1,206 @@
+import itertools
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tiny import VOCAB, llama, spread
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from hf_descent.early_exit import draft_with, truncate
+
+
+def gpt2(num_layers=4):
+    config = GPT2Config(vocab_size=VOCAB, n_positions=36, n_embd=16, n_layer=num_layers, n_head=2, eos_token_id=None)
+    return spread(GPT2LMHeadModel(config))
+
+
+def agreeing(model, layer=2, factor=0.1):
+    """`model` whose layers after `layer` change little, so that drafts are mostly accepted."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            index = next((int(part) for part in name.split(".") if part.isdigit()), -1)
+            if index >= layer and name.endswith(("o_proj.weight", "down_proj.weight", "c_proj.weight")):
+                parameter.mul_(factor)
+    return model
+
+
+def prompts(rows=4, length=9):
+    """Token ids and attention mask, padded on the left."""
+    ids = torch.randint(8, VOCAB, (rows, length), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row] = ids[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def run_positions(model, layers):
+    """Counts the calls and the positions of each layer, in lists that grow."""
+    counts = [[] for _ in layers]
+    for layer, count in zip(layers, counts):
+        layer.register_forward_pre_hook(lambda module, args, count=count: count.append(args[0].shape[1]))
+    return counts
+
+
+@pytest.mark.parametrize("factor", [0.2, 1.0])
+@pytest.mark.parametrize("make", [lambda: spread(llama(num_layers=4)), gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_text_is_the_greedy_one_token_for_token(make, rows, factor):
+    model, inputs = agreeing(make(), 2, factor), prompts(rows)
+    ended = model.generate(**inputs, do_sample=False, max_new_tokens=20, pad_token_id=0)
+    eos = int(ended[0, -8])  # of which one row at least stops early
+    for settings in (
+        {"max_length": 36},  # as many as GPT-2 has positions
+        {"eos_token_id": eos, "max_new_tokens": 24},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "max_new_tokens": 20},
+        {"prefix_allowed_tokens_fn": lambda row, text: range(row, VOCAB - len(text) % 7), "max_new_tokens": 20},
+        {"num_beams": 1, "use_cache": False, "max_new_tokens": 9},
+    ):
+        settings |= {"do_sample": False, "pad_token_id": 0}
+        greedy = model.generate(**inputs, **settings)
+        for layer, shortlist in ((2, None), (3, range(5, 25))):
+            drafted = model.generate(**inputs, **settings, custom_generate=draft_with(layer, shortlist))
+            assert drafted.tolist() == greedy.tolist()
+
+
+@pytest.mark.parametrize("shortlist", [None, range(VOCAB)])
+def test_no_layer_runs_twice_on_a_token_and_accepted_drafts_spare_the_last_layers(shortlist):
+    model = agreeing(spread(llama(num_layers=5)), 2, 0.0)
+    decode, inputs = draft_with(2, shortlist), prompts(1, 4)
+    model.generate(**inputs, max_new_tokens=2, custom_generate=decode, pad_token_id=0)  # checks the model
+    counts = run_positions(model, model.model.layers)
+    model.generate(**inputs, do_sample=False, max_new_tokens=50, custom_generate=decode, pad_token_id=0)
+    # All drafts are accepted, so what was read is the text but for its last token.
+    assert [sum(count) for count in counts] == [4 + 49] * 5
+    assert len(counts[0]) == len(counts[1]) == 1 + 49 and len(counts[2]) == len(counts[4]) <= 1 + 12
+    plain = 5 * 50
+    assert sum(map(len, counts)) < 0.6 * plain
+
+
+def test_drafts_get_short_where_they_are_refused_and_long_where_they_are_accepted():
+    lengths = {}
+    for factor in (0.0, 1.0):
+        model = agreeing(spread(llama(num_layers=6)), 3, factor)
+        counts = run_positions(model, model.model.layers)
+        model.generate(torch.tensor([[3, 4, 5]]), do_sample=False, max_new_tokens=60, custom_generate=draft_with(3))
+        lengths[factor] = counts[-1][-10:-1]
+    assert sum(lengths[1.0]) / len(lengths[1.0]) < 2 < sum(lengths[0.0]) / len(lengths[0.0])
+
+
+@pytest.mark.parametrize("shortlist", [None, [0, 2, 3]])
+def test_samples_are_distributed_as_the_model_says(shortlist):
+    """Three tokens of a vocabulary of five, against the product of the model's own probabilities."""
+    model = agreeing(spread(llama(num_layers=4, vocab_size=5)), 2, 0.5)
+    model.generation_config.eos_token_id, draws = None, 4000
+    prompt, settings = torch.tensor([[1, 2, 3]]), {"do_sample": True, "temperature": 1.7, "top_k": 4}
+    torch.manual_seed(0)
+    texts = model.generate(
+        prompt, max_new_tokens=3, num_return_sequences=draws, custom_generate=draft_with(2, shortlist), **settings
+    )
+    cells = torch.tensor(list(itertools.product(range(5), repeat=3)))  # [125, 3]
+    seen = (texts[:, None, 3:] == cells).all(-1).sum(0).double()  # [125]
+
+    def expected(model):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt.repeat(len(cells), 1), cells], dim=1)).logits[:, 2:-1].double() / 1.7
+        logits[logits < logits.topk(4).values[..., -1:]] = -torch.inf
+        return draws * logits.softmax(-1).gather(-1, cells[..., None])[..., 0].prod(1)
+
+    def fit(counts):
+        many = counts >= 5
+        table = [torch.cat([each[many], each[~many].sum()[None]]) for each in (seen, counts)]
+        kept = table[1] > 0
+        return chisquare(table[0][kept], table[1][kept]).pvalue if not table[0][~kept].sum() else 0.0
+
+    assert seen.sum() == draws and fit(expected(model)) > 0.01
+    assert (
+        fit(expected(truncate(model, 2, {"input_ids": prompt}))) < 1e-6
+    )  # the drafts' own distribution is told apart
+
+
+def test_a_conversation_goes_on_from_its_cache():
+    model, cache = agreeing(spread(llama(num_layers=4))), DynamicCache()
+    settings = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    prompt = torch.tensor([[3, 4, 5, 6]])
+    first = model.generate(prompt, past_key_values=cache, custom_generate=draft_with(2), **settings)
+    assert cache.get_seq_length() == first.shape[1] - 1 and len({layer.keys.shape for layer in cache.layers}) == 1
+    longer = torch.cat([first, torch.tensor([[9, 8]])], dim=1)
+    second = model.generate(longer, past_key_values=cache, custom_generate=draft_with(2), **settings)
+    assert torch.equal(second, model.generate(longer, **settings))
+
+
+def test_a_saved_model_brings_its_decoding_along(tmp_path):
+    agreeing(spread(llama(num_layers=4))).save_pretrained(tmp_path)
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text(
+        "from hf_descent.early_exit import draft_with\n\n\n"
+        "def generate(model, layer=2, **kwargs):\n"
+        "    return model.generate(custom_generate=draft_with(layer), **kwargs)\n"
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    counts = run_positions(model, model.model.layers)
+    settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    prompt = torch.tensor([[3, 4, 5]])
+    text = model.generate(prompt, custom_generate=str(tmp_path), trust_remote_code=True, **settings)
+    assert len(counts[3]) < len(counts[1])
+    assert torch.equal(text, model.generate(prompt, **settings))
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": VOCAB, "num_hidden_layers": 3}
+T5 = {
+    "vocab_size": VOCAB,
+    "decoder_start_token_id": 0,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 32,
+    "num_layers": 3,
+    "num_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "reason"),
+    [
+        (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)), {}, "cannot be cropped"),
+        (
+            lambda: Lfm2ForCausalLM(Lfm2Config(**SIZES, layer_types=["full_attention", "conv", "full_attention"])),
+            {},
+            "cannot be cropped",
+        ),
+        (lambda: llama(), {"cache_implementation": "static"}, "cannot be cropped"),
+        (lambda: T5ForConditionalGeneration(T5Config(**T5)), {}, "decodes texts of decoders"),
+        (lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=3, n_head=2)), {}, "position"),
+        (lambda: llama(), {"num_beams": 2}, "num_beams"),
+        (lambda: llama(), {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+        (lambda: gpt2(), {"token_type_ids": torch.tensor([[5, 6, 7]])}, "token_type_ids"),
+        (lambda: llama(), {"guidance_scale": 1.5}, UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__),
+        (lambda: llama(num_layers=2), {}, r"`layer` is 2; LlamaForCausalLM can draft with 1\.\.1"),
+    ],
+)
+def test_what_cannot_be_decoded_so_is_refused(make, settings, reason):
+    with pytest.raises(ValueError, match=reason):
+        make().eval().generate(
+            torch.tensor([[5, 6, 7]]), max_new_tokens=4, pad_token_id=0, custom_generate=draft_with(2), **settings
+        )
+
+
+def test_layers_that_read_what_earlier_ones_cached_are_refused():
+    """As those of models that share keys and values: put together, the halves differ from the whole."""
+    model = spread(llama(num_layers=3))
+    model.model.layers[2].self_attn.layer_idx = 0
+    with pytest.raises(ValueError, match="cannot"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, custom_generate=draft_with(1), pad_token_id=0)

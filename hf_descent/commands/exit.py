@@ -34,9 +34,7 @@ class ExitArguments:
 
     def __post_init__(self):
         counts = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens")
-        check_arguments(self, dict.fromkeys(counts, 1))
-        if not 0 <= self.max_loss < 1:
-            raise ValueError(f"`max_loss` is {self.max_loss}; give a share of the samples below 1, such as 0.01.")
+        check_arguments(self, dict.fromkeys(counts, 1) | {"max_loss": 0})
 
 
 parse = partial(parse_models, (ExitArguments, DataArguments))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..evaluation import layer_profile
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
@@ -20,7 +20,6 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout, evaluating
 from .drafting import MAX_DRAFT, draft_with
 from .partial import PartialForward
-from .truncation import check_merged
 
 
 TIMED_BATCHES = 4
@@ -139,7 +138,7 @@ class SpeculationProfile(Result):
 
 
 def speculation_profile(
-    model: nn.Module,
+    model: PreTrainedModel,
     prompts: Sequence[torch.Tensor],
     *,
     max_new_tokens: int = 64,
@@ -154,29 +153,35 @@ def speculation_profile(
     count.
 
     Args:
-        model (`nn.Module`): a causal language model of transformers, on its device.
+        model (`PreTrainedModel`): a causal language model, on its device.
         prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each, continued one at a time.
         max_new_tokens (`int`): tokens generated for each.
         max_timed (`int`), repeats (`int`): exit layers that are timed, and timings of each.
         shortlist: as of [`draft_with`].
 
-    TypeError for a `PeftModel`; ValueError as of [`draft_with`], for a single layer, no prompts, or a number below 1.
+    ValueError as of [`draft_with`]; for no decoder, no prompts, or a number below 1.
     """
     if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
         raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens`, `max_timed`, `repeats` >= 1.")
-    check_merged(model)
-    if not getattr(model, "can_generate", bool)() or model.config.is_encoder_decoder:
+    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(model).__name__} cannot draft with its first layers: it is no decoder that generates."
+            f"`model` is a {type(model).__name__}; give a decoder (of a PEFT model `merge_and_unload()`)."
         )
     with evaluating(model) as device, ExitStack() as stack:
         own = model.generation_config  # which may sample, search, or punish repetition
         stack.callback(setattr, model, "generation_config", own)
         model.generation_config = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
         prompts = [prompt.to(device) for prompt in prompts]
-        generate = partial(_generate, model, prompts, max_new_tokens=max_new_tokens)
+
+        def generate(**kwargs):
+            kwargs["max_new_tokens"] = max_new_tokens
+            return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
+
         greedy = generate()
-        acceptance = _acceptance(model, prompts, greedy)  # [layers - 1]
+        rows = [{"input_ids": text[0], "labels": text[0].clone()} for text in greedy]
+        for prompt, row in zip(prompts, rows):
+            row["labels"][: prompt.shape[1]] = IGNORE_INDEX
+        acceptance = layer_profile(model, rows, batch_size=1).values[:-1]
         costs = np.arange(1, len(acceptance) + 1) / (len(acceptance) + 1)  # of a draft
         steps = np.arange(MAX_DRAFT)
         expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
@@ -190,20 +195,6 @@ def speculation_profile(
     speeds[timed] = rates[1:]
     equal[timed] = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
     return SpeculationProfile(acceptance, speeds, float(rates[0]), equal)
-
-
-def _acceptance(model, prompts, greedy) -> np.ndarray:
-    """How often each layer but the last predicts the next token of the texts, after the prompts."""
-    rows = []
-    for prompt, text in zip(prompts, greedy):
-        labels = text[0].clone()
-        labels[: prompt.shape[1]] = IGNORE_INDEX
-        rows.append({"input_ids": text[0], "labels": labels})
-    return layer_profile(model, rows, batch_size=1).values[:-1]
-
-
-def _generate(model, prompts, **kwargs) -> list[torch.Tensor]:
-    return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
 
 def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Iterator[dict[str, Any]]:

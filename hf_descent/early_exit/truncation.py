@@ -25,10 +25,9 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     TypeError where `model` is no `PreTrainedModel`; ValueError where `num_layers` is out of range, there is no shared
     readout, or no config gives exactly the first layers.
     """
-    check_merged(model)
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"`model` is a {name}; only a `PreTrainedModel` can be rebuilt from a config.")
+        raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` (of a PEFT model `merge_and_unload()`).")
     inputs = example_inputs(model) if inputs is None else inputs
     reader = Readout.probe(model, inputs)
     if not 1 <= num_layers <= reader.num_layers:
@@ -53,12 +52,6 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     )
 
 
-def check_merged(model) -> None:
-    """TypeError for a `PeftModel`."""
-    if hasattr(model, "get_base_model"):
-        raise TypeError("`model` is a PeftModel; give `model.merge_and_unload()`.")
-
-
 def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """A small batch for `model`: the token ids of its `dummy_inputs`, or images; ValueError where it reads neither."""
     name = model.main_input_name
@@ -74,29 +67,23 @@ def example_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """(field, copy of the config with that count of layers cut), decoders before encoders."""
-    fields = sorted(_count_fields(config, num_layers), key=lambda path: ("encoder" in path[-1], "decoder" in path[-1]))
-    for *parents, field in fields:
-        cut = copy.deepcopy(config)
-        owner = cut
-        for name in parents:
-            owner = getattr(owner, name)
-        for name, value in vars(owner).copy().items():
-            if isinstance(value, list | tuple) and len(value) == num_layers and _is_about_layers(name):
-                setattr(owner, name, value[:kept])
-        setattr(owner, field, kept)
-        if stages := vars(owner).get("stage_names"):  # a backbone's: the stem and the layers
-            owner.stage_names = stages[: kept + 1]
-            owner.set_output_features_output_indices(out_features=None, out_indices=None)
-        yield ".".join([*parents, field]), cut
-
-
-def _count_fields(config, num_layers, path=()) -> Iterator[tuple[str, ...]]:
-    for name, value in vars(config).items():
+    """(field, copy of the config with that count of layers cut), for each field that may be their count."""
+    for field, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            yield from _count_fields(value, num_layers, (*path, name))
-        elif type(value) is int and value == num_layers and _is_about_layers(name):
-            yield (*path, name)
+            for inner, shorter in _shorter_configs(value, num_layers, kept):
+                cut = copy.deepcopy(config)
+                setattr(cut, field, shorter)
+                yield f"{field}.{inner}", cut
+        elif type(value) is int and value == num_layers and _is_about_layers(field):
+            cut = copy.deepcopy(config)
+            for name, entries in vars(config).items():
+                if isinstance(entries, list | tuple) and len(entries) == num_layers and _is_about_layers(name):
+                    setattr(cut, name, entries[:kept])
+            setattr(cut, field, kept)
+            if stages := vars(config).get("stage_names"):  # a backbone's: the stem and the layers
+                cut.stage_names = stages[: kept + 1]
+                cut.set_output_features_output_indices(out_features=None, out_indices=None)
+            yield field, cut
 
 
 def _is_about_layers(name: str) -> bool:

@@ -57,7 +57,9 @@ def run(models: list[str], args: GenerateArguments) -> None:
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
     generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
-    rows = load_instructions(args.instructions)[: args.max_samples]
+    rows = load_file("instructions", args.instructions)
+    check_prompts(rows, args.instructions)
+    rows = rows.to_list()[: args.max_samples]
     as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
     model = load_model(name).to(best_device())
     if not model.can_generate():
@@ -81,13 +83,6 @@ def run(models: list[str], args: GenerateArguments) -> None:
     with atomic_write(args.output) as file:
         json.dump(answers, file, indent=2, ensure_ascii=False)
     print(f"{len(answers)} answers of {generator} written to {args.output}")
-
-
-def load_instructions(path: str) -> list[dict]:
-    """The rows of a csv, json or parquet file, local or on the Hub; ValueError where an instruction is no text."""
-    rows = load_file("instructions", path)
-    check_prompts(rows, path)
-    return rows.to_list()
 
 
 @torch.no_grad()

@@ -103,7 +103,7 @@ class ConfidenceExit:
                     name = type(self.model).__name__
                     raise ValueError(f"{name}: the first dimension of its states is not the batch; use `truncate`.")
                 logits = found.new_empty(len(rows), found.shape[1]) if logits is None else logits
-                sure = _uncertainty(found.float()) < (self.threshold if layer < reader.num_layers else math.inf)
+                sure = (_uncertainty(found.float()) < self.threshold) | (layer == reader.num_layers)  # [rows]
                 logits[rows[sure]], exit_layers[rows[sure]] = found[sure], layer
                 inputs, state = _take(~sure, inputs), _take(~sure, forward.output)
                 rows = rows[~sure]

@@ -23,6 +23,7 @@ from .partial import PartialForward
 
 
 TIMED_BATCHES = 4
+TIMED_LAYERS = 4
 
 
 @dataclass
@@ -142,27 +143,25 @@ def speculation_profile(
     prompts: Sequence[torch.Tensor],
     *,
     max_new_tokens: int = 64,
-    max_timed: int = 4,
     repeats: int = 3,
     shortlist: Sequence[int] | None = None,
 ) -> SpeculationProfile:
     """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
 
-    The `max_timed` layers with the highest expected speed (as by Leviathan et al. 2023, theorem 3.8, where a draft by
-    l of L layers costs l / L) are timed, in turns with plain greedy decoding. The model's generation config does not
-    count.
+    The 4 layers with the highest expected speed (as by Leviathan et al. 2023, theorem 3.8, where a draft by l of L
+    layers costs l / L) are timed, in turns with plain greedy decoding. The model's generation config does not count.
 
     Args:
         model (`PreTrainedModel`): a causal language model, on its device.
         prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each, continued one at a time.
         max_new_tokens (`int`): tokens generated for each.
-        max_timed (`int`), repeats (`int`): exit layers that are timed, and timings of each.
+        repeats (`int`): timings of each layer.
         shortlist: as of [`draft_with`].
 
     ValueError as of [`draft_with`]; for no decoder, no prompts, or a number below 1.
     """
-    if not prompts or min(max_new_tokens, max_timed, repeats) < 1:
-        raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens`, `max_timed`, `repeats` >= 1.")
+    if not prompts or min(max_new_tokens, repeats) < 1:
+        raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens` and `repeats` >= 1.")
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
             f"`model` is a {type(model).__name__}; give a decoder (of a PEFT model `merge_and_unload()`)."
@@ -185,7 +184,7 @@ def speculation_profile(
         costs = np.arange(1, len(acceptance) + 1) / (len(acceptance) + 1)  # of a draft
         steps = np.arange(MAX_DRAFT)
         expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
-        timed = np.argsort(-expected.max(1), kind="stable")[:max_timed]
+        timed = np.argsort(-expected.max(1), kind="stable")[:TIMED_LAYERS]
         calls = [generate, *(partial(generate, custom_generate=draft_with(layer + 1, shortlist)) for layer in timed)]
         texts = [call() for call in calls]
         seconds = turns(calls, repeats, device)  # [1 + timed]

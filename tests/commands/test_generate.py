@@ -160,10 +160,6 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     Path(instructions).write_text(json.dumps([{"question": "a"}]))
     with pytest.raises(ValueError, match="Column 'instruction' doesn't exist"):
         answers("x.json")
-    with pytest.raises(ValueError, match="ends in one of"):
-        generate.load_instructions("rows.txt")
-    (tmp_path / "rows.csv").write_text("instruction,input\nnull,NA\n")
-    assert generate.load_instructions(str(tmp_path / "rows.csv")) == [{"instruction": "null", "input": "NA"}]
     Path(instructions).write_text(json.dumps([{"instruction": None}]))
     with pytest.raises(ValueError, match="1 rows whose instruction is not a string"):
         answers("v.json")

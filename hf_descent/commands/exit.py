@@ -43,9 +43,8 @@ parse = partial(parse_models, (ExitArguments, DataArguments))
 def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> None:
     """Prints the tables, and writes them as json into the output folder.
 
-    A classifier's threshold is calibrated on the validation rows, and everything is reported on the test rows. Where
-    there are none, each gets one half of the validation rows. Where a language model cannot draft with its own layers,
-    the reason is printed in place of its speculation profile.
+    A classifier's threshold is calibrated on the validation rows, and all is reported on the test rows; without any,
+    each gets one half of the former. Where a language model cannot draft with its own layers, the reason is printed.
     """
     (name,) = models
     folder = writable_folder(args.output_dir or (name if Path(name).is_dir() else "."))

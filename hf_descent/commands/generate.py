@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
@@ -85,7 +84,6 @@ def run(models: list[str], args: GenerateArguments) -> None:
     print(f"{len(answers)} answers of {generator} written to {args.output}")
 
 
-@torch.no_grad()
 def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -> list[str]:
     """The greedy answers to a batch of prompts, padded on the left."""
     length = inputs["input_ids"].shape[1]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +90,7 @@ class ConfidenceExit:
         """
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
-        inputs = _without_labels(inputs)
+        inputs = {name: value for name, value in inputs.items() if "label" not in name}
         reader = Readout.probe(self.model, inputs)
         forward, state, logits = PartialForward(self.model, reader.stack), None, None
         rows = torch.arange(rows_of(self.model, inputs), device=next(self.model.parameters()).device)
@@ -128,10 +127,7 @@ class ConfidenceExit:
         logits depend on which others are still in the batch.
         """
         if not (max_loss >= 0 and 0.5 <= confidence < 1):
-            raise ValueError(
-                f"`max_loss` is {max_loss} and `confidence` is {confidence}; give the accuracy that may be lost, such "
-                "as 0.01, and a probability from 0.5 to below 1."
-            )
+            raise ValueError(f"`max_loss` is {max_loss}, `confidence` is {confidence}; give >= 0 and 0.5 to below 1.")
         logits, labels, first = [], [], None
         with evaluating(self.model):
             for inputs, classes in self._batches(dataset, settings):
@@ -184,7 +180,7 @@ class ConfidenceExit:
             labels = labels_of(batch, ["labels", "label"])
             if labels is None or labels.is_floating_point():
                 raise ValueError("The data has no `labels` that are classes; early exit needs them.")
-            yield _without_labels(batch), labels
+            yield {name: value for name, value in batch.items() if "label" not in name}, labels
 
 
 def _take(kept, tree):
@@ -207,8 +203,7 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
         exits = (unsure < threshold).argmax(0)  # [samples], the first sure layer
         lost = correct[-1] - np.take_along_axis(correct, exits[None], axis=0)[0].astype(float)  # -1, 0 or 1
         # Were all the differences losses, their number would be binomial, of which few are far from normal.
-        net = max(lost.sum(), 0.0)
-        if binom.cdf(net, len(lost), max_loss) > 1 - confidence:
+        if binom.cdf(max(lost.sum(), 0.0), len(lost), max_loss) > 1 - confidence:
             break
         lost = np.append(lost, 1.0)  # one more than seen: that none of a few samples is lost proves little
         if lost.mean() + quantile * lost.std() / math.sqrt(len(lost)) > max_loss:
@@ -227,7 +222,3 @@ def _class_logits(outputs) -> torch.Tensor:
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(f"`model` has logits of shape {list(logits.shape)}; early exit needs [batch, classes].")
     return logits
-
-
-def _without_labels(inputs) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if "label" not in name}

@@ -51,17 +51,15 @@ class ExitProfile(Result):
         return self.seconds[-1] / self.seconds
 
     def cheapest(self, share: float = 0.99) -> int:
-        """The first layer whose metric is at least `share` of the last layer's; at most 1 / `share` of it, where less
-        is better."""
+        """The first layer with at least `share` of the last's metric; at most 1 / `share`, where less is better."""
         last = self.values[-1]
         enough = self.values >= share * last if self.greater_is_better else share * self.values <= last
         return int(np.argmax([*enough[:-1], True])) + 1
 
     def __str__(self) -> str:
         rows = [["layer", self.metric, "loss", "ms/sample", "speed-up"]]
-        for layer, (value, loss, seconds, speedup) in enumerate(
-            zip(self.values, self.losses, self.seconds, self.speedups), start=1
-        ):
+        columns = (self.values, self.losses, self.seconds, self.speedups)
+        for layer, (value, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
             rows.append([f"{layer}", f"{value:.5g}", f"{loss:.5g}", f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"])
         table, layer = format_table(rows), self.cheapest()
         return (
@@ -105,12 +103,10 @@ class SpeculationProfile(Result):
     """Greedy generation with every exit layer of an L-layer language model; layer l at index l-1.
 
     Attributes:
-        acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that the exit predicts from the same
-            prefix: the rate at which its drafted tokens are accepted.
+        acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that the exit predicts, too.
         tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
         greedy_tokens_per_second (`float`): of the whole model.
-        equal (float64 `[L - 1]`): share of the prompts whose self-speculative output is exactly the greedy one; below
-            1 only by rounding.
+        equal (float64 `[L - 1]`): share of the prompts whose drafted text is the greedy one; below 1 by rounding.
     """
 
     acceptance: np.ndarray

@@ -198,9 +198,14 @@ def test_what_cannot_be_decoded_so_is_refused(make, settings, reason):
         )
 
 
-def test_layers_that_read_what_earlier_ones_cached_are_refused():
-    """As those of models that share keys and values: put together, the halves differ from the whole."""
-    model = spread(llama(num_layers=3))
-    model.model.layers[2].self_attn.layer_idx = 0
-    with pytest.raises(ValueError, match="cannot"):
-        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, custom_generate=draft_with(1), pad_token_id=0)
+def test_layers_that_need_more_than_the_hidden_states_are_refused():
+    """Such as the input of the first layer, past the layers between: without it the halves are not the whole."""
+    model, seen = spread(llama(num_layers=3)), []
+    model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: output + seen[-1])
+    prompt = torch.tensor([[5, 6, 7]])
+    model.generate(prompt, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match="its last layers need more"):
+        model.generate(prompt, max_new_tokens=4, custom_generate=draft_with(1), pad_token_id=0)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -75,3 +76,26 @@ class Watch(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
+
+
+class LiveStorage(TorchDispatchMode):
+    """The most bytes that tensors made inside held at once, each memory counted once."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._sizes = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(t)}
+        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
+        for tensor in filter(_is_tensor, torch.utils._pytree.tree_leaves(out)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return out
+
+
+def _is_tensor(leaf):
+    return isinstance(leaf, torch.Tensor)

@@ -111,7 +111,8 @@ def tiled_layer_losses(
     num_tokens = len(rows)
     picked = slice(None) if sample is None else sample
     expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
-    reads = [LayerRead(hidden, rows[picked], targets[picked]) for hidden in hidden_states[:-1]]
+    sampled = rows[picked], targets[picked]
+    reads = [LayerRead(hidden, *sampled) for hidden in hidden_states[:-1]]
     reads.append(LayerRead(hidden_states[-1], rows, targets))
     if weights is not None:
         spread = weights.detach().to(there) * expansion  # [layers]
@@ -137,8 +138,8 @@ def tiled_layer_losses(
     objective = None
     if weights is not None:
         value = torch.as_tensor(value, dtype=sums[0].dtype, device=rows.device)
-        gradients = [(read.gradient, read.rows) for read in reads] + [(grad, None) for grad in reader.gradients]
-        objective = _KnownGradients.apply(value, gradients, *hidden_states, *reader.parameters)
+        rows = [_RowGradient(read) if read.gradient is not None else None for read in reads]
+        objective = _KnownGradients.apply(value, rows, reader.gradients, *hidden_states, *reader.parameters)
         # Scaled out here: inside the reader, gradients keep the size of one token's, which half precision can hold.
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
@@ -148,12 +149,36 @@ def tiled_layer_losses(
     return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
 
 
+class _RowGradient:
+    """The gradient of one hidden state, held at some rows until autograd comes to that state, so that no two layers
+    have one of full size at once."""
+
+    def __init__(self, read: LayerRead):
+        self.gradient, self.rows, self.factor = read.gradient, read.rows.to(read.gradient.device), None
+        if read.hidden.requires_grad:
+            read.hidden.register_hook(self.add)
+
+    def expected(self, factor: torch.Tensor, hidden_shape: torch.Size) -> torch.Tensor:
+        """Zeros `[batch, seq, hidden]` without memory, to which `add` will add."""
+        self.factor = factor
+        return self.gradient.new_zeros(()).expand(hidden_shape)
+
+    def add(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """The gradient `[batch, seq, hidden]` that came from elsewhere, with this one."""
+        if self.factor is None:  # the backward pass of something else
+            return None
+        gradient, self.gradient = _scaled(self.gradient, self.factor), None
+        self.factor = None
+        return grad.flatten(0, -2).index_add(0, self.rows, gradient).view(grad.shape)
+
+
 class _KnownGradients(torch.autograd.Function):
-    """Gives `value` the gradients that were computed beside it; those of hidden states are held at some rows only."""
+    """Gives `value` the gradients that were computed beside it: of hidden states by `rows`, then of parameters."""
 
     @staticmethod
-    def forward(ctx, value, gradients, *tensors):
-        ctx.gradients, ctx.shapes = gradients, [None if tensor is None else tensor.shape for tensor in tensors]
+    def forward(ctx, value, rows, gradients, *tensors):
+        ctx.rows, ctx.gradients = rows, gradients
+        ctx.shapes = [tensor.shape for tensor in tensors[: len(rows)]]
         return value.clone()
 
     @staticmethod
@@ -165,13 +190,14 @@ class _KnownGradients(torch.autograd.Function):
                 "instead of `backward(retain_graph=True)`."
             )
         gradients, ctx.gradients = ctx.gradients, None
-        for index, (shape, (gradient, rows)) in enumerate(zip(ctx.shapes, gradients)):
-            if gradient is not None:
-                # A GPU would cast the factor (1 / tokens, loss scaling) to half precision before it multiplies.
-                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                gradient = wide.mul_(grad_value.to(wide.device)).to(gradient.dtype)
-                if rows is not None:
-                    full = gradient.new_zeros(shape.numel() // shape[-1], shape[-1])  # [batch * seq, hidden]
-                    gradient = full.index_copy_(0, rows.to(full.device), gradient).view(shape)
-            gradients[index] = gradient
-        return None, None, *gradients
+        hidden = [row and row.expected(grad_value, shape) for row, shape in zip(ctx.rows, ctx.shapes)]
+        for index, gradient in enumerate(gradients):
+            gradients[index] = None if gradient is None else _scaled(gradient, grad_value)
+        return None, None, None, *hidden, *gradients
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`gradient` times `factor`, in place where its type is wide enough."""
+    # A GPU would cast the factor (1 / tokens, loss scaling) to half precision before it multiplies.
+    wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return wide.mul_(factor.to(wide.device)).to(gradient.dtype)

@@ -28,6 +28,9 @@ from ..readout.tape import noise_is_disabled
 from .lookups import find_lookups, is_time_first, look_up
 
 
+MOMENTS_CHUNK = 2**22  # values that are held in float64 at once
+
+
 @dataclass
 class _Call:
     """One running forward call of a (sub)model."""
@@ -257,9 +260,13 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
 
 
 def moments_of(values: torch.Tensor) -> torch.Tensor:
-    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU."""
-    values = values.detach().cpu().double()
-    return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()])  # [3]
+    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device, a part at a time."""
+    moments = torch.tensor([values.numel(), 0, 0], dtype=torch.float64)
+    wide = values.device if values.device.type == "cuda" else "cpu"  # some devices have no float64
+    for part in values.detach().flatten().split(MOMENTS_CHUNK):
+        part = part.to(wide, torch.float64)
+        moments[1:] += torch.stack([part.sum(), part.square().sum()]).cpu()
+    return moments
 
 
 def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:

@@ -95,14 +95,20 @@ class HeadReadout:
 
         def run_head(module, call, *args, **kwargs):
             # Mixed precision ends with the model's forward, before the layers are read.
-            self._autocast = present_autocast(args[0].device.type)
-            return call(*args, **kwargs) if keep_logits else call(args[0][..., :0, :])
+            self._autocast = self._autocast or present_autocast(args[0].device.type)
+            if keep_logits:
+                return call(*args, **kwargs)
+            with torch.autocast(args[0].device.type, enabled=False):  # which would cast the weight for no position
+                return call(args[0][..., :0, :].to(module.weight.dtype))
 
         def read_out(args, kwargs, outputs):
             if self._autocast is None:
                 raise ValueError(f"{type(self._model).__name__} did not run the head found by the probe.")
             states = [self._stack.hidden_state(output) for output in tape.layer_outputs]
-            loss = on_forward(partial(self._read, states), outputs, states)
+            try:
+                loss = on_forward(partial(self._read, states), outputs, states)
+            finally:
+                self._workspace.free_weight()
             if loss is not None:
                 outputs["loss"] = loss
 

@@ -31,10 +31,22 @@ PLAIN_CROSS_ENTROPY = HeadLoss()
 
 
 class Workspace:
-    """Memory for one tile of logits, kept between calls: on a CPU, touching fresh pages costs more than a softmax."""
+    """Memory for one tile of logits, kept between calls: on a CPU, touching fresh pages costs more than a softmax.
+
+    Keeps the head's weight in the dtype of mixed precision, too, until `free_weight` is called."""
 
     def __init__(self):
-        self._memory = None
+        self._memory = self._weight = None
+
+    def weight(self, head: torch.nn.Linear, dtype: torch.dtype) -> torch.Tensor:
+        """The head's weight `[vocab, hidden]` in `dtype`; the head is the same until `free_weight`."""
+        if self._weight is None:
+            self._weight = head.weight.detach().to(dtype)
+        return self._weight
+
+    def free_weight(self):
+        """Forget the weight, which the optimizer will change."""
+        self._weight = None
 
     def tile(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised `[rows, columns]` tensor, valid until the next call."""
@@ -65,7 +77,7 @@ class TiledReader:
         self.device = device = head.weight.device
         self.autocast_off = torch.autocast(device.type, enabled=False)
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else head.weight.dtype
-        self.weight = head.weight.detach().to(dtype)  # [vocab, hidden]
+        self.weight = workspace.weight(head, dtype)  # [vocab, hidden]
         self.bias = None if head.bias is None else head.bias.detach().to(dtype)  # [vocab]
         self.accumulator_dtype = torch.promote_types(dtype, torch.float32)
         self.rows_per_tile = max(1, TILE_ELEMENTS.get(device.type, DEFAULT_TILE_ELEMENTS) // len(self.weight))

@@ -3,6 +3,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+from naive_head import LiveStorage
 from noisy import Spy, added_noise, assert_noise_on, batch, vit
 from scipy.stats import kstest
 from tiny import VOCAB, bert, llama
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import BartConfig, BartModel, FNetConfig, FNetForMaskedLM
 
 from hf_descent.models import UTConfig, UTForVideoDenoising
+from hf_descent.noise import embedding_noise
 from hf_descent.noise.embedding_noise import EmbeddingNoise, deviation_from_moments, estimate_sigma, signal_moments
 from hf_descent.readout.replay import layer_logits
 
@@ -267,6 +269,16 @@ def test_sigma_of_images_is_that_of_their_pixels():
     # CLIP's mask is that of its text.
     batches = [{"pixel_values": part, "attention_mask": torch.ones(4, 7)} for part in pixels]
     assert estimate_sigma(vit(), batches) == pytest.approx(pixels.double().numpy().std(), rel=1e-9)
+
+
+def test_sums_hold_a_part_of_the_values_in_double_precision_at_once(monkeypatch):
+    monkeypatch.setattr(embedding_noise, "MOMENTS_CHUNK", 64)
+    values = torch.randn(100, 100)
+    with LiveStorage() as live:
+        moments = embedding_noise.moments_of(values)
+    wide = values.double()
+    torch.testing.assert_close(moments, torch.stack([torch.tensor(1e4).double(), wide.sum(), wide.square().sum()]))
+    assert live.peak < 64 * 8 * 4
 
 
 # ---- bad input ----

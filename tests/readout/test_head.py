@@ -3,6 +3,7 @@ import torch
 import transformers
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_descent import layer_logits, layer_losses
@@ -312,6 +313,26 @@ def test_mixed_precision_over_a_half_precision_model():
     _, means, found = train_step(HeadReadout.probe(model, inputs), model, inputs)
     torch.testing.assert_close(means, losses.detach(), rtol=0.02, atol=0.0)
     assert {gradient.dtype for gradient in found.values()} == {torch.float16}
+
+
+def test_mixed_precision_casts_the_weight_of_the_head_once_in_a_forward():
+    model, inputs, casts = build(), batch(), []
+    readout = HeadReadout.probe(model, inputs)
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            casts.extend(1 for arg in args[:1] if "_to_copy" in str(func) and arg.shape == model.lm_head.weight.shape)
+            return func(*args, **(kwargs or {}))
+
+    def twice(read, *_):
+        read(readout.tokens(inputs))
+        return read(readout.tokens(inputs), WEIGHTS).objective
+
+    for _ in range(2):
+        casts.clear()
+        with readout.attach(twice), torch.autocast("cpu", torch.bfloat16), Casts():
+            model(**inputs)
+        assert len(casts) == 1
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPred
             "the problem of this model."
         )
     task, constant = layers.task, None
+    inputs = task.short(inputs)
     with suppress(ValueError):  # of a custom loss
         constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
     return layers, constant

@@ -258,6 +258,7 @@ def find_layer_losses(
     Raises:
         ValueError: no shared readout exists (see [`Readout.probe`]), or the replay cannot heed `token_fraction`.
     """
+    inputs = task.short(inputs)
     replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:

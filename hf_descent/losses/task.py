@@ -15,6 +15,9 @@ from ..readout.replay import Readout, output_logits, output_loss, probing
 from ..readout.stack import inner_model
 
 
+PROBED_TOKENS = 32  # of a row, where a model is tried out
+
+
 @dataclass
 class ShiftingSmoother(LabelSmoother):
     """Trainer's label smoother, which shifts labels where the model does; Trainer goes by the name of its class."""
@@ -58,7 +61,7 @@ class TaskLoss:
         if isinstance(smoother, ShiftingSmoother):  # which shifts as the model of an earlier run did
             smoother = LabelSmoother(smoother.epsilon)
         task = cls(model, names, loss_fn, smoother, readout is not None)
-        found = task._find_shift(batch, readout)
+        found = task._find_shift(task.short(batch), readout)
         task.shifts_labels = shifts_labels if found is None else found
         return task
 
@@ -130,6 +133,33 @@ class TaskLoss:
         withheld = () if self.uses_model_loss else tuple(self.label_names) if self.has_custom_readout else ("labels",)
         return {name: value for name, value in inputs.items() if name not in withheld}
 
+    def short(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A batch to try the model out on in little memory: of labels of tokens one or two rows, those with the most
+        and the least padding, cut to 32 tokens and labelled there; any other batch as it is."""
+        labels, mask = labels_of(inputs, self.label_names), inputs.get("attention_mask")
+        config = getattr(inner_model(self.model), "config", None)
+        of_packing = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        rows_of = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in of_packing}
+        if (
+            not are_token_labels(labels)
+            or any(v.dim() != 2 or v.is_floating_point() or len(v) != len(labels) for v in rows_of.values())
+            or getattr(config, "attention_type", None) == "block_sparse"  # BigBird is another model on few tokens
+        ):
+            return inputs
+        lengths = (torch.ones_like(labels) if mask is None else mask).sum(1)  # [batch]
+        rows = torch.stack([lengths.argmax(), lengths.argmin()]).unique()
+        pads_left = mask is not None and not mask[:, 0].all()
+        part = slice(-PROBED_TOKENS, None) if pads_left else slice(PROBED_TOKENS)
+        found = {**inputs, **{name: value[rows, part] for name, value in rows_of.items()}}
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if inputs.get(name) is not None:
+                found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
+        counted = labels[labels != IGNORE_INDEX]
+        for name in {*self.label_names, "labels", "shift_labels"} & rows_of.keys():
+            if len(counted) and not found[name][:, 1:].ne(IGNORE_INDEX).any():  # they come later in each row
+                found[name] = counted[torch.arange(found[name].numel()) % len(counted)].view_as(found[name])
+        return found
+
     @property
     def uses_model_loss(self) -> bool:
         """Whether the loss is the one that the model's forward returns."""
@@ -140,7 +170,7 @@ class TaskLoss:
         the model's forward takes `num_items_in_batch`."""
         if not accepts_items and self.loss_fn is None and self.smoother is None:
             return False
-        values = []
+        values, batch = [], self.short(batch)
         for items in (torch.tensor(1.0), torch.tensor(2.0)):
             given = self.model_inputs(batch) | ({"num_items_in_batch": items} if accepts_items else {})
             # From the same random state, or the loss of a model that draws would seem to depend on them.

@@ -74,9 +74,10 @@ class DescentObjective:
             if not isinstance(inputs, Mapping):
                 raise ValueError(f"`batches` begins with {inputs!r}; give dicts for `model(**batch)`, with labels.")
             task = TaskLoss.probe(model, inputs, loss_fn=layer_loss_fn, readout=readout)
-            outputs = model(**task.model_inputs(inputs))
+            short = task.short(inputs)
+            outputs = model(**task.model_inputs(short))
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
-                chances = [chance_of_batches(task, inputs, outputs, lambda _: chain([inputs], batches), float)]
+                chances = [chance_of_batches(task, short, outputs, lambda _: chain([inputs], batches), float)]
         if _processes()[1] > 1:
             dist.broadcast_object_list(chances)
         self._layers = find_layer_losses(

@@ -178,6 +178,7 @@ def make_dual(
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated."""
     args, state, task = trainer.args, trainer.state, layers.task
+    inputs = task.short(inputs)
     with probing(task.model):
         outputs = task.model(**task.model_inputs(inputs))
     if task.has_custom_readout and not isinstance(outputs, dict):

@@ -135,6 +135,9 @@ class DescentProblem:
         self._reference = torch.tensor([row.reference for row in self.rows])
         self._is_target = torch.tensor([row.kind in ("exit", "bound") for row in self.rows])
         self._is_fixed = torch.tensor([row.kind in ("exit", "bound", "line") for row in self.rows])
+        # The share of what a row asks for to which a margin may lower it.
+        least = [{"exit": 1 / row.factor, "bound": 0.0}.get(row.kind, 1.0) for row in self.rows]
+        self._least_share = torch.tensor(least)
         self._factor = self._factors_in(torch.float32)
         self._power = torch.tensor([row.power for row in self.rows])
 
@@ -188,13 +191,14 @@ class DescentProblem:
         Args:
             layer_losses (`torch.Tensor` of shape `[L]`): f.
             level (scalar `torch.Tensor`, *optional*): the f_L that line and steps rows lead to; by default that of f.
-            margin (`float`): exits and bounds ask for a loss that is lower by this share.
+            margin (`float`): exits and bounds ask for a loss that is lower by this share; exits for none below f_L,
+                which no layer needs to reach: their multipliers would grow for ever.
             detach (`bool`): whether the references of descent and steps rows are constants in the gradient as well.
         """
         losses = self._checked("layer_losses", layer_losses, self.num_layers)
         level = losses[-1] if level is None else level
         asked, _ = self._asked(losses, level, detach)
-        asked = torch.where(self._is_target, (1 - margin) * asked, asked)
+        asked = self._least_share.clamp(min=1 - margin) * asked
         violations = losses[self._layer - 1] - asked  # [constraints]
         violations = torch.where(self._asks(level), violations, violations.clamp(max=0))
         return self._over_rows(violations)

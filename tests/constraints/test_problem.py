@@ -159,7 +159,8 @@ def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
     assert found[index].tolist() == pytest.approx([F[layer - 1] - asked for _, layer, asked, _ in rows])
     assert found.count_nonzero() == len(rows)
     tight = problem.violations(f, level, margin=0.1)
-    asked = [asked * (0.9 if kind in ("exit", "bound") else 1) for kind, _, asked, _ in rows]
+    least = {"exit": F[-1], "bound": 0.0}  # to which a margin may lower what is asked
+    asked = [max(0.9 * asked, least.get(kind, asked)) for kind, _, asked, _ in rows]
     assert tight[index].tolist() == pytest.approx([F[row[1] - 1] - a for row, a in zip(rows, asked)])
     if level is None:
         asked, tolerances = problem.bounds(f)
@@ -169,6 +170,13 @@ def test_every_kind_of_row_asks_what_is_written_out(alpha, level):
     again = DescentProblem(**json.loads(json.dumps(problem.state_dict())))
     assert again.rows == problem.rows and again.state_dict() == problem.state_dict()
     assert DescentProblem.saved_in(problem.state_dict()).rows == problem.rows
+
+
+@pytest.mark.parametrize(("eps", "asked"), [(0.0, 1.0), (0.02, 1.0), (0.5, 1.35)])
+def test_a_margin_asks_no_exit_for_less_than_the_last_layer_reaches(eps, asked):
+    """A layer as good as the last one would else be violated for ever, and its multiplier rise for ever."""
+    problem = DescentProblem(None, 1.0, 3, exit_targets={1: eps})
+    assert problem.violations(torch.tensor([0.4, 0.4, 0.4]), margin=0.1).item() == pytest.approx(0.4 * (1 - asked))
 
 
 @pytest.mark.parametrize("detach", [False, True])

@@ -22,13 +22,12 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from ..configs import DescentArguments
-from ..constraints.state import STATE_NAME
 from ..files import atomic_write
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
@@ -42,11 +41,6 @@ WEIGHTS = ("model", "adapter_model", "pytorch_model")
 OPTIMIZERS = ("optimizer", "global_step")  # the beginnings of their names, the latter with DeepSpeed
 CHECKSUMS_NAME = "descent_checksums.json"
 CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming reads, beside JSON, which people may edit
-# What Trainer and DeepSpeed write with `torch.save`; a folder may hold others' files of the same endings.
-TORCH_FILES = (
-    "adapter_model", "bf16_zero", "mp_rank", "optimizer", "pytorch_model", "rng_state", "scaler", "scheduler",
-    "training_args", "zero_pp_rank",
-)  # fmt: skip
 
 
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
@@ -230,67 +224,62 @@ def check_complete(checkpoint: str) -> None:
 
 
 def faults(checkpoint: str) -> Iterator[str]:
-    """What is missing or damaged in a checkpoint folder, one sentence each, cheap checks first; nothing for a complete
-    one."""
-    folder = Path(checkpoint)
-    names = {path.name for path in folder.iterdir()}
-    contents = {}
-    for name in sorted({TRAINER_STATE_NAME, *(name for name in names if name.endswith(".json"))}):
+    """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one.
+
+    One that has checksums is complete where all files have theirs. One of plain `Trainer`, or of an older version, is
+    where its trainer state, which is written last, and its weights can be read.
+    """
+    folder, contents = Path(checkpoint), {}
+    for name in sorted({TRAINER_STATE_NAME, *(path.name for path in folder.glob("*.json"))}):
         try:
             contents[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             yield f"{folder / name} is missing or damaged ({error})"
             return
-    if any(name.startswith(OPTIMIZERS[0]) for name in names):
-        if SCHEDULER_NAME not in names:  # without which Trainer loads no optimizer either
-            yield f"{folder / SCHEDULER_NAME} is missing"
-        if not any(name.startswith("rng_state") for name in names):
-            yield f"{folder / 'rng_state.pth'} is missing"
-    elif SCHEDULER_NAME in names and not any(name.startswith(OPTIMIZERS[1]) for name in names):
-        yield f"{folder / OPTIMIZER_NAME} is missing"
-    if CHECKSUMS_NAME in names and RunFolder.SUMMARY not in names:  # which holds the scale of the noise
-        yield f"{folder / RunFolder.SUMMARY} is missing"
-    if "multipliers" in contents.get(RunFolder.SUMMARY, ()) and SCHEDULER_NAME in names and STATE_NAME not in names:
-        yield f"{folder / STATE_NAME} is missing"
-    indexes = [content["weight_map"] for name, content in contents.items() if name.endswith(".index.json")]
-    for shard in sorted({shard for index in indexes for shard in index.values()} - names):
-        yield f"{folder / shard} is missing"
-    # Sharded (FSDP, DeepSpeed) weights lie in folders of their own.
-    if not any((folder / name).is_dir() or (name.startswith(WEIGHTS) and not name.endswith(".tmp")) for name in names):
+    weights = [path for path in folder.iterdir() if path.is_dir() or path.name.startswith(WEIGHTS)]
+    shards = {shard for name in contents for shard in contents[name].get("weight_map", {}).values()}
+    for name in sorted(shards - {path.name for path in weights}):
+        yield f"{folder / name} is missing"
+    if not weights:  # those of FSDP and DeepSpeed lie in folders of their own
         yield f"{folder} holds no model weights"
-    for path in sorted([*folder.glob("*"), *folder.glob("*/*")]):
-        is_shard = path.parent != folder  # of FSDP or DeepSpeed, whose processes write together
-        if path.suffix == ".distcp" and not (index := path.with_name(".metadata")).exists():  # which is written last
-            yield f"{index} is missing"
-        elif path.is_file() and ((is_shard and path.stat().st_size == 0) or _is_damaged(path, in_full=not is_shard)):
+    for path in (path for path in weights if path.suffix == ".safetensors"):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
             yield f"{path} is damaged"
-    if (saved := contents.get(CHECKSUMS_NAME)) is not None:  # which older checkpoints lack
-        if contents[TRAINER_STATE_NAME].get("global_step") != saved["step"]:
-            yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
-        found = checksums(folder)
-        for name in (name for name, checksum in saved["files"].items() if found.get(name) != checksum):
-            if name in found or not (indexes and name.startswith(WEIGHTS)):  # which other shards have replaced
-                yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
+    if (saved := contents.get(CHECKSUMS_NAME)) is None:
+        return
+    if RunFolder.SUMMARY not in contents:  # which holds the scale of the noise
+        yield f"{folder / RunFolder.SUMMARY} is missing"
+    if contents[TRAINER_STATE_NAME].get("global_step") != saved["step"]:
+        yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
+    found = checksums(folder, in_full=True)
+    for name in (name for name, checksum in saved["files"].items() if found.get(name) != checksum):
+        if name in found or not (shards and name.startswith(WEIGHTS)):  # which other shards have replaced
+            yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
 
 
-def checksums(folder: Path) -> dict[str, list[int]]:
+def checksums(folder: Path, in_full: bool = False) -> dict[str, list[int]]:
     """Size and checksum of each file of a checkpoint that resuming reads, by its name in the `folder`.
 
-    Where torch has put checksums into a file itself, theirs are taken. FSDP's shards, which no process could read all
-    of in a short time, are known by their sizes alone.
+    Where torch has put checksums into a file itself, theirs are taken, and compared with its content where `in_full`.
+    FSDP's shards, which no process could read all of in a short time, are known by their sizes alone.
     """
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix in CHECKED:
-            of_content = 0 if path.suffix == ".distcp" else _checksum(path)
+            of_content = 0 if path.suffix == ".distcp" else _checksum(path, in_full)
             found[path.relative_to(folder).as_posix()] = [path.stat().st_size, of_content]
     return found
 
 
-def _checksum(path: Path) -> int:
+def _checksum(path: Path, in_full: bool) -> int:
     if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            return zlib.crc32(repr([part.CRC for part in archive.infolist()]).encode())
+            parts = [part.CRC for part in archive.infolist()]
+            is_damaged = in_full and any(parts) and archive.testzip() is not None  # torch's can be turned off
+            return -1 if is_damaged else zlib.crc32(repr(parts).encode())
     found = 0
     with open(path, "rb") as file:
         while chunk := file.read(2**20):
@@ -333,24 +322,3 @@ def _weights_by_own_names(model: PreTrainedModel, folder: str) -> dict[str, torc
         for each, tensors in zip(slots, before):
             each.update(tensors)
         model._weight_conversions = conversions
-
-
-def _is_damaged(path: Path, in_full: bool) -> bool:
-    """Whether a weights or state file is cut short, or, read `in_full`, no longer has torch's own checksums."""
-    if path.suffix == ".safetensors":
-        try:
-            with safe_open(path, framework="pt"):
-                return False
-        except (SafetensorError, OSError):
-            return True
-    if not (path.name.startswith(TORCH_FILES) and path.suffix in (".pt", ".pth", ".bin")):
-        return False
-    with open(path, "rb") as file:
-        if file.read(1) == b"\x80":  # a bare pickle, torch's format before 1.6
-            return False
-    try:
-        with zipfile.ZipFile(path) as archive:
-            has_checksums = any(part.CRC for part in archive.infolist())  # which can be turned off in torch
-            return in_full and has_checksums and archive.testzip() is not None
-    except zipfile.BadZipFile:
-        return True

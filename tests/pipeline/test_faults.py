@@ -131,8 +131,7 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "damaged"),
-        (lambda path: path.write_bytes(b"\x00" * 100), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read"),
         (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, float("nan"), 0.0])}), "non-finite"),
         (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, -1.0, 0.0])}), "negative"),
         (lambda path: rewrite(path, {"multipliers.square": torch.tensor([1.0, -1.0, 0.0])}), "negative"),

@@ -337,8 +337,8 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
         trained(tmp_path, str(checkpoint))
-    if damage not in ("flipped", "of another step"):  # in a checkpoint of an older version, too
-        (checkpoint / CHECKSUMS_NAME).unlink()
+    if victim in ("model.safetensors", *TEXTS) and damage in ("missing", "cut", "empty"):
+        (checkpoint / CHECKSUMS_NAME).unlink()  # of an older version
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
@@ -429,22 +429,6 @@ def test_changed_arguments_are_named_once(tmp_path, three_steps, caplog):
     assert [name for name in (*changes, "seed", "dual_learning_rate") if f"`{name}`" in warning] == [*changes]
 
 
-def test_others_files_and_torch_s_old_format_are_no_damage(tmp_path):
-    trained(tmp_path, max_steps=2)
-    checkpoint = tmp_path / "checkpoint-2"
-    (checkpoint / "index.bin").write_bytes(b"not torch's")
-    lock = checkpoint / ".cache" / "huggingface" / "download" / "model.lock"  # as downloads leave them
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    (checkpoint / CHECKSUMS_NAME).unlink()
-    for name in ("optimizer.pt", "scheduler.pt"):
-        state = torch.load(checkpoint / name, weights_only=False)
-        torch.save(state, checkpoint / name, _use_new_zipfile_serialization=False)
-    assert newest_complete_checkpoint(str(tmp_path)) == str(checkpoint)
-    (checkpoint / "optimizer.pt").write_bytes(b"")
-    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
-
-
 def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_run(tmp_path):
     for steps in (3, 2):
         trained(tmp_path, max_steps=steps)
@@ -461,20 +445,10 @@ def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_ru
         newest_complete_checkpoint(str(tmp_path / "nowhere"))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "fault"),
-    [
-        ("model.safetensors.index.json", '{"weight_map": {"a": "model-2"}}', "model-2 is missing"),
-        ("fsdp_model_0/__0_0.distcp", "shard", ".metadata is missing"),
-        ("global_step1/shard", "", "shard is damaged"),
-        ("global_step1/mp_rank_00.pt", "cut", "mp_rank_00.pt is damaged"),
-    ],
-)
-def test_what_lacks_of_sharded_weights_is_named(tmp_path, name, content, fault):
+def test_a_shard_that_is_missing_is_named(tmp_path):
     (tmp_path / "trainer_state.json").write_text("{}")
     (tmp_path / "model").touch()
     assert not [*faults(str(tmp_path))]
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    (tmp_path / name).write_text(content)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2"}}')
     (found,) = faults(str(tmp_path))
-    assert fault in found
+    assert "model-2 is missing" in found

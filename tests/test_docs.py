@@ -11,14 +11,21 @@ from pathlib import Path
 import pytest
 from architectures import T5, build
 from hub_server import serving
-from tiny import word_tokenizer
+from tiny import bert, classification_data, config, word_tokenizer
 from tiny_files import WORDS, save_generator, save_tiny_model
 from tiny_sft import chats
 from transformers import AutoModelForSequenceClassification
 
+from hf_descent import DescentTrainer
+
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 EXAMPLES = ROOT / "recipes/examples"
+
+
+def python_blocks(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def write_table(folder, columns, rows, splits=("train", "validation", "test")):
@@ -122,3 +129,47 @@ def test_examples_are_short_and_name_what_they_need(path):
     text = path.read_text()
     header = re.search(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)[1]
     assert "hf_descent" in header and len(text.splitlines()) < 61
+
+
+@pytest.mark.parametrize("epochs", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_the_script_of_the_readme(epochs, tmp_path, monkeypatch, capsys):
+    (script,) = python_blocks(README)
+    assert "num_train_epochs=10" in script
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    exec(script.replace("num_train_epochs=10", f"num_train_epochs={epochs}"), {})
+    printed = capsys.readouterr().out
+    assert re.search(r"row +asked +reached", printed)
+    if epochs == 10:
+        assert "1 of 1 rows are met" in printed
+        assert json.loads((tmp_path / "out/three-layers/config.json").read_text())["num_hidden_layers"] == 3
+
+
+def test_the_readme_is_short_and_its_numbers_stand_where_it_says():
+    assert len(README) <= 9000
+    rows = re.findall(r"^\| (?:\[|the same).*$", README.split("## What it buys")[1].split("\n## ")[0], re.MULTILINE)
+    assert 0 < len(rows) <= 5
+    page = None
+    for row in rows:
+        if match := re.search(r"\((recipes/[^)#]+)", row):
+            page = (ROOT / match[1]).read_text()
+        numbers = re.findall(r"\d+\.\d+", row)
+        assert numbers and all(number in page for number in numbers), row
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_the_code_of_the_documentation_runs(page, tmp_path, monkeypatch):
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+    if not (blocks := python_blocks(text)):
+        return
+    monkeypatch.chdir(tmp_path)
+    train, validation, test = (classification_data(64, seed=seed) for seed in range(3))
+    model, tokenizer = bert(), word_tokenizer()
+    settings = config("run", descent_alpha="line", initial_loss_bound="auto")
+    trainer = DescentTrainer(model, settings, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
+    trainer.train()
+    names = {"model": model, "tokenizer": tokenizer, "validation": validation, "test": test, "trainer": trainer}
+    for block in blocks:
+        exec(block, names)

@@ -1,13 +1,13 @@
 """Layerwise descent training for HuggingFace transformers: every layer lowers the task loss, read by one shared head.
 
-README.md has an order to read the modules in.
+CONTRIBUTING.md has an order to read the modules in.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "DescentConfig": "configs",

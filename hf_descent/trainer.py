@@ -250,8 +250,7 @@ class DescentMixin:
         is_noisy = self.args.gamma_train > 0
         if self._noise is None and (is_noisy or self.args.eval_gammas):  # sigma is that before training
             model = self.accelerator.unwrap_model(model)
-            sigma = self.noise_sigma(model)
-            self._noise = EmbeddingNoise(model, self.args.noise_gamma, seed=self.args.seed, sigma=sigma)
+            self._noise = EmbeddingNoise(model, self.args.noise_gamma, self.args.seed, self.noise_sigma(model))
         if not is_noisy:
             return contextlib.nullcontext()
         # Keyed by where training stands, the noise of a resumed run needs no saved generator.
@@ -280,6 +279,10 @@ class DescentMixin:
 
     # ---- evaluation ----
 
+    def evaluate(self, eval_dataset=None, *args, **kwargs):
+        self._record.also_selected = evaluation.is_of_training(self, eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)
+
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
         self._evaluated = LayerTotals()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -287,8 +290,8 @@ class DescentMixin:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
-            given = (totals, self._evaluated.labels, metric_key_prefix, self.state.global_step)
-            metrics, self._record.certificate = evaluation.layer_metrics(self._dual, *given)
+            given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
+            metrics, self._record.certificate = evaluation.layer_metrics(self._dual, totals, *given)
             self._record.keep_certificate(self.state.global_step, self.state.best_global_step)
             output.metrics.update(metrics)
             if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
@@ -370,8 +373,8 @@ class DescentMixin:
             settings["problem"] = self.problem
         self._record.layer_profile = profile = layer_profile(model, dataset, **{**settings, **kwargs})
         if profile.problem is not None:
-            multipliers = None if self._dual is None else self._dual.multipliers.values
-            self._record.certificate = profile.certificate(multipliers=multipliers)
+            self._record.certificate = profile.certificate(multipliers=getattr(self.multipliers, "values", None))
+            self._record.certificate.also_selected = evaluation.is_of_training(self, eval_dataset)
         return profile
 
     def _held_out(self, dataset):
@@ -459,8 +462,7 @@ class DescentMixin:
         """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""
         if self._record.started is None and (saved := checkpoints.saved_summary(self)):
             return saved
-        dual = {} if self._dual is None else self._dual.summary()
-        return checkpoints.run_summary(self, self._record, self.command, self._readout_fn, dual)
+        return checkpoints.run_summary(self, self._record, self.command, self._readout_fn, self._dual)
 
     def log(self, logs, start_time=None):
         if self._dual is not None and "loss" in logs:
@@ -474,8 +476,8 @@ class DescentMixin:
     ):
         if compute_objective is None:
             compute_objective, direction = default_objective(self.args.objective, self.eval_dataset, direction)
-        direction = direction or "minimize"
-        return super().hyperparameter_search(hp_space, compute_objective, n_trials, direction, *args, **kwargs)
+        args = (compute_objective, n_trials, direction or "minimize", *args)
+        return super().hyperparameter_search(hp_space, *args, **kwargs)
 
     def _hp_search_setup(self, trial):
         with values_as_given(self.args):

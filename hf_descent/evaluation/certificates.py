@@ -18,6 +18,7 @@ from .uncertainty import radius
 # With fewer blocks the interval is too narrow where losses are heavy-tailed.
 MIN_BLOCKS = 8
 MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
+ALSO_SELECTED = "Training was evaluated on the same rows, which may have chosen its checkpoint: certify on others."
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Certificate(Result):
         gamma (`float`): noise level of the input.
         confidence (`float`): of each interval, which has two sides: half of the rest is on the one that meets a row.
         multipliers (`list[float]`, *optional*): of each row, in the training.
+        also_selected (`bool`): whether training was evaluated on this data too, which may have chosen its checkpoint
+            and its settings: the confidence is then less than it says.
     """
 
     losses: np.ndarray
@@ -65,6 +68,7 @@ class Certificate(Result):
     gamma: float = 0.0
     confidence: float = 0.95
     multipliers: list[float] | None = None
+    also_selected: bool = False
 
     def __str__(self) -> str:
         columns = {
@@ -84,7 +88,7 @@ class Certificate(Result):
             summary += f", descent share {self.descent_share:.2f}"
         if self.largest_rise is not None:
             summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
-        return f"{format_table(table)}\n{summary}."
+        return f"{format_table(table)}\n{summary}." + (f"\n{ALSO_SELECTED}" if self.also_selected else "")
 
 
 def certify(

@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import DescentProblem
-from ..evaluation.certificates import MET
+from ..evaluation.certificates import ALSO_SELECTED, MET
 from ..evaluation.robustness import SUMMARIES
 
 
@@ -224,6 +224,8 @@ def _verdict(card) -> str:
         words = [f"{said}, each with {found['confidence']:.0%} confidence; f_L = {_cell(found['losses'][-1])}."]
         if card["objective"] in UNCONSTRAINED:
             words.append("This model was not trained to meet them.")
+        if found.get("also_selected"):
+            words.append(ALSO_SELECTED)
         if found.get("descent_share") is not None:
             words.append(f"Every layer keeps up with {found['descent_share']:.0%} of an even descent to that loss.")
         problem, losses = DescentProblem.saved_in(card["descent"]), card["descent"].get("warmup_layer_losses")

@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
 LAYER_FIELDS = ("metric", "losses", "values", "gamma", "data", "descending_share")
 VERDICT_FIELDS = ("rows", "asked", "reached", "radii", "tolerances", "verdicts", "multipliers", "feasible")
-VERDICT_FIELDS += ("descent_share", "largest_rise", "losses", "gamma", "confidence")
+VERDICT_FIELDS += ("descent_share", "largest_rise", "losses", "gamma", "confidence", "also_selected")
 # Name of a result file -> (class, attributes that the card shows). Samples and blocks stay in the file.
 RESULTS: dict[str, tuple[type[Result], tuple[str, ...]]] = {
     "noise_curve": (NoiseCurve, ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "gamma_train")),

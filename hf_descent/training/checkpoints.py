@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
 from ..configs import DescentArguments
+from ..constraints.state import DescentState
 from ..files import atomic_write
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
@@ -151,7 +152,7 @@ def run_summary(
     record: RunRecord,
     command: Mapping[str, Any],
     readout: Callable | str | None,
-    dual: Mapping[str, Any],
+    state: DescentState | None,
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, what a step costs, the dual side.
 
@@ -159,9 +160,9 @@ def run_summary(
         record ([`RunRecord`]): of the run; one that never started says nothing of training.
         command: what else makes this way of training another.
         readout: a custom readout.
-        dual: the summary of the dual side, if any.
+        state: the dual side, if any.
     """
-    model, args = trainer.model, trainer.args
+    model, args, dual = trainer.model, trainer.args, {} if state is None else state.summary()
     trained = record.started is not None
     summary = {"model": type(inner_model(model)).__name__, "parameters": get_model_param_count(model)}
     if trained:
@@ -170,7 +171,10 @@ def run_summary(
         if command:
             summary["command"] = dict(command)
         if has_length(trainer.train_dataset):
-            summary["train_rows"] = len(trainer.train_dataset)
+            summary["train_rows"] = len(trainer.train_dataset) - dual.get("dual_rows", 0)
+        if args.eval_strategy != "no" and has_length(trainer.eval_dataset):
+            sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+            summary["select_rows"] = sum(map(len, sets.values()))
         if readout is not None:
             name = getattr(readout, "__name__", type(readout).__name__)
             summary["readout"] = readout if isinstance(readout, str) else name
@@ -188,7 +192,7 @@ def run_summary(
         seconds = RunFolder(record.resumed_from or "").summary.get("step_seconds")
     if seconds is not None:
         summary["step_seconds"] = seconds
-    return summary | (dict(dual) if trained else {})
+    return summary | (dual if trained else {})
 
 
 def newest_complete_checkpoint(output_dir: str) -> str:

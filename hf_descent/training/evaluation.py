@@ -62,7 +62,12 @@ def readout_without_labels(
 
 
 def layer_metrics(
-    dual: DescentState, totals: torch.Tensor, labels: ConstantPredictor | None, prefix: str, step: int
+    dual: DescentState,
+    totals: torch.Tensor,
+    labels: ConstantPredictor | None,
+    prefix: str,
+    step: int,
+    also_selected: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:
     """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
 
@@ -77,6 +82,7 @@ def layer_metrics(
         labels ([`ConstantPredictor`], *optional*): statistics of the labels of this process's batches.
         prefix (`str`): of the metrics' names.
         step (`int`): optimizer steps so far.
+        also_selected (`bool`): see [`Certificate`].
     """
     blocks = totals.cpu().double().numpy()
     blocks = blocks[blocks[:, -1] > 0]
@@ -96,6 +102,7 @@ def layer_metrics(
             )
         chance = chance_of(labels)
         certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values, chance=chance)
+        certificate.also_selected = also_selected
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
         if certificate.descent_share is not None:
             metrics["descent_share"] = certificate.descent_share
@@ -119,6 +126,12 @@ def chosen_levels(args: DescentArguments, gammas) -> list[float]:
     if not gammas:
         raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
     return gammas
+
+
+def is_of_training(trainer: Trainer, dataset) -> bool:
+    """Whether `evaluate(dataset)` is on the data of evaluations in training, which may choose the checkpoint."""
+    own = dataset is None or isinstance(dataset, str) or dataset is trainer.eval_dataset
+    return own and trainer.args.eval_strategy != "no"
 
 
 def chosen_dataset(known, dataset):

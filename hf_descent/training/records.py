@@ -88,12 +88,14 @@ class RunRecord:
         started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
         certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
             `evaluate_layers`.
+        also_selected (`bool`): whether the data of the present evaluation is that of evaluations in training.
         certificates (`dict`): by its step that of the last evaluation, and that of the best model so far.
     """
 
     resumed_from: str | None = None
     started: float | None = None
     certificate: Certificate | None = None
+    also_selected: bool = False
     certificates: dict[int, Certificate | None] = field(default_factory=dict)
     noise_curve: NoiseCurve | None = None
     layer_profile: LayerProfile | None = None
@@ -103,6 +105,7 @@ class RunRecord:
         """Keep the present certificate as that of `step`, and beside it that of the best model alone."""
         kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
         self.certificates = kept | {step: self.certificate}
+        self.also_selected = False  # what comes next may not come by `evaluate`
 
     @property
     def results(self) -> dict[str, Result]:

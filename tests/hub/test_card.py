@@ -16,6 +16,7 @@ from hf_descent.evaluation.robustness import SUMMARIES
 from hf_descent.hub.card import metrics_of, render
 from hf_descent.hub.push import collect, plain, write_card
 from hf_descent.models import UTConfig, UTForVideoDenoising
+from hf_descent.runs import RunFolder
 
 
 def measure(model, folder, rows, split="test", gamma=0.0, metric="accuracy"):
@@ -190,7 +191,17 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     trainer.create_model_card()
     logged = results_of(read(tmp_path)[0])["loss"]
     assert logged == pytest.approx(trainer.evaluate()["eval_loss"], rel=1e-5)
-    assert json.loads((tmp_path / "verdict.json").read_text())["losses"][-1] == pytest.approx(logged, rel=1e-5)
+    verdict = json.loads((tmp_path / "verdict.json").read_text())
+    assert verdict["losses"][-1] == pytest.approx(logged, rel=1e-5)
+    assert verdict["also_selected"] and "chosen its checkpoint" in read(tmp_path)[1]
+    summary = RunFolder(tmp_path).summary
+    assert summary["train_rows"] == summary["select_rows"] == 16
+    for rows, same in ((classification_data(16, seed=6), False), (None, True)):  # rows of their own certify
+        for measure in (trainer.evaluate, trainer.evaluate_layers):
+            measure(rows)
+            trainer.create_model_card()
+            assert json.loads((tmp_path / "verdict.json").read_text())["also_selected"] == same
+            assert ("chosen its checkpoint" in read(tmp_path)[1]) == same
 
 
 def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):

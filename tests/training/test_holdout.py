@@ -100,7 +100,8 @@ def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
     assert logged["layer_loss_3"] == logged["loss"]  # of training
     trainer.save_model()
     summary = RunFolder(args.output_dir).summary
-    assert summary["dual_rows"] == 210 and summary["dual_layer_losses"] == pytest.approx(average.tolist(), rel=1e-5)
+    assert summary["dual_rows"] == summary["train_rows"] == 210
+    assert summary["dual_layer_losses"] == pytest.approx(average.tolist(), rel=1e-5)
 
 
 def classifier(args):

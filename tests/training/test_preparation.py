@@ -309,7 +309,7 @@ def test_a_readout_with_parameters_of_its_own_can_be_evaluated_but_not_trained(t
     data = classification_data(8)
     trainer = make(tmp_path, bert(), data, readout=lambda model, hidden, inputs: head(hidden.mean(1)))
     assert "eval_layer_loss_1" in trainer.evaluate()
-    with pytest.raises(ValueError, match="`readout` has 2 parameters that BertForSequenceClassification does not"):
+    with pytest.raises(ValueError, match="`readout` has parameters that BertForSequenceClassification does not"):
         trainer.train()
 
 

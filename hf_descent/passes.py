@@ -37,12 +37,11 @@ def denoise_in_passes(
     *,
     sigma: float | torch.Tensor | None = None,
     combine: bool = True,
-    draws: int = 1,
     seed: int = 0,
 ) -> Passes:
     """Apply a denoiser to its own output and take the best mix of all passes, judged by SURE on each sample.
 
-    Costs `passes * (1 + draws)` runs of the denoiser. SURE needs some hundred values a sample to choose by.
+    Costs `2 * passes` runs of the denoiser. SURE needs some hundred values a sample to choose by.
 
     Args:
         denoise (`Callable`): a batch to its estimate, same shape: `lambda y: model(pixel_values=y).logits`.
@@ -51,13 +50,13 @@ def denoise_in_passes(
         passes (`int`): how often the denoiser is applied, k >= 1.
         sigma (`float` or `[batch]`, *optional*): deviation of the noise. `None`: that of [`estimate_sigma`].
         combine (`bool`): mix all passes and the input by the weights of least SURE; else choose one.
-        draws (`int`), seed (`int`): Monte Carlo draws of the divergence (one is enough for images), and their seed.
+        seed (`int`): of the Monte Carlo estimate of the divergence.
 
     Raises:
         ValueError: an argument out of its range, or an output of another shape or type than the input.
     """
-    if passes < 1 or draws < 1:
-        raise ValueError(f"`passes` is {passes} and `draws` is {draws}; both must be at least 1.")
+    if passes < 1:
+        raise ValueError(f"`passes` is {passes}; give at least 1.")
     if noisy.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"`noisy` is of {noisy.dtype}; give it in float32.")
     batch = len(noisy)
@@ -69,12 +68,10 @@ def denoise_in_passes(
     generator = torch.Generator().manual_seed(seed)
     estimates = _run(denoise, noisy, passes)  # [K, batch, values]
     size, target = estimates.shape[-1], estimates[0]
-    divergence = torch.zeros(passes + 1, batch, dtype=torch.float64, device=noisy.device)  # [K, batch]
     step = 0.01 * sigma  # far above the rounding of float32, far below the scale on which a denoiser bends
-    for _ in range(draws):
-        signs = torch.randint(2, noisy.shape, generator=generator).to(noisy) * 2 - 1
-        shifted = _run(denoise, noisy + signs * step.to(noisy).view(-1, *[1] * (noisy.dim() - 1)), passes)
-        divergence += ((shifted - estimates) * signs.flatten(1).double()).sum(-1) / step / draws
+    signs = torch.randint(2, noisy.shape, generator=generator).to(noisy) * 2 - 1
+    shifted = _run(denoise, noisy + signs * step.to(noisy).view(-1, *[1] * (noisy.dim() - 1)), passes)
+    divergence = ((shifted - estimates) * signs.flatten(1).double()).sum(-1) / step  # [K, batch]
     residual = (estimates - target).square().mean(-1)  # [K, batch]
     mse = residual - sigma**2 + 2 * sigma**2 * divergence / size
     if combine:

@@ -7,8 +7,7 @@ sensitivity; its (epsilon, delta) is exact for one release.
 
 Protected: which token stands at a position (`tokens=1`), or the whole text of at most `tokens` tokens.
 NOT protected: the number of tokens, masks, positions and token types; other inputs; labels and answers sent in the
-clear; what else a model reads from its ids (ESM its mask tokens, Longformer its separators, BLT and DeepSeek-V4
-hashes); the training data; much at all where epsilon is tens or hundreds per token.
+clear; what else a model reads from its ids (mask tokens, separators, hashes); the training data.
 
 A text sent k times with fresh noise counts as k times its tokens: once for each forward call, each choice of a
 multiple-choice model, and each copy that `num_beams` or `num_return_sequences` makes of a decoder's prompt. Refused
@@ -123,16 +122,20 @@ def epsilon_of_gamma(gamma: float, delta: float, clip_norm: float, sigma: float,
     Raises:
         ValueError: an argument out of range. ImportError: `dp-accounting` is not installed.
     """
+    from dp_accounting import get_epsilon_gaussian
+
     _check_below(math.inf, gamma=gamma, clip_norm=clip_norm, sigma=sigma, tokens=tokens)
     _check_below(1, delta=delta)
-    return float(_accounting().get_epsilon_gaussian(gamma * sigma / (2 * clip_norm * math.sqrt(tokens)), delta))
+    return float(get_epsilon_gaussian(gamma * sigma / (2 * clip_norm * math.sqrt(tokens)), delta))
 
 
 def gamma_of_epsilon(epsilon: float, delta: float, clip_norm: float, sigma: float, tokens: int = 1) -> float:
     """The least noise level at which clipped embeddings are (epsilon, delta) private; see [`epsilon_of_gamma`]."""
+    from dp_accounting import get_sigma_gaussian
+
     _check_below(math.inf, epsilon=epsilon, clip_norm=clip_norm, sigma=sigma, tokens=tokens)
     _check_below(1, delta=delta)
-    return float(_accounting().get_sigma_gaussian(epsilon, delta)) * (2 * clip_norm * math.sqrt(tokens)) / sigma
+    return float(get_sigma_gaussian(epsilon, delta)) * (2 * clip_norm * math.sqrt(tokens)) / sigma
 
 
 def median_norm(model: nn.Module) -> float:
@@ -149,7 +152,6 @@ class PrivacyCurve(Result):
     metric: str
     epsilons: np.ndarray  # [E], decreasing, for `tokens` tokens together
     gammas: np.ndarray  # [E], the noise levels that give them
-    epsilons_per_token: np.ndarray  # [E], what the same noise gives for single tokens
     values: np.ndarray  # [E], the metric, mean over the noise draws
     radii: np.ndarray  # [E], half-widths of its 95 % intervals
     clean: float  # the metric without noise and clipping
@@ -158,9 +160,8 @@ class PrivacyCurve(Result):
     tokens: int
 
     def __str__(self) -> str:
-        rows = [["epsilon", "per token", "gamma", self.metric, "+- (95 %)"]]
-        rows.append(["inf", "inf", "0", f"{self.clean:.5g}", ""])
-        columns = self.epsilons, self.epsilons_per_token, self.gammas, self.values, self.radii
+        rows = [["epsilon", "gamma", self.metric, "+- (95 %)"], ["inf", "0", f"{self.clean:.5g}", ""]]
+        columns = self.epsilons, self.gammas, self.values, self.radii
         rows += [[f"{value:.4g}" for value in line] for line in zip(*columns)]
         unit = "each token" if self.tokens == 1 else f"{self.tokens} tokens together"
         below = f"epsilon at delta {self.delta:g} for {unit}, embeddings clipped to {self.clip_norm:.4g}"
@@ -189,18 +190,9 @@ def privacy_curve(
         noise.clip_norm = clip_norm = median_norm(model)
     levels = [gamma_of_epsilon(epsilon, delta, clip_norm, noise.sigma, tokens) for epsilon in epsilons]
     curve = noise_curve(model, dataset, [0.0, *levels], noise=noise, **settings)
-    per_token = [epsilon_of_gamma(gamma, delta, clip_norm, noise.sigma) for gamma in levels]
     radii = np.broadcast_to(curve.radius("mean"), curve.mean.shape)[1:]
     measured = curve.mean[1:], radii, float(curve.mean[0])
-    return PrivacyCurve(curve.metric, epsilons, levels, per_token, *measured, delta, clip_norm, tokens)
-
-
-def _accounting():
-    try:
-        import dp_accounting
-    except ImportError:
-        raise ImportError("Privacy needs Google's dp-accounting: `pip install hf_descent[privacy]`.") from None
-    return dp_accounting
+    return PrivacyCurve(curve.metric, epsilons, levels, *measured, delta, clip_norm, tokens)
 
 
 def _check_below(bound: float, **values: float):

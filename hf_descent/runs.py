@@ -101,12 +101,10 @@ class RunFolder:
         return [kind.from_json(str(path)) for path in self.fresh(f"{pattern}.json")]
 
     def write(self, results: Mapping[str, Any]) -> None:
-        """Write results by their names, as JSON and noise curves also as CSV."""
+        """Write results by their names, as JSON."""
         self.path.mkdir(parents=True, exist_ok=True)
         for name, result in results.items():
             result.to_json(str(self.path / f"{name}.json"))
-            if hasattr(result, "to_csv"):
-                result.to_csv(str(self.path / f"{name}.csv"))
 
     def remove_evaluations(self) -> None:
         """Remove the results of an earlier evaluation, perhaps of other rows or weights."""

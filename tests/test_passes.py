@@ -31,7 +31,7 @@ def test_the_best_mix_of_a_linear_denoisers_passes_is_james_steins_shrinkage():
 
 def test_the_estimated_error_is_the_true_one():
     clean, y = noisy(0.5, (4, 200, 200))
-    result = denoise_in_passes(lambda y: soft(y, 0.3), y, passes=3, sigma=0.5, draws=2)
+    result = denoise_in_passes(lambda y: soft(y, 0.3), y, passes=3, sigma=0.5)
     estimates = [y, soft(y, 0.3), soft(y, 0.6), soft(y, 0.9)]
     true = torch.stack([(estimate - clean).square().mean((1, 2)) for estimate in estimates])
     assert (result.mse - true).abs().max() < 0.01

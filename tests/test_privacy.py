@@ -225,7 +225,6 @@ def test_accuracy_against_epsilon(tmp_path):
     curve = privacy_curve(model, data, [1.0, 8.0, 100.0], tokens=10, seed=3, sigma=0.1, batch_size=8, draws=2)
     assert curve.epsilons.tolist() == [100.0, 8.0, 1.0]
     assert (np.diff(curve.gammas) > 0).all()
-    assert (curve.epsilons_per_token < curve.epsilons).all()
     assert curve.clean == pytest.approx(noise_curve(model, data, [0.0]).mean[0])
     assert curve.clip_norm == pytest.approx(
         np.median(model.bert.embeddings.word_embeddings.weight.detach().norm(dim=1))

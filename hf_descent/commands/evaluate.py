@@ -3,7 +3,7 @@
 The task is read off the models' architecture; the data comes from flags, from a recipe (`--config`) or, as far as
 these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
 the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
-`.csv`; `layer_profile.json` and, of a constrained run, `verdict.json`, both also at noise levels
+`layer_profile.json` and, of a constrained run, `verdict.json`, both also at noise levels
 (`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation, with `--epsilons`
 `privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
 """
@@ -27,7 +27,7 @@ from ..data.text import DataArguments, align_classes, load_text_classification, 
 from ..data.video import VideoArguments, load_clips
 from ..evaluation import layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
-from ..evaluation.uncertainty import check_confidence
+from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..privacy import privacy_curve
 from ..readout.labels import IGNORE_INDEX

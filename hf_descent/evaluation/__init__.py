@@ -1,6 +1,6 @@
 """How good a model is under noise (`robustness`) and at every layer (`profile`), on held-out data.
 
-Reading order: `uncertainty`, `sums`, `scoring`, `robustness`, `perturbations`, `profile`, `certificates`,
+Reading order: `sums`, `scoring`, `robustness`, `perturbations`, `profile`, `certificates`,
 `comparison`, `plots`.
 """
 

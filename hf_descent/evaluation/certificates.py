@@ -12,7 +12,7 @@ import torch
 
 from ..constraints.problem import SMALLEST, DescentProblem, largest_rise
 from .scoring import Result, format_table
-from .uncertainty import radius
+from .sums import radius
 
 
 # With fewer blocks the interval is too narrow where losses are heavy-tailed.

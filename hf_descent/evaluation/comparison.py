@@ -1,12 +1,10 @@
 """Whether one way of training is better than another: runs grouped by their training, paired tests, a verdict.
 
-The verdict is about the way of training, so the training seed is what is repeated. Seeds and blocks of held-out data
-are crossed, as readers and cases are in a reader study, and the test is that of reader studies: the variance of the
-difference is the seeds' part, plus the blocks' part beyond the interaction of both. A difference must be significant
-by that variance, by the seeds' part alone and by the data's part alone, since few seeds may agree by chance. Runs with
-the same seeds on both sides are paired by seed; otherwise the seed variances of both sides are added (Welch).
-
-All runs must have been evaluated on the same batches with the same noise (common random numbers).
+Seeds and blocks of held-out data are crossed, as readers and cases are in a reader study, and the test is that of
+reader studies: the variance of the difference is the seeds' part, plus the blocks' part beyond the interaction of
+both. A difference must be significant by that variance, by the seeds' part alone and by the data's part alone, since
+few seeds may agree by chance. Runs with the same seeds on both sides are paired by seed; otherwise the seed variances
+of both sides are added (Welch). All runs must have been evaluated on the same batches with the same noise.
 
 Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hillis (2007), Statistics in Medicine 26:
 596-619, for the degrees of freedom.
@@ -28,7 +26,7 @@ from ..runs import RunFolder
 from .profile import LayerProfile
 from .robustness import NoiseCurve
 from .scoring import format_table
-from .uncertainty import check_confidence
+from .sums import check_confidence
 
 
 PRIMARY = "auc_over_range"
@@ -62,9 +60,14 @@ class Run:
         return cls(folder, curves[0], profiles, run.summary)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The recorded arguments of the training."""
+        return self.summary.get("arguments", {})
+
+    @property
     def seed(self) -> int | None:
-        """The seed of the training, where its summary has it."""
-        return self.summary.get("arguments", {}).get("seed")
+        """The seed of the training, where it is recorded."""
+        return self.arguments.get("seed")
 
     @property
     def feasible(self) -> bool | None:
@@ -84,12 +87,12 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """What it was trained with, apart from the seed, the levels of later tests, the folder of frozen multipliers
         (each seed has its own) and the place of the encoder's folder."""
-        arguments = self.summary.get("arguments", {})
-        settings = {name: value for name, value in arguments.items() if name not in ("seed", "eval_gammas")}
-        if settings.get("data_seed") == arguments.get("seed"):  # the default
-            settings.pop("data_seed", None)
-        if isinstance(settings.get("fixed_multipliers"), str):
-            del settings["fixed_multipliers"]
+        left_out = {"seed", "eval_gammas"}
+        if self.arguments.get("data_seed") == self.seed:  # the default
+            left_out.add("data_seed")
+        if isinstance(self.arguments.get("fixed_multipliers"), str):
+            left_out.add("fixed_multipliers")
+        settings = {name: value for name, value in self.arguments.items() if name not in left_out}
         settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}
         if os.path.isabs(settings.get("encoder", "")):  # seeds of one training may start from anywhere
             settings["encoder"] = os.path.basename(os.path.normpath(settings["encoder"]))
@@ -98,11 +101,10 @@ class Run:
     @property
     def arm(self) -> str:
         """A name for the way of training: objective and noise."""
-        arguments = self.summary.get("arguments", {})
-        if not arguments:
+        if not self.arguments:
             return os.path.basename(os.path.normpath(self.folder))
-        name = "neftune" if arguments.get("neftune_noise_alpha") else arguments["objective"]
-        gamma = arguments.get("noise_gamma")
+        name = "neftune" if self.arguments.get("neftune_noise_alpha") else self.arguments["objective"]
+        gamma = self.arguments.get("noise_gamma")
         return f"{name}+noise {gamma}" if upper_level(gamma) else name
 
 
@@ -150,17 +152,14 @@ class Difference:
         names, level = f"{self.group} against {self.baseline}", f"{100 * self.confidence:.4g} %"
         if not np.isfinite(self.estimate):
             return f"{names}: open. A run has a {self.metric} that is not finite."
-        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g}"
+        words = {"open": "open", "not significant": "no statistically significant difference"}
+        verdict = words.get(self.verdict, f"{self.group} is {self.verdict}, statistically significant")
+        radius, how = self.radius, "paired by seed" if self.paired else "seeds not paired"
+        how = f"p = {self.p_value:.2g}, {how}"
         if self.verdict == "open":
-            return (
-                f"{names}: open. These two models differ by {figure} +- {self.data_radius:.2g} ({level}, over the "
-                "choice of the data), but another seed may give another result. Train at least two seeds of each."
-            )
-        verdict = "no statistically significant difference"
-        if self.verdict != "not significant":
-            verdict = f"{self.group} is {self.verdict}, statistically significant"
-        how = "paired by seed" if self.paired else "seeds not paired"
-        return f"{names}: {verdict} at {level} ({figure} +- {self.radius:.2g}, p = {self.p_value:.2g}, {how})."
+            radius, how = self.data_radius, "over the choice of the data alone. Train at least two seeds of each"
+        figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- {radius:.2g}, {how}"
+        return f"{names}: {verdict} at {level} ({figure})."
 
 
 def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -183,21 +182,20 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def check_comparable(runs: Sequence[Run]):
     """ValueError unless all curves were measured on the same batches, levels and noise draws."""
+
+    def conditions(curve):
+        counts = None if curve.blocks is None else curve.blocks[..., 1].tolist()
+        return [curve.metric, curve.scale, curve.gammas.tolist(), counts, *map(curve.settings.get, COMMON)]
+
     first = runs[0]
     for run in runs:
-        if _conditions(run.curve) != _conditions(first.curve):
+        if conditions(run.curve) != conditions(first.curve):
             raise ValueError(
                 f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise: run "
                 "`hf-descent evaluate` on both with the same arguments."
             )
     if first.curve.blocks is None or len(first.curve.blocks) < 2:
         raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")
-
-
-def _conditions(curve: NoiseCurve) -> list[Any]:
-    counts = None if curve.blocks is None else curve.blocks[..., 1].tolist()
-    settings = [curve.settings.get(name) for name in COMMON]
-    return [curve.metric, curve.scale, curve.gammas.tolist(), counts, *settings]
 
 
 def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, confidence: float = 0.95) -> Difference:
@@ -260,16 +258,17 @@ class Comparison:
         """Plain values: each group's folders, seeds and summaries (mean, deviation over seeds); verdicts; a note."""
         groups = {name: self._summary(runs) for name, runs in self.groups.items()}
         verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
-        return {"groups": groups, "differences": verdicts, "note": self._sigma_note()}
+        return {"groups": groups, "differences": verdicts, "note": self.note}
 
     def __str__(self) -> str:
         rows = [["", "runs", *SUMMARIES.values(), "feasible"]]
-        for name, found in self.to_dict()["groups"].items():
+        for name, runs in self.groups.items():
+            found = self._summary(runs)
             feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
-            rows.append([name, str(len(found["runs"])), *(_format(*found[each]) for each in SUMMARIES), feasible])
+            rows.append([name, str(len(runs)), *(_format(*found[each]) for each in SUMMARIES), feasible])
         levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}"
-        return "\n".join([title, format_table(rows), self._sigma_note(), *map(str, self.differences)])
+        return "\n".join([title, format_table(rows), self.note, *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem)."""
@@ -281,17 +280,15 @@ class Comparison:
         feasible = [run.feasible for run in runs if run.feasible is not None]
         return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None}
 
-    def _sigma_note(self) -> str:
+    @property
+    def note(self) -> str:
         """That the unit of the noise levels differs between runs; empty where it does not."""
-        found = [(name, run.curve.settings.get("sigma")) for name, runs in self.groups.items() for run in runs]
-        known = [sigma for _, sigma in found if sigma]
-        if not known or max(known) <= 1.01 * min(known):
+        sigmas = [run.curve.settings.get("sigma") or 0.0 for runs in self.groups.values() for run in runs]
+        least, greatest = min(filter(None, sigmas), default=0.0), max(sigmas)
+        if greatest <= 1.01 * least:
             return ""
-        words = dict.fromkeys(f"{sigma:.4g} in {name}" for name, sigma in found if sigma)
-        return (
-            f"A noise level is in units of sigma, which differs: {', '.join(words)}. For one sigma: `evaluate "
-            "--noise_sigma`."
-        )
+        words = f"which is {least:.4g} in some runs and {greatest:.4g} in others"
+        return f"A noise level is in units of sigma, {words}. For one sigma: `evaluate --noise_sigma`."
 
 
 def compare(

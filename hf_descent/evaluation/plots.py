@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..files import atomic_write, plain
-from .comparison import Comparison, Run, descent_level, shared_levels
+from .comparison import Comparison, Run, shared_levels
 
 
 COLORS, LINES, MARKERS = ("black", "0.5", "0.7"), ("-", "--", "-.", ":"), "os^Dvx*<P>"
@@ -22,25 +22,26 @@ LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}  
 
 
 def save_comparison(comparison: Comparison, folder: str) -> list[str]:
-    """Writes `comparison.json`, `comparison.txt` and all figures into a folder; returns the files' names."""
+    """Writes `comparison.json`, `comparison.txt` and the figures, as PNG and SVG, that the runs have the data for;
+    returns the files' names."""
     os.makedirs(folder, exist_ok=True)
     values = json.dumps(plain(comparison.to_dict()), indent=1)
     contents = {"comparison.json": values, "comparison.txt": str(comparison)}
     for name, content in contents.items():
         with atomic_write(os.path.join(folder, name)) as file:
             file.write(f"{content}\n")
-    return [*contents, *save_figures(comparison.groups, folder)]
+    figures = {"metric_against_noise": plot_curves(comparison.groups)}
+    if shared_levels(comparison.groups):
+        figures["layer_losses"] = plot_layers(comparison.groups)
+    return [*contents, *(file for name, figure in figures.items() for file in save_figure(figure, folder, name))]
 
 
-def save_figures(groups: Mapping[str, Sequence[Run]], folder: str) -> list[str]:
-    """Writes every figure that the runs have the data for, as PNG and SVG; returns the files' names."""
-    figures = {"metric_against_noise": plot_curves(groups)}
-    if shared_levels(groups):
-        figures |= {"layer_losses": plot_layers(groups), "ratios": plot_ratios(groups)}
-    files = [(f"{name}.{ending}", figure) for name, figure in figures.items() for ending in ("png", "svg")]
-    for file, figure in files:
+def save_figure(figure: Figure, folder: str | os.PathLike, name: str) -> list[str]:
+    """Writes a figure as PNG and SVG; returns the files' names."""
+    files = [f"{name}.png", f"{name}.svg"]
+    for file in files:
         figure.savefig(os.path.join(folder, file), dpi=150)
-    return [file for file, _ in files]
+    return files
 
 
 def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
@@ -78,28 +79,6 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
-    return figure
-
-
-def plot_ratios(groups: Mapping[str, Sequence[Run]]) -> Figure:
-    """Figure 12, histograms of f_l(x) / f_(l-1)(x) over samples and layers at one noise level (see `descent_level`);
-    what lies beyond 2 is counted in the last bin."""
-    gamma = descent_level(groups)
-    rows = -(-len(groups) // 2)
-    figure = Figure(figsize=(8, 1 + 2 * rows), layout="constrained")
-    panels = figure.subplots(rows, min(2, len(groups)), sharex=True, sharey=True, squeeze=False).flat
-    bins = np.linspace(0, 2, 41)
-    for axes, (name, runs) in zip(panels, groups.items()):
-        ratios = np.concatenate([run.profiles[gamma].ratios.ravel() for run in runs])
-        counts, _ = np.histogram(ratios.clip(max=2), bins)
-        axes.stairs(counts / len(ratios), bins, color="0.5", fill=True)
-        axes.axvline(1, color="black", linestyle=":", linewidth=1)
-        axes.set_title(f"{name}\nmedian {np.median(ratios):.2f}, {np.mean(ratios < 1):.0%} descend", size=9)
-        axes.set_xlim(0, 2)
-    for axes in panels[len(groups) :]:
-        axes.remove()
-    figure.supxlabel(f"loss of a sample after a layer / before it, {_level(gamma)}")
-    figure.supylabel("share of steps")
     return figure
 
 

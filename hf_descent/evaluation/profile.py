@@ -20,8 +20,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
 from .certificates import Certificate, certify
 from .scoring import Evaluation, Result, format_table, mean_loss, metric_value, name_of, noise_key
-from .sums import BlockSums
-from .uncertainty import radius
+from .sums import BlockSums, radius
 
 
 @dataclass
@@ -100,17 +99,15 @@ class LayerProfile(Result):
 
     def to_dict(self) -> dict[str, float]:
         """Flat Python floats for logging; layers are numbered from 1, `feasible` is 0 or 1."""
-        flat = {}
-        for layer, (loss, value) in enumerate(zip(self.losses, self.values), start=1):
-            flat |= {f"layer_loss_{layer}": float(loss), f"layer_{self.metric}_{layer}": float(value)}
-        if self.ratios.size:
-            flat["ratio_mean"], flat["ratio_median"] = float(np.mean(self.ratios)), float(np.median(self.ratios))
-            flat["descending_share"] = self.descending_share
         found = {"largest_rise": largest_rise(torch.from_numpy(self.losses)), "descent_share": self.descent_share}
+        for layer, (loss, value) in enumerate(zip(self.losses, self.values), start=1):
+            found |= {f"layer_loss_{layer}": loss, f"layer_{self.metric}_{layer}": value}
+        if self.ratios.size:
+            found |= {"ratio_median": np.median(self.ratios), "descending_share": self.descending_share}
         if self.problem is not None:
             verdict = self.certificate()
             found |= {"max_violation": verdict.max_violation, "feasible": verdict.feasible}
-        return flat | {name: float(value) for name, value in found.items() if value is not None}
+        return {name: float(value) for name, value in found.items() if value is not None}
 
     def __str__(self) -> str:
         columns = self.losses, self.radius("losses"), self.values, self.radius("values")
@@ -120,23 +117,18 @@ class LayerProfile(Result):
         text, share = format_table(rows), self.descent_share
         if share is not None:
             text += f"\ndescent share {share:.2f}, at f_L = {self.losses[-1]:.5g}"
-        if not self.ratios.size:
-            return text
-        return (
-            f"{text}\nper-sample ratios: mean {np.mean(self.ratios):.3g}, median {np.median(self.ratios):.3g}, "
-            f"{self.descending_share:.1%} of steps descend"
-        )
+        if self.ratios.size:
+            text += f"\n{self.descending_share:.1%} of the steps from layer to layer lower the loss of a sample"
+        return text
 
 
 def layer_profile(model: nn.Module, dataset: Dataset | DataLoader, *, gamma: float = 0.0, **settings) -> LayerProfile:
     """Loss and metric of `model` at every layer, through the readout that its layers share.
 
-    f_l is the model's own loss, averaged over the items of the data set. The per-sample losses behind the ratios are
-    computed from the logits: cross-entropy, or mean squared error for floating labels. They are all that grows with
-    the data set: L numbers a sample.
-
-    `gamma` is the noise level of the input; the noise is that of `noise_curve`'s first draw. Other arguments and
-    errors: see [`~evaluation.profile.layer_profiles`].
+    f_l is the model's own loss, averaged over the items of the data set. The losses of single samples are computed
+    from the logits: cross-entropy, or mean squared error for floating labels. `gamma` is the noise level of the input;
+    the noise is that of `noise_curve`'s first draw. Other arguments and errors: see
+    [`~evaluation.profile.layer_profiles`].
     """
     return layer_profiles(model, dataset, [gamma], **settings)[0]
 
@@ -179,14 +171,14 @@ def layer_profiles(
             if layers is None:
                 layers, constant = _find_layers(evaluation, inputs, problem)
             labels = constant and constant.of_batch(evaluation.task, inputs).plus(labels)
-            measured = []
+            scores, losses = [], []
             for gamma in gammas:
                 with noise.at(gamma, *noise_key(0, gamma, index)) if gamma else nullcontext():
-                    measured.append(layers.measure(model, inputs, score, keep_logits=False).scores)
-            scores = torch.stack([torch.stack([found for found, _ in level]) for level in measured])
-            losses = torch.stack([torch.stack([found for _, found in level], dim=1) for level in measured])
-            sums.add(index, scores.numpy(), evaluation.fingerprint(inputs))  # [levels, layers, 4]
-            samples.append((index, losses.double().numpy()))  # [levels, samples, layers]
+                    measured = zip(*layers.measure(model, inputs, score, keep_logits=False).scores)
+                scores.append(torch.stack(next(measured)))  # [layers, 4]
+                losses.append(torch.stack(next(measured), dim=1))  # [samples, layers]
+            sums.add(index, torch.stack(scores).numpy(), evaluation.fingerprint(inputs))
+            samples.append((index, torch.stack(losses).double().numpy()))
     blocks, fingerprint = sums.total(), sums.fingerprint()  # [blocks, levels, layers, 4]
     if evaluation.accelerator is not None and evaluation.accelerator.num_processes > 1:
         samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])

@@ -17,12 +17,11 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import Readout, evaluating
 from ..readout.tape import config_flags, switched_off
 from .scoring import Evaluation, Result, format_table, greater_is_better, mean_loss, metric_value, name_of, noise_key
-from .sums import BlockSums
-from .uncertainty import pseudo_values, radius
+from .sums import BlockSums, pseudo_values, radius
 
 
 Perturbation = Callable[[Mapping, float, np.random.Generator], Mapping]
-SUMMARIES = ("auc", "auc_over_range", "retention", "auc_id", "auc_ood", "mean_over_levels")
+SUMMARIES = ("auc", "auc_over_range", "auc_id", "auc_ood", "mean_over_levels")
 
 
 @dataclass
@@ -94,11 +93,6 @@ class NoiseCurve(Result):
         return float(self.mean.mean())
 
     @property
-    def retention(self) -> float | None:
-        """`auc_over_range` divided by the clean metric; `None` without level 0, or where the metric is 0 there."""
-        return self.auc_over_range / self.clean if self.clean else None
-
-    @property
     def auc_id(self) -> float | None:
         """Average of the metric over the levels up to `gamma_train` (interpolated there); `None` if there are none."""
         exists = self.gamma_train is not None and self.gamma_train >= self.gammas[0]
@@ -116,7 +110,7 @@ class NoiseCurve(Result):
         return radius(self._statistic(name), self.blocks, confidence)
 
     def pseudo_values(self, name: str) -> np.ndarray:
-        """The share of each block of the data in the property `name`, `[B, ...]` (see `uncertainty`)."""
+        """The share of each block of the data in the property `name`, `[B, ...]` (see `sums`)."""
         return pseudo_values(self._statistic(name), self.blocks)
 
     def _statistic(self, name: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -146,21 +140,13 @@ class NoiseCurve(Result):
             summaries["auc_over_range_radius"] = float(error)
         return levels | {f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None}
 
-    def to_csv(self, path: str):
-        """One line for each level: metric with the half-width of its 95 % interval, spread over draws, loss."""
-        header = f"gamma,{self.metric},radius_95,std_over_draws,loss"
-        np.savetxt(path, np.column_stack(self._columns()), "%.10g", ",", header=header, comments="")
-
     def __str__(self) -> str:
         rows = [["gamma", self.metric, "+- (95 %)", "draws", "loss"]]
-        for gamma, value, error, spread, loss in zip(*self._columns()):
+        radius = np.broadcast_to(self.radius("mean"), self.mean.shape)
+        for gamma, value, error, spread, loss in zip(self.gammas, self.mean, radius, self.std, self.mean_losses):
             rows.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"])
         area, error = f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}", self.radius("auc_over_range")
         return f"{format_table(rows)}\n{area} +- {error:.2g} (95 %)"
-
-    def _columns(self) -> tuple[np.ndarray, ...]:
-        error = np.broadcast_to(self.radius("mean"), self.mean.shape)
-        return self.gammas, self.mean, error, self.std, self.mean_losses
 
 
 def noise_curve(
@@ -200,7 +186,15 @@ def noise_curve(
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
-    _check(dataset, gammas, draws, perturbation, noise)
+    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
+        raise ValueError(
+            f"`gammas` is {gammas} and `draws` is {draws}; give at least one of both, and levels that are finite and "
+            "not negative."
+        )
+    if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
+        raise ValueError("`perturbation` changes rows before they are collated; give a data set, and no `noise`.")
+    if noise is not None and noise.is_attached:
+        raise ValueError("`noise` is attached to the model, and would perturb every level; remove it first.")
     if noise is None and perturbation is None and any(gammas):
         noise = EmbeddingNoise(model, gammas[-1], seed, sigma)
     evaluation = Evaluation(model, dataset, **settings)
@@ -209,7 +203,7 @@ def noise_curve(
     # Its router's loss, which a mixture of experts adds, is no part of the task loss.
     router_flags = config_flags(model.modules(), ["output_router_logits"])
     with evaluating(model), switched_off(router_flags):
-        for index, batch in (evaluation.rows if perturbation is not None else evaluation.batches)("Noise curve"):
+        for index, batch in evaluation.batches("Noise curve", as_rows=perturbation is not None):
             scores, fingerprint = np.zeros((len(gammas), draws, 4)), None
             for level, draw in cells:
                 gamma, inputs, noisy = gammas[level], batch, nullcontext()
@@ -249,19 +243,6 @@ def noise_curve(
         greater_is_better(evaluation.metric),
         {name: as_python(value) for name, value in conditions.items()},  # for JSON
     )
-
-
-def _check(dataset, gammas, draws, perturbation, noise):
-    """ValueError for arguments of a noise curve that do not go together."""
-    if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
-        raise ValueError(
-            f"`gammas` is {gammas} and `draws` is {draws}; give at least one of both, and levels that are finite and "
-            "not negative."
-        )
-    if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
-        raise ValueError("`perturbation` changes rows before they are collated; give a data set, and no `noise`.")
-    if noise is not None and noise.is_attached:
-        raise ValueError("`noise` is attached to the model, and would perturb every level; remove it first.")
 
 
 def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str, Any]]:

@@ -50,8 +50,6 @@ def name_of(function: str | Callable) -> str:
 class Evaluation:
     """A model on held-out data: its batches, and the loss and metric of its outputs as sums over items.
 
-    The arguments are those that [`noise_curve`] and [`layer_profile`] share.
-
     Args:
         model (`nn.Module`): unwrapped, on its device (a `PeftModel`, too).
         dataset (`Dataset` or `DataLoader`): labelled held-out data; a `DataLoader`'s batches are taken as they are.
@@ -117,21 +115,15 @@ class Evaluation:
         """Whether the metric is more than [`TokenStatistics`] tell."""
         return self._score is not _accuracy or self._is_multi_label
 
-    def batches(self, title: str = "") -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """(index, inputs) of this process's batches, the inputs as the model and the other methods take them."""
-        for index, batch in self._numbered(self._collate, title):
-            yield index, self._prepare(batch)
-
-    def rows(self, title: str) -> Iterator[tuple[int, list[Mapping[str, Any]]]]:
-        """(index, rows) of this process's batches, for [`Evaluation.collate`]."""
-        return self._numbered(list, title)
-
     def collate(self, rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The inputs that `batches` makes of these rows."""
         return self._prepare(self._collate(rows))
 
-    def _numbered(self, collate, title):
+    def batches(self, title: str = "", as_rows: bool = False) -> Iterator[tuple[int, Any]]:
+        """(index, inputs) of this process's batches, as the model and the other methods take them, or (index, rows)
+        for [`Evaluation.collate`]."""
         data, size, processes = self.dataset, self.batch_size, self.accelerator
+        collate = list if as_rows else self._collate
         first, step = (0, 1) if processes is None else (processes.process_index, processes.num_processes)
         # A torch `IterableDataset` may have a length, and still no rows by number.
         if isinstance(data, DataLoader | IterableDataset) or not hasattr(data, "__len__"):
@@ -142,7 +134,8 @@ class Evaluation:
             batches = [rows[index * size : (index + 1) * size] for index in indices]
             numbered = zip(indices, DataLoader(data, batch_sampler=batches, collate_fn=collate))
             total = len(indices)
-        return tqdm(numbered, desc=title, total=total, disable=not self.progress)
+        for index, batch in tqdm(numbered, desc=title, total=total, disable=not self.progress):
+            yield index, batch if as_rows else self._prepare(batch)
 
     def _prepare(self, batch):
         batch = send_to_device(batch, next(self.model.parameters()).device)

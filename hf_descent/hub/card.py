@@ -81,7 +81,7 @@ def render(card: Mapping[str, Any]) -> ModelCard:
         noise_table=_noise_table(noise, beside),
         layer_table=_layer_table(layers, beside) if layers["losses"] else "",
         verdict=_verdict(card),
-        exit_layer=_exit_layer(card, layers["losses"]),
+        exit_layer=_exit_layer(card["exit_profile"]),
         exit_tool="hf-descent exit" if auto_class in EXIT_CLASSES else "hf_descent.early_exit.exit_profile",
         is_classifier=str(task).endswith("-classification") and task != "token-classification",
         setting_table=_setting_table(card, beside),
@@ -92,7 +92,8 @@ def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
     """The metrics among the numbers of an evaluation, without their prefix (`eval_`, `test_`)."""
     # A metric that was measured at noise levels, as in `eval_accuracy@0.5`, has summaries over them.
     curves = {name.split("@")[0] for name in evaluation if "@" in name}
-    summaries = {f"{name}_{summary}" for name in curves for summary in (*SUMMARIES, "auc_over_range_radius")}
+    more = ("auc_over_range_radius", "retention")  # the second one in version 0.1
+    summaries = {f"{name}_{summary}" for name in curves for summary in (*SUMMARIES, *more)}
     return {
         name.split("_", 1)[1]: float(value)
         for name, value in evaluation.items()
@@ -245,18 +246,10 @@ def _verdict(card) -> str:
     return "Whether the constraints are met was not measured on held-out data."
 
 
-def _exit_layer(card, losses) -> int | None:
-    """The layer at which the card cuts the model: the cheapest exit, or the first one from the middle on that has
-    learned at least half as much as the last; `None` where there is none."""
-    depth, cheapest = len(card["exit_profile"].get("values") or losses), card["exit_profile"].get("cheapest")
-    if cheapest is not None and cheapest < depth:  # the last layer is not an exit
-        return cheapest
-    chance = card["descent"].get("chance_loss") or card["descent"].get("initial_loss_bound")
-    if not losses or chance is None:
-        return None
-    learned = [chance - loss for loss in losses]
-    upper = range(max(1, depth // 2), depth)
-    return next((layer for layer in upper if 2 * learned[layer - 1] > learned[-1] > 0.02 * chance), None)
+def _exit_layer(measured) -> int | None:
+    """The layer at which the card cuts the model, the cheapest exit; `None` where it is the last layer or unknown."""
+    cheapest = measured.get("cheapest")
+    return cheapest if cheapest is not None and cheapest < len(measured["values"]) else None
 
 
 def _setting_table(card, beside) -> str:

@@ -27,17 +27,13 @@ logger = logging.get_logger(__name__)
 
 # How the class names in `hf_descent.models` begin.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
-LAYER_FIELDS = ("metric", "losses", "values", "gamma", "data", "descending_share")
-VERDICT_FIELDS = ("rows", "asked", "reached", "radii", "tolerances", "verdicts", "multipliers", "feasible")
-VERDICT_FIELDS += ("descent_share", "largest_rise", "losses", "gamma", "confidence", "also_selected")
-# Name of a result file -> (class, attributes that the card shows). Samples and blocks stay in the file.
-RESULTS: dict[str, tuple[type[Result], tuple[str, ...]]] = {
-    "noise_curve": (NoiseCurve, ("metric", "gammas", "mean", "std", "auc", "auc_over_range", "gamma_train")),
-    "layer_profile": (LayerProfile, LAYER_FIELDS),
-    "verdict": (Certificate, VERDICT_FIELDS),
-    "exit_profile": (ExitProfile, ("metric", "values", "speedups", "batch_size", "device")),
-    "confidence_exit": (ConfidenceReport, ()),
-    "speculation_profile": (SpeculationProfile, ("acceptance", "speedups")),
+RESULTS: dict[str, type[Result]] = {  # by the names of their files
+    "noise_curve": NoiseCurve,
+    "layer_profile": LayerProfile,
+    "verdict": Certificate,
+    "exit_profile": ExitProfile,
+    "confidence_exit": ConfidenceReport,
+    "speculation_profile": SpeculationProfile,
 }
 # What a result of this run and the baseline's must have in common to stand side by side.
 IN_COMMON = {"evaluation": ("split",), "noise_curve": ("metric", *COMMON), "layer_profile": ("gamma", "data")}
@@ -88,11 +84,11 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         if results := run.read(f"{prefix}_results.json"):
             card["split"] = split
             card["evaluation"] = {name: value for name, value in results.items() if name.startswith(f"{prefix}_")}
-    for name, (kind, shown) in RESULTS.items():
+    for name, kind in RESULTS.items():
         for result in run.results(kind, name):
-            card[name] = {field: getattr(result, field) for field in shown} | _derived(result)
+            card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
-                card["verdict"] = {field: getattr(result.certificate(), field) for field in VERDICT_FIELDS}
+                card["verdict"] = vars(result.certificate())
     if baseline is not None:
         known = collect(baseline)
         names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
@@ -122,18 +118,24 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
             file.write(content)
 
 
-def _derived(result: Result) -> dict[str, Any]:
-    """What a card shows of a result beside its attributes."""
+def _shown(result: Result) -> dict[str, Any]:
+    """What a card shows of a result. Samples and blocks stay in the file."""
+    values, names = vars(result), ()
     match result:
         case NoiseCurve():
-            return {"draws": result.values.shape[1]} | {name: result.settings.get(name) for name in COMMON}
+            names = ("mean", "std", "auc", "auc_over_range")
+            values = values | result.settings | {"draws": result.values.shape[1]}
         case LayerProfile():
-            return {"ratio_median": result.to_dict().get("ratio_median")}
+            values = values | {"ratio_median": result.to_dict().get("ratio_median")}
+            names = ("descending_share",)
         case ExitProfile():
-            return {"cheapest": result.cheapest()}
+            values, names = values | {"cheapest": result.cheapest()}, ("speedups",)
         case ConfidenceReport():
-            return {"text": str(result)}
-    return {}
+            values = {"text": str(result)}
+        case SpeculationProfile():
+            names = ("speedups",)
+    values = values | {name: getattr(result, name) for name in names}
+    return {name: value for name, value in values.items() if name not in ("blocks", "sample_losses", "settings")}
 
 
 def _comparable(baseline: dict[str, Any], card: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.scoring import Result
-from ..evaluation.uncertainty import BLOCKS
+from ..evaluation.sums import BLOCKS
 from ..losses.constant import ConstantPredictor
 from ..losses.layerwise import MeasuredLosses, StepLosses
 

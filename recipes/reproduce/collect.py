@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from hf_descent import cli
 from hf_descent.evaluation.comparison import Run, descent_level
@@ -102,6 +103,8 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
     summary, title = SUMMARIES[next(iter(ways.values())).spec.command]
     loaded = {group: [Run.load(str(run)) for run in runs] for group, runs in folders.items()}
     level = descent_level(loaded)
+    if len(folders) > 1:
+        plot_ratios(loaded, level).savefig(folder / panel.name / "ratios.png", dpi=150)
     groups = {}
     for group, found in ways.items():
         runs = loaded[group]
@@ -129,6 +132,27 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         "verdicts": verdicts,
         "figures": sorted(path.name for path in (folder / panel.name).glob("*.png")),
     }
+
+
+def plot_ratios(groups: Mapping[str, Sequence[Run]], gamma: float) -> Figure:
+    """Figure 12, histograms of f_l(x) / f_(l-1)(x) over samples and layers at one noise level;
+    what lies beyond 2 is counted in the last bin."""
+    rows = -(-len(groups) // 2)
+    figure = Figure(figsize=(8, 1 + 2 * rows), layout="constrained")
+    panels = figure.subplots(rows, min(2, len(groups)), sharex=True, sharey=True, squeeze=False).flat
+    bins = np.linspace(0, 2, 41)
+    for axes, (name, runs) in zip(panels, groups.items()):
+        ratios = np.concatenate([run.profiles[gamma].ratios.ravel() for run in runs])
+        counts, _ = np.histogram(ratios.clip(max=2), bins)
+        axes.stairs(counts / len(ratios), bins, color="0.5", fill=True)
+        axes.axvline(1, color="black", linestyle=":", linewidth=1)
+        axes.set_title(f"{name}\nmedian {np.median(ratios):.2f}, {np.mean(ratios < 1):.0%} descend", size=9)
+        axes.set_xlim(0, 2)
+    for axes in panels[len(groups) :]:
+        axes.remove()
+    figure.supxlabel(f"loss of a sample after a layer / before it, {f'noise level {gamma:g}'}")
+    figure.supylabel("share of steps")
+    return figure
 
 
 def best(ways: Sequence[Way], options: Options) -> Way:

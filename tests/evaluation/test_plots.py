@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from runs import GAMMAS, make_profile, make_run
+from runs import GAMMAS, make_run
 
 from hf_descent.evaluation import plots
+from hf_descent.evaluation.comparison import Comparison, difference
 
 
 @pytest.fixture
@@ -45,34 +46,23 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
     assert len(plots.plot_layers(groups).axes) == 1
 
 
-def test_ratios_are_shares_of_steps_at_the_training_level_where_all_runs_were_profiled_there(groups):
-    figure = plots.plot_ratios(groups)
-    assert figure.axes[0].patches[0].get_data().values.sum() == pytest.approx(1.0)
-    titles = [axes.get_title() for axes in figure.axes]
-    assert [title.split("\n")[0] for title in titles] == list(groups)
-    assert "median 0.67, 100% descend" in titles[0] and figure.get_supxlabel().endswith("without noise")
-    for runs in groups.values():
-        for run in runs:
-            run.profiles[1.0] = make_profile([0.4, 0.6, 0.9], 1.0)
-    groups["erm"][0].curve.gamma_train = 0.0
-    figure = plots.plot_ratios(groups)
-    assert figure.get_supxlabel().endswith("noise level 1")
-    assert all("0% descend" in axes.get_title() for axes in figure.axes)
-
-
 def test_styles_differ_in_grey():
     assert all(len(set(to_rgb(style["color"]))) == 1 for style in plots.STYLES)
     assert len(plots.STYLES) >= 8  # the paper's two arms and the baselines
-    lines = {(style["color"], style["linestyle"]) for style in plots.STYLES}  # histograms have no markers
+    lines = {(style["color"], style["linestyle"]) for style in plots.STYLES}
     assert len(lines) == len({style["marker"] for style in plots.STYLES}) == len(plots.STYLES)
 
 
 def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
-    files = plots.save_figures(groups, str(tmp_path))
-    names = {"metric_against_noise", "layer_losses", "ratios"}
-    assert set(files) == {f"{name}.{ending}" for name in names for ending in ("png", "svg")}
-    assert all((tmp_path / file).stat().st_size > 5000 for file in files)
+    def written():
+        return set(plots.save_comparison(Comparison(groups, [verdict]), str(tmp_path)))
+
+    verdict = difference(groups, "erm", "descent")
+    texts = {"comparison.json", "comparison.txt"}
+    figures = {f"{name}.{ending}" for name in ("metric_against_noise", "layer_losses") for ending in ("png", "svg")}
+    assert written() == texts | figures
+    assert all((tmp_path / file).stat().st_size > 5000 for file in figures)
     for runs, gamma in zip(groups.values(), (0.0, 2.0)):
         for run in runs:
             run.profiles = {gamma: run.profiles[gamma]}
-    assert set(plots.save_figures(groups, str(tmp_path))) == {"metric_against_noise.png", "metric_against_noise.svg"}
+    assert written() == texts | {"metric_against_noise.png", "metric_against_noise.svg"}

@@ -30,7 +30,6 @@ def test_summaries_equal_hand_computed_values():
     # 0.5 * (0.9 + 0.85) / 2 + 0.5 * (0.85 + 0.7) / 2 + 1 * (0.7 + 0.5) / 2
     assert result.auc == pytest.approx(0.4375 + 0.3875 + 0.6)
     assert result.auc_over_range == pytest.approx(1.425 / 2)
-    assert result.retention == pytest.approx(1.425 / 2 / 0.9)
     assert result.auc_id == pytest.approx(0.875)
     assert result.auc_ood == pytest.approx((0.3875 + 0.6) / 1.5)
 
@@ -58,8 +57,7 @@ def test_training_level_between_two_levels_and_at_the_ends(gamma_train, auc_id, 
 def test_a_summary_that_there_is_not_has_no_interval():
     model, data = bert(), classification_data(20)
     result = noise_curve(model, data, [0.5, 1.0], batch_size=5, gamma_train=0.25)
-    assert result.auc_id is result.retention is curve(values=np.zeros((4, 2))).retention is None
-    assert math.isnan(result.radius("auc_id")) and math.isnan(result.radius("retention"))
+    assert result.auc_id is None and math.isnan(result.radius("auc_id"))
     assert result.radius("auc_ood") == result.radius("auc_over_range") > 0
 
 
@@ -68,9 +66,8 @@ def test_flat_dict_holds_plain_floats():
     assert flat["accuracy@0.5"] == pytest.approx(0.85)
     assert flat["loss@2"] == 6.5
     assert flat["accuracy_auc"] == pytest.approx(1.425)
-    assert {"accuracy_auc_over_range", "accuracy_retention", "accuracy_auc_id", "accuracy_auc_ood"} <= set(flat)
+    assert {"accuracy_auc_over_range", "accuracy_auc_id", "accuracy_auc_ood"} <= set(flat)
     assert {type(value) for value in flat.values()} == {float}
-    assert "accuracy_retention" not in curve((0.5, 1.0), ((0.9,), (0.8,))).to_dict()
 
 
 def test_results_survive_the_disk(tmp_path):
@@ -82,12 +79,6 @@ def test_results_survive_the_disk(tmp_path):
     assert str(after) == str(before)
     assert str(before).splitlines()[2].split() == ["0.5", "0.85", "nan", "0.071", "2.5"]
     np.testing.assert_array_equal(after.losses, before.losses)
-    before.to_csv(path.replace("json", "csv"))
-    lines = (tmp_path / "curve.csv").read_text().splitlines()
-    assert lines[0] == "gamma,accuracy,radius_95,std_over_draws,loss"
-    assert [float(cell) for cell in lines[2].split(",")] == pytest.approx(
-        [0.5, before.mean[1], np.nan, before.std[1], before.mean_losses[1]], nan_ok=True
-    )
     former = json.loads((tmp_path / "curve.json").read_text()) | {"gone": 1}
     (tmp_path / "former.json").write_text(json.dumps(former))  # with an attribute that there is no more
     assert str(NoiseCurve.from_json(tmp_path / "former.json")) == str(before)

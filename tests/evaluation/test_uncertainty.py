@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hf_descent.evaluation.uncertainty import pseudo_values, radius
+from hf_descent.evaluation.sums import pseudo_values, radius
 
 
 def mean(sums):

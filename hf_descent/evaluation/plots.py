@@ -3,12 +3,15 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.problem import DescentProblem
 from ..files import atomic_write, plain
 from .comparison import Comparison, Run, shared_levels
 
@@ -67,19 +70,28 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Figures 1 and 7, loss of every layer: a panel for each noise level that all runs have a profile of; bars as in
-    `plot_curves`."""
-    gammas = shared_levels(groups)
+    `plot_curves`, and short lines at what each row asked of its layer, in the first run of a group."""
+    gammas, trained = shared_levels(groups), {run.gamma_train or 0.0 for runs in groups.values() for run in runs}
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
     for axes, gamma in zip(panels, gammas):
         for number, (name, runs) in enumerate(groups.items()):
-            losses = [run.profiles[gamma].losses for run in runs]
-            _line(axes, np.arange(1, len(losses[0]) + 1), losses, 0.0, name, number, len(groups))
-        axes.set(xlabel="layer", title=_level(gamma))
+            losses, first = [run.profiles[gamma].losses for run in runs], runs[0].profiles[gamma]
+            error = first.radius("losses") if len(runs) == 1 else 0.0
+            _line(axes, np.arange(1, len(losses[0]) + 1), losses, error, name, number, len(groups))
+            if runs[0].summary.get("objective") not in UNCONSTRAINED and first.problem is not None:
+                draw_asked(axes, first.problem, first.certificate().asked, STYLES[number % len(STYLES)]["color"])
+        axes.set(xlabel="layer", title=_level(gamma) + (" (training level)" if gamma in trained else ""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
+
+
+def draw_asked(axes: Axes, problem: Mapping[str, Any], asked: Sequence[float], color: str = "black"):
+    """A short line for each row of a problem, given by its arguments, at the loss that it asks its layer for."""
+    layers = [row.layer for row in DescentProblem(**problem).rows]
+    axes.plot(layers, asked, color=color, linestyle="none", marker="_", markersize=14, label="_asked")
 
 
 def plot_strip(clean: np.ndarray, noisy: np.ndarray, denoised: np.ndarray, title: str) -> Figure:

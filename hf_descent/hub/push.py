@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, logging
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import COMMON
+from ..evaluation.plots import draw_asked, save_figure
 from ..evaluation.scoring import Result
 from ..files import atomic_write, plain, read_json
 from ..runs import RunFolder
@@ -108,7 +109,8 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
         ("noise.png", "noise_curve", "mean", "noise level gamma", "metric"),
     ):
         if card.get(name):
-            _figure(card, name, values, xlabel, card[name].get(ylabel, ylabel)).savefig(folder / file, dpi=120)
+            figure = _figure(card, name, values, xlabel, card[name].get(ylabel, ylabel))
+            save_figure(figure, folder, file.removesuffix(".png"))
             card["figures"].append(file)
     if card.get("exit_profile") and run.fresh(run.EXITS_FIGURE):
         card["figures"].append(run.EXITS_FIGURE)
@@ -124,9 +126,9 @@ def _shown(result: Result) -> dict[str, Any]:
     match result:
         case NoiseCurve():
             names = ("mean", "std", "auc", "auc_over_range")
-            values = values | result.settings | {"draws": result.values.shape[1]}
+            values = values | result.settings | {"draws": result.values.shape[1], "radius": result.radius("mean")}
         case LayerProfile():
-            values = values | {"ratio_median": result.to_dict().get("ratio_median")}
+            values = values | {"ratio_median": result.to_dict().get("ratio_median"), "radius": result.radius("losses")}
             names = ("descending_share",)
         case ExitProfile():
             values, names = values | {"cheapest": result.cheapest()}, ("speedups",)
@@ -160,7 +162,15 @@ def _figure(card: dict[str, Any], name: str, values: str, xlabel: str, ylabel: s
     for side, style in ((card, "o-"), (card.get("baseline") or {}, "s--")):
         if result := side.get(name):
             layers = range(1, len(result[values]) + 1)
-            axes.plot(result.get("gammas") or layers, result[values], style, label=side["model_name"])
+            errors = [error or 0.0 for error in result.get("radius") or [0.0] * len(layers)]  # none in older cards
+            axes.errorbar(
+                result.get("gammas") or layers, result[values], errors, fmt=style, capsize=2, label=side["model_name"]
+            )
+    problem, verdict = card[name].get("problem"), card.get("verdict")
+    if problem and verdict and verdict["gamma"] == card[name]["gamma"]:
+        draw_asked(axes, problem, verdict["asked"])
+    if card[name].get("gamma_train"):
+        axes.axvline(card[name]["gamma_train"], color="0.8", zorder=0)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend()
     return figure

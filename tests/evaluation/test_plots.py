@@ -42,8 +42,24 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
     figure = plots.plot_layers(groups)
     assert [axes.get_title() for axes in figure.axes] == ["without noise", "noise level 2"]
     np.testing.assert_allclose(bars(figure.axes[1], 2)[0], [0.8, 0.5, 0.45])
+    for run in groups["descent"]:
+        run.curve.gamma_train = 2.0
+    assert plots.plot_layers(groups).axes[1].get_title() == "noise level 2 (training level)"
     del groups["erm"][0].profiles[2.0]
     assert len(plots.plot_layers(groups).axes) == 1
+
+
+def test_the_loss_that_each_row_asks_for_is_drawn_and_the_interval_of_a_single_run():
+    run = make_run([0.5, 0.6], objective="descent", feasible=True)
+    profile = run.profiles[0.0]
+    profile.blocks[..., 2] += np.linspace(-0.1, 0.1, 20)[:, None]
+    axes = plots.plot_layers({"descent": [run]}).axes[0]
+    (asked,) = [line for line in axes.lines if line.get_label() == "_asked"]
+    np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
+    bounds = 0.999 * np.array([1.1 * profile.losses[0], *profile.losses[:2]])
+    np.testing.assert_allclose(asked.get_ydata(), bounds, rtol=1e-6)
+    _, ends = bars(axes, 0)
+    np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.radius("losses"))
 
 
 def test_styles_differ_in_grey():

@@ -55,7 +55,7 @@ def test_the_card_of_a_run_holds_its_results_layers_and_settings(tmp_path):
     assert "**0 of 3** constraints on the layers are met on held-out data" in lead
     assert "| `descent_alpha` | 0.3 |" in text and "| `learning_rate` | 0.01 |" in text and "2601.17257" in text
     assert 'AutoModelForSequenceClassification.from_pretrained("run")' in text and "AutoTokenizer" in text
-    assert (tmp_path / "run" / "noise.png").is_file()
+    assert (tmp_path / "run" / "noise.png").is_file() and (tmp_path / "run" / "noise.svg").is_file()
 
 
 def test_the_command_adds_what_was_measured_later_and_the_baseline(tmp_path):

@@ -50,6 +50,7 @@ class Certificate(Result):
         multipliers (`list[float]`, *optional*): of each row, in the training.
         also_selected (`bool`): whether training was evaluated on this data too, which may have chosen its checkpoint
             and its settings: the confidence is then less than it says.
+        data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
     """
 
     losses: np.ndarray
@@ -69,6 +70,7 @@ class Certificate(Result):
     confidence: float = 0.95
     multipliers: list[float] | None = None
     also_selected: bool = False
+    data_name: str = ""
 
     def __str__(self) -> str:
         columns = {

@@ -220,7 +220,9 @@ def _verdict(card) -> str:
     found, evaluation = card["verdict"], card["evaluation"]
     if found:
         count, total = found["verdicts"].count(MET), len(found["rows"])
-        where = f"on held-out data, at noise gamma {found['gamma']:g}" if found["gamma"] else "on held-out data"
+        name = found.get("data_name") or "eval"
+        where = "on held-out data" + (f" (`{name}`)" if name != "eval" else "")
+        where += f", at noise gamma {found['gamma']:g}" if found["gamma"] else ""
         said = f"**{count} of {total}** constraints on the layers {'are' if count != 1 else 'is'} met {where}"
         words = [f"{said}, each with {found['confidence']:.0%} confidence; f_L = {_cell(found['losses'][-1])}."]
         if card["objective"] in UNCONSTRAINED:

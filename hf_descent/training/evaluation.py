@@ -102,6 +102,7 @@ def layer_metrics(
             )
         chance = chance_of(labels)
         certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values, chance=chance)
+        certificate.data_name = prefix
         certificate.also_selected = also_selected
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
         if certificate.descent_share is not None:

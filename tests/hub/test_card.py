@@ -347,3 +347,15 @@ def test_metrics_that_sound_like_summaries_of_a_curve_are_shown():
     evaluation = {"eval_roc_auc": 0.9, "test_accuracy": 0.8, "test_accuracy@0.5": 0.7, "eval_retention": 0.5}
     evaluation |= {f"test_accuracy_{name}": 0.6 for name in (*SUMMARIES, "auc_over_range_radius")}
     assert metrics_of(evaluation) == {"roc_auc": 0.9, "accuracy": 0.8, "retention": 0.5}
+
+
+def test_a_verdict_names_its_data_among_several_sets(tmp_path):
+    rows = {name: classification_data(64, seed=seed) for seed, name in enumerate("ab")}
+    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=rows["a"], eval_dataset=rows)
+    trainer.train()
+    trainer.evaluate()
+    trainer.create_model_card()
+    assert "on held-out data (`eval_b`)" in read(tmp_path)[1]
+    trainer.evaluate(rows["a"])
+    trainer.create_model_card()
+    assert "met on held-out data, each" in read(tmp_path)[1]

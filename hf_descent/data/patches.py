@@ -1,14 +1,13 @@
 """The clips of a video as what denoisers take: patches at one place over time, or whole frames."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from datasets import Array2D, Dataset, Features
 
 
-BYTES_AT_ONCE = 2**28  # Arrow has no place for 2**31 in one write
+CLIPS_AT_ONCE = 50  # held and written together: Arrow has no place for 2**31 bytes in one write
 
 
 def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
@@ -48,14 +47,8 @@ def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:
     rows = clips.with_format("numpy").map(
         cut,
         batched=True,
-        batch_size=min(50, rows_at_once(clips.features["frames"].shape)),
-        writer_batch_size=rows_at_once(shape),
+        batch_size=CLIPS_AT_ONCE,
         remove_columns=clips.column_names,
         features=Features({"pixel_values": Array2D(shape, "uint8")}),
     )
     return rows.with_format("torch")
-
-
-def rows_at_once(shape: Sequence[int]) -> int:
-    """How many rows of bytes of this shape are held or written together."""
-    return max(1, min(1000, BYTES_AT_ONCE // math.prod(shape)))

@@ -1,8 +1,8 @@
 """Surveillance video (CUHK Avenue, UCSD Ped1 and Ped2, ShanghaiTech Campus, or your own) as clips of gray frames.
 
-A video is a file that PyAV decodes, or a folder of frames. Frames are gray, square (160x160) and cut into patches
-(16x16), as in the paper (arXiv 2601.17257, appendix B.2). A clip is T consecutive frames; clips do not overlap. The
-trainer adds the noise (`EmbeddingNoise`).
+A video is a file that PyAV decodes, or a folder of images, which it decodes as well. Frames are gray, square (160x160)
+and cut into patches (16x16), as in the paper (arXiv 2601.17257, appendix B.2). A clip is T consecutive frames; clips
+do not overlap. The trainer adds the noise (`EmbeddingNoise`).
 """
 
 import glob
@@ -12,22 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from datasets import Array3D, Dataset, DatasetDict, Features, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.fingerprint import Hasher
-from PIL import Image
 from transformers.hf_argparser import HfArg
-from transformers.utils import logging
 
-from .patches import rows_at_once
+from .patches import CLIPS_AT_ONCE
 from .splits import RowArguments, check_arguments
 
-
-logger = logging.get_logger(__name__)
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
 # As the sets are published. The masks in UCSD's Test/Test001_gt are no frames.
@@ -67,14 +62,14 @@ class VideoArguments(RowArguments):
     def __post_init__(self):
         super().__post_init__()
         check_arguments(self, {"split_gap": 0, "num_frames": 1, "frame_size": 1, "patch_size": 1})
-        given = [name for name in ("data_layout", "data_dir", "train_files", "test_files") if getattr(self, name)]
-        if given not in (["data_layout", "data_dir"], ["train_files"], ["train_files", "test_files"]):
-            raise ValueError(
-                f"The videos are named by {', '.join(given) or 'nothing'}; give `data_layout` with `data_dir`, or "
-                "`train_files` and perhaps `test_files`."
-            )
-        if self.data_layout not in (None, *LAYOUTS):
-            raise ValueError(f"`data_layout` is {self.data_layout!r}; choose one of {', '.join(LAYOUTS)}.")
+        if self.data_layout is not None:
+            if self.data_layout not in LAYOUTS or not self.data_dir or self.train_files or self.test_files:
+                raise ValueError(
+                    f"`data_layout` is {self.data_layout!r}; give one of {', '.join(LAYOUTS)} with `data_dir`, and "
+                    "neither `train_files` nor `test_files`."
+                )
+        elif not self.train_files or self.data_dir:
+            raise ValueError("No videos: give `train_files`, or `data_layout` with `data_dir`.")
         if self.later_percentage and self.split_by != "time":
             raise ValueError("`later_percentage` needs `split_by` time: it is the end of every training video.")
         for name in ("train_files", "test_files"):
@@ -112,7 +107,7 @@ def load_clips(args: VideoArguments) -> DatasetDict:
                 features=features,
                 gen_kwargs={"parts": list(map(tuple, parts)), "num_frames": shape[0], "size": args.frame_size},
                 cache_dir=args.cache_dir,
-                writer_batch_size=rows_at_once(shape),
+                writer_batch_size=CLIPS_AT_ONCE,
             )
         except DatasetGenerationError as error:
             raise error.__cause__ or error from None  # the cause names the file
@@ -121,18 +116,16 @@ def load_clips(args: VideoArguments) -> DatasetDict:
 
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos in each split; ValueError if there are none, or none is long enough."""
-    train, test = args.train_files, args.test_files or []
+    patterns = {"train": args.train_files, "test": args.test_files or []}
     if args.data_layout is not None:
-        folder = Path(glob.escape(args.data_dir))
-        train, test = ([str(folder / LAYOUTS[args.data_layout][split])] for split in ("train", "test"))
-    train, test = (
-        [VideoPart(path, 0, count_frames(path), _stamp(path)) for path in find_videos(patterns)]
-        for patterns in (train, [] if args.without_tests else test)
-    )
-    trained_on = {os.path.realpath(video.path) for video in train}
-    if shared := [video.path for video in test if os.path.realpath(video.path) in trained_on]:
+        folder = glob.escape(args.data_dir)
+        patterns = {split: [os.path.join(folder, pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
+    if args.without_tests:
+        patterns["test"] = []
+    train, test = ([VideoPart(path, 0, *_measure(path)) for path in find_videos(each)] for each in patterns.values())
+    if shared := {video.path for video in train} & {video.path for video in test}:
         raise ValueError(
-            f"{shared[0]} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
+            f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
             "(`split_by` time, `later_percentage`)."
         )
     validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
@@ -151,26 +144,30 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         parts["test"] = test
     if args.without_tests:
         parts.pop("later", None)
-    return {name: _long_enough(name, of_split, args.num_frames) for name, of_split in parts.items()}
+    for name, of_split in parts.items():
+        if all(part.last - part.first < args.num_frames for part in of_split):
+            raise ValueError(
+                f"The {name} split holds no clip of `num_frames` {args.num_frames}: it has frames {of_split[0].first} "
+                f"to {of_split[0].last} of {of_split[0].path} (between parts, `split_gap` frames are left out)."
+            )
+    return parts
 
 
 def find_videos(patterns: Sequence[str]) -> list[str]:
     """Video files and folders of frames, each once, in natural order; ValueError naming a pattern without any."""
-    found = {}
+    found = []
     for pattern in patterns:
-        matches = [pattern] if Path(pattern).exists() else glob.glob(pattern)
-        matches = [path for path in matches if not Path(path).name.startswith(".")]
+        matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern)
         if not matches:
             raise ValueError(f"There is no video at {pattern!r}: check the path, or the layout of the data set.")
-        for path in sorted(matches, key=_natural):
-            found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
+        found += map(os.path.realpath, sorted(matches, key=_natural))
+    return list(dict.fromkeys(found))
 
 
 def count_frames(path: str) -> int:
     """Number of frames of a video, without decoding it; ValueError naming the file when it cannot be read."""
-    if Path(path).is_dir():
-        return len(_frame_files(path))
+    if os.path.isdir(path):
+        return len(_files(path))
     with _opened(path) as container:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
@@ -178,34 +175,23 @@ def count_frames(path: str) -> int:
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
     """The frames of a video, gray and resized (bilinear, antialiased): uint8 `[size, size]` each; ValueError naming
     the file that cannot be read."""
-    if Path(path).is_dir():
-        for file in _frame_files(path):
-            try:
-                with Image.open(file) as image:
-                    if image.mode[0] in "IF":  # which `convert` cuts off at 255
-                        raise ValueError(f"pixels of mode {image.mode}: give frames of 8 bits")
-                    image.draft("L", None)  # of a color JPEG, decode the brightness alone: a third less time
-                    frame = np.asarray(image.convert("L").resize((size, size), Image.Resampling.BILINEAR))
-            except (OSError, ValueError, Image.DecompressionBombError) as error:
-                raise ValueError(f"{file} cannot be read as an image ({error}).") from error
-            yield frame
-        return
-    with _opened(path) as container:
-        container.streams.video[0].thread_type = "AUTO"
-        for frame in container.decode(video=0):
-            yield frame.reformat(size, size, "gray", interpolation="BILINEAR").to_ndarray()
+    for file in _files(path):
+        with _opened(file) as container:
+            container.streams.video[0].thread_type = "AUTO"
+            for frame in container.decode(video=0):
+                yield frame.reformat(size, size, "gray", interpolation="BILINEAR").to_ndarray()
 
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
-    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples. ValueError where a
-    part has fewer than `num_frames` frames that can be read."""
+    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples. ValueError where no
+    clip of a part that has one can be decoded."""
     for path, first, last, _ in parts:
         frames = islice(read_frames(path, size), first, last)
         start = first
         while len(clip := list(islice(frames, num_frames))) == num_frames:
             yield {"frames": np.stack(clip), "video": path, "start": start}
             start += num_frames
-        if start == first:
+        if start == first <= last - num_frames:
             raise ValueError(f"{path}: fewer than {num_frames} of its frames {first} to {last} can be decoded.")
 
 
@@ -216,45 +202,35 @@ def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPa
     return [video._replace(first=first + gap * i, last=last + gap * i) for i, (first, last) in parts]
 
 
-def _long_enough(split: str, parts: list[VideoPart], num_frames: int) -> list[VideoPart]:
-    kept = [part for part in parts if part.last - part.first >= num_frames]
-    if not kept:
-        longest = max(parts, key=lambda part: part.last - part.first)
-        raise ValueError(
-            f"The {split} split holds no clip of `num_frames` {num_frames}: its longest part is frames "
-            f"{longest.first} to {longest.last} of {longest.path} (between parts, `split_gap` frames are left out)."
-        )
-    if len(kept) < len(parts):
-        logger.info(f"The {split} split: {len(parts) - len(kept)} of {len(parts)} videos are shorter than a clip.")
-    return kept
-
-
-def _frame_files(folder: str) -> list[Path]:
-    files = [file for file in Path(folder).iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
-    files = [file for file in files if not file.name.startswith(".")]  # UCSD ships "._001.tif" files
+def _files(path: str) -> list[str]:
+    """A video file alone, or the images of a folder in natural order."""
+    if not os.path.isdir(path):
+        return [path]
+    # A pattern leaves out hidden files, as UCSD's "._001.tif".
+    files = [file for file in glob.glob(f"{glob.escape(path)}/*") if file.lower().endswith(IMAGE_SUFFIXES)]
     if not files:
-        raise ValueError(f"The folder {folder} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}.")
+        raise ValueError(f"The folder {path} holds no frames: no file ends in {', '.join(IMAGE_SUFFIXES)}.")
     return sorted(files, key=_natural)
 
 
-def _natural(path: str | Path) -> list:
+def _natural(path: str) -> list:
     """Sort key that puts frame 2 before frame 10."""
-    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", str(path))]
+    return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", path)]
 
 
-def _stamp(path: str) -> str:
-    """A hash of a video's path and of the names, sizes and times of its files."""
-    files = [(file.name, file.stat()) for file in (_frame_files(path) if Path(path).is_dir() else [Path(path)])]
-    return Hasher.hash([os.path.realpath(path), *((name, s.st_size, s.st_mtime_ns) for name, s in files)])
+def _measure(path: str) -> tuple[int, str]:
+    """Number of frames of a video, and a hash of the paths, sizes and times of its files."""
+    stats = ((file, os.stat(file)) for file in _files(path))
+    return count_frames(path), Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
 
 
 @contextmanager
 def _opened(path: str):
-    """A video file; ValueError naming it where it or one of its frames cannot be read."""
+    """A video file or an image; ValueError naming it where it or one of its frames cannot be read."""
     import av  # `pip install hf_descent[video]`
 
     try:
         with av.open(path) as container:
             yield container
     except (av.error.FFmpegError, IndexError) as error:  # a file without a video stream has no first one
-        raise ValueError(f"{path} cannot be read as a video ({error}).") from error
+        raise ValueError(f"{path} cannot be read as a video or an image ({error}).") from error

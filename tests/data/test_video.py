@@ -8,7 +8,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from datasets.arrow_writer import ArrowWriter
 from PIL import Image
 
 from hf_descent.data.denoising import PatchTask
@@ -72,7 +71,9 @@ def test_frames_come_in_natural_order(tmp_path, suffix):
         (path / "notes.txt").write_text("no frame")
         (path / f"._3{suffix}").write_bytes(b"no frame either")
     assert count_frames(str(path)) == 12
-    np.testing.assert_array_equal(np.stack(list(read_frames(str(path), SIZE))), [pixels(i) for i in range(12)])
+    frames = np.stack(list(read_frames(str(path), SIZE))).astype(int)
+    # Within one of 255: a gray bitmap has a palette, of colors.
+    assert np.abs(frames - [pixels(i) for i in range(12)]).max() <= (suffix == ".bmp")
 
 
 def test_files_and_folders_are_resized_alike(tmp_path):
@@ -185,10 +186,10 @@ def test_decoded_once_until_the_file_changes(tmp_path, monkeypatch):
     write_video(tmp_path / "video.avi", 30, seed=5)
     os.utime(path, (time.time() + 10,) * 2)
     np.testing.assert_array_equal(first_frame(path), pixels(0, seed=5))
-    folder = write_frames(tmp_path / "frames", 30, ".bmp")
+    folder = write_frames(tmp_path / "frames", 30, ".png")
     np.testing.assert_array_equal(first_frame(folder), pixels(0))
-    Image.fromarray(pixels(0, seed=7)).save(tmp_path / "frames" / "1.bmp")
-    os.utime(tmp_path / "frames" / "1.bmp", (1e9, 1e9))  # a copy that keeps its time
+    Image.fromarray(pixels(0, seed=7)).save(tmp_path / "frames" / "1.png")
+    os.utime(tmp_path / "frames" / "1.png", (1e9, 1e9))  # a copy that keeps its time
     np.testing.assert_array_equal(first_frame(folder), pixels(0, seed=7))
     for seed in (1, 2):  # another file of this name and time
         path = write_video(tmp_path / str(seed) / "video.avi", 30, seed=seed)
@@ -227,20 +228,18 @@ def test_no_video_is_in_two_splits(tmp_path):
     assert [os.path.basename(path) for path in find_videos(twice)] == ["0.avi", "1.avi", "2.avi"]
     for name in ("1.avi", "link.avi"):
         args = arguments(train_files=twice[:1], test_files=[str(tmp_path / name)], split_by="video")
-        with pytest.raises(ValueError, match=f"{name} is in `train_files` and in `test_files`"):
+        with pytest.raises(ValueError, match=r"1\.avi is in `train_files` and in `test_files`"):
             split_videos(args)
 
 
 @pytest.mark.parametrize(
     ("name", "write", "match"),
     [
-        ("3.png", lambda path: path.write_bytes(b"no image"), "cannot be read as an image"),
-        ("3.tif", lambda path: Image.fromarray(pixels(0).astype(np.uint16) * 257).save(path), "mode I;16.* 8 bits"),
-        ("3.tif", lambda path: Image.fromarray((pixels(0) / 255).astype(np.float32)).save(path), "mode F.* 8 bits"),
+        ("3.png", lambda path: path.write_bytes(b"no image"), "cannot be read as a video or an image"),
         (
             "3.tif",
             lambda path: Image.fromarray(np.zeros((8, 8, 3), np.uint8), "LAB").save(path),
-            "conversion from LAB",
+            "cannot be read",
         ),
     ],
 )
@@ -265,24 +264,6 @@ def test_a_video_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "frames").mkdir()
     with pytest.raises(ValueError, match="frames holds no frames"):
         load_clips(arguments(train_files=[str(tmp_path / "frames")]))
-
-
-def test_as_many_large_clips_are_written_at_once_as_arrow_can_hold(tmp_path, monkeypatch):
-    writes, write = [], ArrowWriter.write_examples_on_file
-
-    def counted(self):
-        writes.append(len(self.current_examples))
-        write(self)
-
-    monkeypatch.setattr(ArrowWriter, "write_examples_on_file", counted)
-    monkeypatch.setattr("hf_descent.data.patches.BYTES_AT_ONCE", 5 * 4 * 32 * 32)
-    splits = load_clips(arguments(train_files=[write_video(tmp_path / "a.avi", 120)]))
-    assert len(splits["train"]) > 10 and max(writes) == 5
-    monkeypatch.setattr("hf_descent.data.patches.BYTES_AT_ONCE", 3 * 32 * 32)
-    frames = frame_rows(splits["train"])
-    assert torch.equal(
-        torch.stack(list(frames["pixel_values"])), splits["train"].with_format("torch")["frames"][:].flatten(0, 1)
-    )
 
 
 @pytest.mark.parametrize(
@@ -311,11 +292,10 @@ def test_a_video_of_which_no_clip_can_be_decoded_is_named(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({}, "named by nothing"),
-        ({"data_layout": "avenue", "train_files": ["x"]}, "named by data_layout, train_files"),
-        ({"data_layout": "kinetics", "data_dir": "x"}, "choose one of avenue, ucsd, shanghaitech"),
-        ({"data_layout": "ucsd"}, "give `data_layout` with `data_dir`"),
-        ({"data_layout": "ucsd", "data_dir": "x", "test_files": ["y"]}, "named by data_layout, data_dir, test_files"),
+        ({}, "No videos: give `train_files`"),
+        ({"data_layout": "kinetics", "data_dir": "x"}, "give one of avenue, ucsd, shanghaitech"),
+        ({"data_layout": "ucsd"}, "`data_layout` is 'ucsd'.* with `data_dir`"),
+        ({"data_layout": "ucsd", "data_dir": "x", "test_files": ["y"]}, "neither `train_files`"),
         ({"train_files": ["x"], "split_by": "frame"}, "choose one of video, time"),
         ({"train_files": ["x"], "split_by": "video", "later_percentage": 10}, "needs `split_by` time"),
         ({"train_files": ["x"], "num_frames": 0}, "`num_frames` is 0"),

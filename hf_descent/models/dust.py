@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .unrolling import PatchDenoiser, check_config, orthonormal_dct, symmetric_attention
+from .unrolling import PatchDenoiser, nonnegative, orthonormal_dct, positive, symmetric_attention
 
 
 @strict
@@ -52,24 +52,21 @@ class DustConfig(PreTrainedConfig):
 
     model_type = "dust"
 
-    hidden_size: int = 256
-    dictionary_size: int = 512
-    num_hidden_layers: int = 5
+    hidden_size: int = positive(default=256)
+    dictionary_size: int = positive(default=512)
+    num_hidden_layers: int = positive(default=5)
     shared_dictionary: bool = False
-    sparsity: float | int = 0.01
-    coupling: float | int = 1.0
-    curvature: float | int = 1.0
-    loss_scale: float | int = 0.5
+    sparsity: float | int = nonnegative(default=0.01)
+    coupling: float | int = nonnegative(default=1.0)
+    curvature: float | int = positive(default=1.0)
+    loss_scale: float | int = positive(default=0.5)
 
-    def __post_init__(self, **kwargs):
-        positive = ("hidden_size", "num_hidden_layers", "curvature", "loss_scale")
-        check_config(self, positive, nonnegative=("sparsity", "coupling"))
+    def validate_dictionary(self):
         if self.dictionary_size < self.hidden_size:
             raise ValueError(
                 f"`dictionary_size` is {self.dictionary_size}; give at least `hidden_size` = {self.hidden_size} "
                 "columns, or the codes cannot represent every patch."
             )
-        super().__post_init__(**kwargs)
 
 
 def dct_dictionary(num_values: int, size: int) -> torch.Tensor:

@@ -34,40 +34,53 @@ class LinearReadoutConfig(PreTrainedConfig):
         return self.encoder_config.get_text_config(decoder=decoder, encoder=encoder)
 
 
-class LinearReadoutForSequenceClassification(PreTrainedModel):
+class EncoderModel(PreTrainedModel):
+    """An encoder without the modules `_unused`: DistributedDataParallel refuses weights without a gradient."""
+
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _unused = ("pooler",)
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        self._set_encoder(AutoModel.from_config(config.encoder_config))
+
+    @classmethod
+    def from_encoder(cls, encoder_name_or_path: str, **config_kwargs):
+        """A pretrained encoder, as `AutoModel.from_pretrained` takes it, under a new readout, in eval mode.
+
+        `config_kwargs` are other fields of the configuration (`pooling`, `readout`, `num_labels`, ...).
+        """
+        encoder = AutoModel.from_pretrained(encoder_name_or_path)
+        model = cls(cls.config_class(encoder_config=encoder.config, **config_kwargs))
+        model._set_encoder(encoder)
+        return model.to(encoder.dtype).eval()
+
+    def _set_encoder(self, encoder: PreTrainedModel):
+        for name in self._unused:
+            if getattr(encoder, name, None) is not None:
+                setattr(encoder, name, nn.Identity())
+        self.encoder = encoder
+
+
+class LinearReadoutForSequenceClassification(EncoderModel):
     """An encoder with ONE linear layer on [CLS] (the paper's DistilBERT and RoBERTa) or on the mean of the tokens.
 
     The heads of transformers have a hidden layer as well, which the early exits would share.
     """
 
     config_class = LinearReadoutConfig
-    base_model_prefix = "encoder"
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
 
     def __init__(self, config: LinearReadoutConfig):
         super().__init__(config)
-        self._set_encoder(AutoModel.from_config(config.encoder_config))
         self.classifier = nn.Linear(config.encoder_config.hidden_size, config.num_labels)
         self.post_init()
 
     @classmethod
     def from_encoder(cls, encoder_name_or_path: str, pooling: str = "cls", **config_kwargs):
-        """A pretrained encoder, as `AutoModel.from_pretrained` takes it, under a new linear layer, in eval mode.
-
-        `config_kwargs` are other fields of the configuration (`num_labels`, `id2label`, ...).
-        """
-        encoder = AutoModel.from_pretrained(encoder_name_or_path)
-        model = cls(LinearReadoutConfig(encoder_config=encoder.config, pooling=pooling, **config_kwargs))
-        model._set_encoder(encoder)
-        return model.to(encoder.dtype).eval()
-
-    def _set_encoder(self, encoder: PreTrainedModel):
-        # DistributedDataParallel refuses weights without a gradient, as those of an unused pooler.
-        if getattr(encoder, "pooler", None) is not None:
-            encoder.pooler = None
-        self.encoder = encoder
+        return super().from_encoder(encoder_name_or_path, pooling=pooling, **config_kwargs)
 
     @can_return_tuple
     def forward(
@@ -93,12 +106,23 @@ class LinearReadoutForSequenceClassification(PreTrainedModel):
             input_ids=input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, return_dict=True, **kwargs
         )
         hidden = outputs.last_hidden_state  # [batch, seq, width]
-        logits = self.classifier(pool(hidden, attention_mask, self.config.pooling))  # [batch, labels]
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=num_items_in_batch
-            )
-        return SequenceClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        found = classify(self, hidden, attention_mask, self.config.pooling, labels, num_items_in_batch)
+        found.hidden_states, found.attentions = outputs.hidden_states, outputs.attentions
+        return found
+
+
+def classify(
+    model: PreTrainedModel,
+    hidden: torch.Tensor,
+    mask: torch.Tensor | None,
+    pooling: str,
+    labels: torch.Tensor | None,
+    num_items: torch.Tensor | None,
+) -> SequenceClassifierOutput:
+    """Classifies rows `[batch, seq, width]` by the linear layer of a `model`; the loss where there are labels."""
+    logits, loss = model.classifier(pool(hidden, mask, pooling)), None  # [batch, labels]
+    if labels is not None:
+        loss = model.loss_function(
+            labels=labels, pooled_logits=logits, config=model.config, num_items_in_batch=num_items
         )
+    return SequenceClassifierOutput(loss=loss, logits=logits)

@@ -7,14 +7,16 @@ Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix C.2.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.type_validators import interval
+
+
+positive, nonnegative = interval(min=0, exclude_min=True), interval(min=0)  # fields of configurations
 
 
 @dataclass
@@ -138,11 +140,3 @@ def denoising_loss(
             f"`labels` has shape {list(labels.shape)}; give that of the input, {list(reconstruction.shape)}."
         )
     return loss_scale * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum") / len(labels)
-
-
-def check_config(config: PreTrainedConfig, positive: Sequence[str], nonnegative: Sequence[str] = ()) -> None:
-    """ValueError where a field of a model's configuration is out of its range."""
-    for name in (*positive, *nonnegative):
-        value = getattr(config, name)
-        if not (value > 0 or (value == 0 and name in nonnegative)):
-            raise ValueError(f"`{name}` is {value}; it must be {'at least 0' if name in nonnegative else 'positive'}.")

@@ -22,9 +22,10 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.type_validators import interval
 
-from ..readout.pooling import pool
-from .unrolling import PatchDenoiser, check_config, orthonormal_dct, symmetric_attention
+from .linear_readout import classify
+from .unrolling import PatchDenoiser, orthonormal_dct, positive, symmetric_attention
 
 
 @strict
@@ -43,24 +44,17 @@ class UTConfig(PreTrainedConfig):
             loss; 1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
         vocab_size (`int`): Classifier only: number of token embeddings. The default is DistilBERT's.
 
-    Raises:
-        ValueError: a size or `loss_scale` that is not positive, an `attention_step` outside of (0, 1].
+    A value outside of its range is refused by the library.
     """
 
     model_type = "ut"
 
-    hidden_size: int = 256
-    num_hidden_layers: int = 5
-    attention_step: float | int = 1.0
+    hidden_size: int = positive(default=256)
+    num_hidden_layers: int = positive(default=5)
+    attention_step: float | int = interval(min=0, max=1, exclude_min=True)(default=1.0)
     norm_energy: bool = False
-    loss_scale: float | int = 0.5
-    vocab_size: int = 30522
-
-    def __post_init__(self, **kwargs):
-        if not 0 < self.attention_step <= 1:
-            raise ValueError(f"`attention_step` is {self.attention_step}; it must be in (0, 1] (1: plain attention).")
-        check_config(self, ("hidden_size", "num_hidden_layers", "loss_scale", "vocab_size"))
-        super().__post_init__(**kwargs)
+    loss_scale: float | int = positive(default=0.5)
+    vocab_size: int = positive(default=30522)
 
 
 class UTLayer(GradientCheckpointingLayer):
@@ -193,10 +187,4 @@ class UTForSequenceClassification(UTPreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask)  # [batch, seq, hidden]
-        logits = self.classifier(pool(hidden_states, attention_mask, "mean"))  # [batch, labels]
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=num_items_in_batch
-            )
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return classify(self, hidden_states, attention_mask, "mean", labels, num_items_in_batch)

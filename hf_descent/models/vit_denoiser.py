@@ -8,15 +8,12 @@ from typing import Literal
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils.generic import can_return_tuple
 
-from .unrolling import DenoisingOutput, check_config, denoising_loss
-
-
-# Poolers and final norms, as the vision transformers of the library name them.
-UNUSED = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")
+from .linear_readout import EncoderModel
+from .unrolling import DenoisingOutput, denoising_loss, positive
 
 
 @strict
@@ -30,9 +27,6 @@ class ViTDenoiserConfig(PreTrainedConfig):
             hidden_size must be channels x patch_size^2), or one linear layer gives them ("linear"), which all layers
             share.
         loss_scale (`float`): Factor of an image's sum of squared errors in the loss. 1/2 is the paper's loss.
-
-    Raises:
-        ValueError: a `loss_scale` that is not positive.
     """
 
     model_type = "vit_denoiser"
@@ -40,14 +34,10 @@ class ViTDenoiserConfig(PreTrainedConfig):
 
     encoder_config: dict | PreTrainedConfig | None = None
     readout: Literal["patches", "linear"] = "patches"
-    loss_scale: float | int = 0.5
-
-    def __post_init__(self, **kwargs):
-        check_config(self, ("loss_scale",))
-        super().__post_init__(**kwargs)
+    loss_scale: float | int = positive(default=0.5)
 
 
-class ViTForDenoising(PreTrainedModel):
+class ViTForDenoising(EncoderModel):
     """Denoises single images with a ViT, DeiT, DINOv2 or another encoder whose tokens are image patches.
 
     A token of any layer holds the pixels of its patch, channel by channel (`config.readout`). Class, register and
@@ -60,16 +50,12 @@ class ViTForDenoising(PreTrainedModel):
     """
 
     config_class = ViTDenoiserConfig
-    base_model_prefix = "encoder"
     main_input_name = "pixel_values"
     accepts_loss_kwargs = False  # its loss is a mean over the images of the batch at hand
-    supports_gradient_checkpointing = True
-    _supports_sdpa = True
-    _supports_flash_attn = True
+    _unused = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")  # poolers and final norms
 
     def __init__(self, config: ViTDenoiserConfig):
         super().__init__(config)
-        self._set_encoder(AutoModel.from_config(config.encoder_config))
         encoder = config.encoder_config
         sizes = [getattr(encoder, name, None) for name in ("num_channels", "patch_size", "hidden_size")]
         if {"num_frames", "num_detection_tokens"} & {*vars(encoder)} or not all(isinstance(n, int) for n in sizes):
@@ -86,24 +72,6 @@ class ViTForDenoising(PreTrainedModel):
             )
         self.readout = nn.Linear(width, num_values) if config.readout == "linear" else nn.Identity()
         self.post_init()
-
-    @classmethod
-    def from_encoder(cls, encoder_name_or_path: str, **config_kwargs):
-        """A pretrained encoder, as `AutoModel.from_pretrained` takes it, as a denoiser in eval mode.
-
-        `config_kwargs` are other fields of the configuration (`readout`, `loss_scale`).
-        """
-        encoder = AutoModel.from_pretrained(encoder_name_or_path)
-        model = cls(ViTDenoiserConfig(encoder_config=encoder.config, **config_kwargs))
-        model._set_encoder(encoder)
-        return model.to(encoder.dtype).eval()
-
-    def _set_encoder(self, encoder: nn.Module):
-        # DistributedDataParallel refuses weights without a gradient, as those of an unused pooler.
-        for name in UNUSED:
-            if getattr(encoder, name, None) is not None:
-                setattr(encoder, name, nn.Identity())
-        self.encoder = encoder
 
     @can_return_tuple
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None, **kwargs) -> DenoisingOutput:

@@ -5,7 +5,8 @@ on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `st
 name made of their settings: the same search goes on after an interruption (one process at a time), another one starts
 from the beginning. Feasible trials rank before infeasible ones; baselines have no constraints.
 
-The paper searched with 5 runs for language (Bayesian), and by a grid for video (section 4, appendix B).
+The paper searched with 5 runs for language (Bayesian, section 4). For other searches there is
+`Trainer.hyperparameter_search`.
 """
 
 import hashlib
@@ -13,12 +14,9 @@ import importlib
 import json
 import math
 import os
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
-from operator import index
-from typing import Any, Literal
+from typing import Any
 
 from transformers.hf_argparser import HfArg
 
@@ -32,13 +30,7 @@ from .arguments import parse_recipe
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
-BAYES = {**RANGES, "descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
-GRID = {
-    "descent_strength": (0.25, 0.5, 1.0),
-    "descent_alpha": (0.05, 0.1, 0.2),
-    "dual_learning_rate": (0.005, 0.02, 0.1),
-    "penalty_coefficient": (0.1, 1.0, 10.0),
-}
+BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
 PENALTIES = ("hinge", "quadratic")
 
 
@@ -47,11 +39,9 @@ class TuneArguments:
     """How settings are searched."""
 
     n_trials: int = HfArg(default=5, help="Runs to make in all; a resumed study makes the rest.")
-    search: Literal["bayes", "grid"] = HfArg(
-        default="bayes", help="`bayes` (Gaussian process), or `grid` (`n_trials` of all combinations, at random)."
-    )
     search_space: str | None = HfArg(
-        default=None, help="Ranges (or values, for a grid) as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'."
+        default=None,
+        help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one.",
     )
     tune_gamma: float | None = HfArg(
         default=None, help="Noise level at which trials are judged; None: the largest level of the training."
@@ -98,19 +88,23 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
             raise optuna.TrialPruned("the metric is not finite")
         return value if facts["greater_is_better"] else -value
 
-    setup = {"gamma": gamma, "search": tune_args.search, "search_space": ranges}
+    setup = {"gamma": gamma, "search": "bayes", "search_space": ranges}
     setup |= asdict(model_args) | asdict(data_args) | training_arguments(args)
     os.makedirs(args.output_dir, exist_ok=True)
     digest = hashlib.sha256(json.dumps(setup, sort_keys=True, default=str).encode()).hexdigest()[:12]
     storage = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}"
-    name = f"{tune_args.search} {digest}"
-    study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
+    study = optuna.create_study(
+        storage=storage, study_name=f"bayes {digest}", direction="maximize", load_if_exists=True
+    )
     state = optuna.trial.TrialState
     for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
         study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
     # A killed or failed run is made again.
     finished = study.get_trials(deepcopy=False, states=(state.COMPLETE, state.PRUNED))
-    for study.sampler in samplers(tune_args, ranges, args.seed, len(finished)):
+    for number in range(len(finished), tune_args.n_trials):
+        # A sampler for each run, so that a search that goes on is the same search. Two trials by chance, then the
+        # model decides: with Optuna's own ten, five trials would all be chance.
+        study.sampler = optuna.samplers.GPSampler(seed=args.seed + number, n_startup_trials=2)
         study.optimize(objective, n_trials=1)
     ranked = rank(study.trials)
     if not ranked:
@@ -120,25 +114,12 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         for trial in ranked
     ]
     with atomic_write(os.path.join(args.output_dir, "study.json")) as file:
-        json.dump({"gamma": gamma, "search": tune_args.search, "trials": trials}, file, indent=1)
+        json.dump({"gamma": gamma, "search": "bayes", "trials": trials}, file, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
         shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
         print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
-
-
-def samplers(args: TuneArguments, ranges: Mapping[str, Sequence[float]], seed: int, finished: int) -> list:
-    """One sampler for each run that is left, so that a search that goes on is the same search."""
-    from optuna.samplers import GPSampler, GridSampler
-
-    if args.search == "grid":
-        cells = list(product(*ranges.values()))
-        random.Random(seed).shuffle(cells)
-        left = cells[finished : args.n_trials]
-        return [GridSampler({name: [value] for name, value in zip(ranges, cell)}) for cell in left]
-    # Two trials by chance, then the model decides: with Optuna's own ten, five trials would all be chance.
-    return [GPSampler(seed=seed + n, n_startup_trials=2) for n in range(finished, args.n_trials)]
 
 
 def without_test_rows(data_args: Any) -> Any:
@@ -160,26 +141,17 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
             names.append("penalty_coefficient")
         if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
             names.append("descent_strength" if args.follows else "descent_alpha")
-        ranges = GRID if tune_args.search == "grid" else BAYES
-        return {name: ranges[name] for name in names if name in ranges} or {"learning_rate": BAYES["learning_rate"]}
-    whole = whole_settings(args)
-    try:
-        ranges = {
-            name: [(index if whole.get(name) else float)(value) for value in values]
-            for name, values in json.loads(tune_args.search_space).items()
-        }
-    except (ValueError, AttributeError, TypeError):
-        ranges = {}
-    if not ranges:
+        return {name: (RANGES | BASELINES)[name] for name in names}
+    ranges, whole = json.loads(tune_args.search_space), whole_settings(args)
+    if not isinstance(ranges, dict) or not ranges or ranges.keys() - whole.keys():
         raise ValueError(
-            f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists of numbers, "
-            "whole ones for settings that are."
+            f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings of "
+            f"`{type(args).__name__}` to lists of numbers."
         )
-    if unknown := sorted(ranges.keys() - whole.keys()):
-        raise ValueError(f"`search_space` has {', '.join(unknown)}, which is no setting of `{type(args).__name__}`.")
     for name, values in ranges.items():
-        check_range(name, values)
-        for value in values:
+        for value in check_range(name, values):
+            if whole[name] and value != int(value):
+                raise ValueError(f"`search_space` has {value} for `{name}`; give whole numbers.")
             replace(args, **{name: value})  # raises here what a trial would
     return ranges
 

@@ -33,26 +33,18 @@ PROBLEM = {
     "initial_loss_bound": INITIAL_LOSS_BOUND,
     "dual_learning_rate": 0.01,
     "resilience": 0.05,
+    "negative_weights": "keep",
 }
 
 
-def demo(
-    output_dir: str,
-    seeds: Sequence[int] = (0, 1, 2),
-    max_steps: int = 1200,
-    negative_weights: str | None = None,
-    auto: float | None = None,
-) -> Comparison:
+def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200, auto: bool = False) -> Comparison:
     """Train every arm with every seed, evaluate on held-out clips, compare the arms in a table and in figures.
 
     Args:
         output_dir (`str`): folder for the comparison, and for the run folders `<arm>-<seed>`.
         seeds (sequence of `int`): one run of each arm per seed.
         max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
-        negative_weights (`str`, *optional*): "keep", "clip" or "detach" ([`DescentConfig`]), in the constrained arm;
-            "keep" where not given, with `auto` the package's default.
-        auto (`float`, *optional*): the constrained arm takes the package's default problem and dual settings at this
-            `descent_strength`, in place of the demo's own.
+        auto (`bool`): the constrained arm takes the package's default problem and dual settings, not the demo's.
 
     Returns:
         The [`Comparison`] of the arms; metrics are RMSE on the 0-255 scale, layer losses mean squared error divided
@@ -64,7 +56,6 @@ def demo(
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"`seeds` is {list(seeds)}; give seeds that differ.")
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
-    negative_weights = negative_weights or ("keep" if auto is None else DescentConfig.negative_weights)
     folders = {name: [f"{output_dir}/{arm}-{seed}" for seed in seeds] for arm, name in ARMS.items()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # matrices as small as these take longer on several
@@ -72,7 +63,7 @@ def demo(
         for index, seed in enumerate(seeds):
             for arm, name in ARMS.items():
                 start = time.perf_counter()
-                _run(folders[name][index], arm, seed, train, test, max_steps, negative_weights, auto)
+                _run(folders[name][index], arm, seed, train, test, max_steps, auto and arm == "descent")
                 print(f"seed {seed}, {name}: {time.perf_counter() - start:.0f} s", flush=True)
     finally:
         torch.set_num_threads(threads)
@@ -86,32 +77,38 @@ def demo(
     return comparison
 
 
-def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, negative_weights: str, auto: float | None):
-    """Train one model, evaluate it on the clips `test`, and write both into its run folder."""
-    sigma = float(train.std())
+def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, dict]:
+    """A model for clips `[clips, frames, pixels]`, with losses in units of the noise, and settings to train it by."""
+    sigma = float(clips.std())
     noise_power = (GAMMA_TRAIN * sigma) ** 2
     model = UTForVideoDenoising(
         UTConfig(
-            hidden_size=train.shape[-1],
+            hidden_size=clips.shape[-1],
             num_hidden_layers=NUM_LAYERS,
             attention_step=0.3,
-            loss_scale=1 / (noise_power * train[0].numel()),
+            loss_scale=1 / (noise_power * clips[0].numel()),
         )
     )
-    by_auto = auto is not None and arm == "descent"
+    settings = {
+        "noise_gamma": GAMMA_TRAIN,
+        "noise_sigma": sigma,
+        # The decay settles the layer losses; under a constant rate their last values are a matter of chance.
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": max_steps * 2 // 3, "decay_type": "linear"},
+        "max_grad_norm": 0.0,  # clipping would keep ERM near its start, where the layers still descend by themselves
+    }
+    return model, settings
+
+
+def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bool):
+    """Train one model, evaluate it on the clips `test`, and write both into its run folder."""
+    model, settings = denoiser(train, max_steps)
     config = DescentConfig(
         output_dir=folder,
         objective=arm,
-        **({"descent_strength": auto} if by_auto else PROBLEM),
+        **({} if auto else PROBLEM),
         dual_warmup_steps=0.25,
-        negative_weights=negative_weights,
-        noise_gamma=GAMMA_TRAIN,
-        noise_sigma=sigma,
         learning_rate=1e-3,
-        # The decay settles the layer losses; under a constant rate their last values are a matter of chance.
-        lr_scheduler_type="warmup_stable_decay",
-        lr_scheduler_kwargs={"num_decay_steps": max_steps * 2 // 3, "decay_type": "linear"},
-        max_grad_norm=0.0,  # clipping would keep ERM near its start, where the layers still descend by themselves
         per_device_train_batch_size=32,
         max_steps=max_steps,
         logging_steps=max(1, max_steps // 60),
@@ -121,22 +118,23 @@ def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, negative
         log_level="warning",
         use_cpu=True,
         seed=seed,
+        **settings,
     )
-    trainer = DescentTrainer(model, config, train_dataset=_dataset(train))
+    trainer = DescentTrainer(model, config, train_dataset=rows_of(train))
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     trainer.save_model()
     trainer.save_state()
 
-    problem = trainer.problem if by_auto else DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
+    problem = trainer.problem if auto else DescentProblem(ALPHA, INITIAL_LOSS_BOUND, NUM_LAYERS)
     shared = {"metric": "rmse", "scale": 255, "batch_size": 32}
-    profile = trainer.evaluate_layers(_dataset(test), gamma=GAMMA_TRAIN, problem=problem, **shared)
-    curve = trainer.evaluate_robustness(_dataset(test), GAMMAS, **shared)
+    profile = trainer.evaluate_layers(rows_of(test), gamma=GAMMA_TRAIN, problem=problem, **shared)
+    curve = trainer.evaluate_robustness(rows_of(test), GAMMAS, **shared)
     RunFolder(folder).write({f"layer_profile{profile.ending}": profile, "noise_curve": curve})
 
 
-def _dataset(clips: torch.Tensor) -> list[dict]:
-    # The trainer's noise perturbs `pixel_values` and leaves the labels clean.
+def rows_of(clips: torch.Tensor) -> list[dict]:
+    """Clips as rows: the trainer's noise perturbs `pixel_values` and leaves the labels clean."""
     return [{"pixel_values": clip, "labels": clip} for clip in clips]
 
 
@@ -144,21 +142,10 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--output_dir", default="demo", help="folder for the comparison and the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed")
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
-    parser.add_argument(
-        "--negative_weights",
-        choices=("keep", "clip", "detach"),
-        help="in the constrained model's objective; keep where not given, with --auto the package's default",
-    )
-    parser.add_argument(
-        "--auto",
-        type=float,
-        nargs="?",
-        const=DescentConfig.descent_strength,
-        metavar="STRENGTH",
-        help="the package's default problem and dual settings in the constrained model, at this `descent_strength`",
-    )
+    auto = "the package's default problem and dual settings in the constrained model"
+    parser.add_argument("--auto", action="store_true", help=auto)
 
 
 def run(args: argparse.Namespace):
     """Runs [`demo`] as the command line says."""
-    demo(args.output_dir, args.seeds, args.max_steps, args.negative_weights, args.auto)
+    demo(args.output_dir, args.seeds, args.max_steps, args.auto)

@@ -34,10 +34,11 @@ import torch
 from transformers import AutoTokenizer, PrinterCallback, set_seed
 
 from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.commands import demo
 from hf_descent.constraints.problem import DescentProblem
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import DataArguments, load_text_classification, tokenize
-from hf_descent.models import LinearReadoutForSequenceClassification, UTConfig, UTForVideoDenoising
+from hf_descent.models import LinearReadoutForSequenceClassification
 
 
 # Those of the denoiser are fixed on seed 100, by the rule in README.md; those of MiniLM are not yet chosen by it.
@@ -52,7 +53,6 @@ NUM_LAYERS = {"denoiser": 5, "minilm": 6}
 CHANCE = {"denoiser": 1.0, "minilm": math.log(2)}  # losses of the noisy input, and of balanced classes
 OURS = {"dual_learning_rate": 0.4, "dual_warmup_steps": 0.0, "target_margin": 0.05}
 GROWTH = 10.0  # of a coefficient whose row is missed
-GAMMA = 0.15  # the denoiser's noise
 
 
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
@@ -134,25 +134,8 @@ def pans() -> tuple[torch.Tensor, ...]:
 
 def denoiser(seed: int, smoke: bool):
     train, *held_out = pans()
-    sigma, size = float(train.std()), 64 if smoke else None
-    rows = [[{"pixel_values": clip, "labels": clip} for clip in clips[:size]] for clips in (train, *held_out)]
-    model = UTForVideoDenoising(
-        UTConfig(
-            hidden_size=train.shape[-1],
-            num_hidden_layers=NUM_LAYERS["denoiser"],
-            attention_step=0.3,
-            loss_scale=1 / ((GAMMA * sigma) ** 2 * train[0].numel()),
-        )
-    )
-    decay = (4 if smoke else STEPS["denoiser"]) * 2 // 3
-    config = {
-        "noise_gamma": GAMMA,
-        "noise_sigma": sigma,
-        "lr_scheduler_type": "warmup_stable_decay",
-        "lr_scheduler_kwargs": {"num_decay_steps": decay, "decay_type": "linear"},
-        "max_grad_norm": 0.0,
-    }
-    return model, rows, config, {}
+    model, config = demo.denoiser(train, 4 if smoke else STEPS["denoiser"])
+    return model, [demo.rows_of(clips[: 64 if smoke else None]) for clips in (train, *held_out)], config, {}
 
 
 @cache

@@ -6,6 +6,7 @@ A specification gives layers k < L an exit, f_k <= (1 + eps_k) f_L; it is met wh
 arms, whole runs each:
 
 - ours: `OURS`; a run that misses is followed by one with twice the dual rate and twice the margin;
+- started: the same with multipliers that are 1 after the first step;
 - fixed: f_L + sum_k c_k f_k with constant weights;
 - quadratic: f_L + c/2 sum_k [violation_k]^2;
 - plain: training without any of it, for comparison.
@@ -27,29 +28,36 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, PrinterCallback, set_seed
+from datasets import concatenate_datasets
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PrinterCallback, TrainerCallback, set_seed
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.commands import demo
 from hf_descent.constraints.problem import DescentProblem
+from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import DataArguments, load_text_classification, tokenize
+from hf_descent.loading import load_tokenizer
 from hf_descent.models import LinearReadoutForSequenceClassification
 
 
 # Those of the denoiser are fixed on seed 100, by the rule in README.md; those of MiniLM are not yet chosen by it.
 EXITS = {
-    "denoiser": {"one": {3: 0.16}, "two": {2: 0.35, 4: 0.08}},
-    "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}},
+    "denoiser": {"one": {3: 0.16}, "easy": {3: 0.25}, "two": {2: 0.35, 4: 0.08}, "defaults": {}},
+    "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}, "defaults": {}},
+    "lm": {"defaults": {}},
 }
-ARMS = ("plain", "ours", "fixed", "quadratic")
-LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (5e-5, 1e-4)}
-STEPS = {"denoiser": 600, "minilm": 150}
-NUM_LAYERS = {"denoiser": 5, "minilm": 6}
+ARMS = ("plain", "ours", "started", "fixed", "quadratic")
+LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,)}
+DEFAULT_RATES = {"denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2)}
+STEPS = {"denoiser": 600, "minilm": 300, "lm": 300}
+BATCH = {"denoiser": 32, "minilm": 16, "lm": 8}
+NUM_LAYERS = {"denoiser": 5, "minilm": 6, "lm": 5}
 CHANCE = {"denoiser": 1.0, "minilm": math.log(2)}  # losses of the noisy input, and of balanced classes
 OURS = {"dual_learning_rate": 0.4, "dual_warmup_steps": 0.0, "target_margin": 0.05}
 GROWTH = 10.0  # of a coefficient whose row is missed
@@ -59,19 +67,33 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
     """The arguments of `DescentConfig` that make an arm."""
     if arm == "plain":
         return {"objective": "erm"}
-    if arm == "ours":
+    if arm == "ours" and not exits:
+        return {"objective": "descent"}
+    if arm in ("ours", "started"):
+        start = {"multipliers_start": 1.0} if arm == "started" else {}
         growing = {name: coefficients[0] * OURS[name] for name in ("dual_learning_rate", "target_margin")}
-        return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
+        return {"objective": "descent", "exit_targets": exits, **OURS, **growing, **start}
     weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
     margin = {"target_margin": OURS["target_margin"]} if arm == "quadratic" else {}
     return {"objective": arm, "exit_targets": exits, "dual_warmup_steps": 0.0, **weights, **margin}
+
+
+class Started(TrainerCallback):
+    """Raises the multipliers of a trainer after its first step, which makes them."""
+
+    def __init__(self, trainer: DescentTrainer, value: float):
+        self._trainer, self._value = trainer, value
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self._trainer.multipliers.values.fill_(self._value)
 
 
 class Coefficients:
     """The search of an arm: what the next run tries."""
 
     def __init__(self, arm: str, num_exits: int):
-        self.grows_by = 2.0 if arm == "ours" else GROWTH
+        self.grows_by = 2.0 if arm in ("ours", "started") else GROWTH
         count = num_exits if arm == "fixed" else 1
         self.values = (1.0,) * count
         self._low, self._high = [0.0] * count, [math.inf] * count
@@ -112,7 +134,7 @@ def search(
         coefficients.after(last["missed"], last["broke"])
         last = run(coefficients.values, rate)
         runs.append(last)
-    if arm in ("plain", "ours") or not any(found["met"] for found in runs):
+    if arm in ("plain", "ours", "started") or not any(found["met"] for found in runs):
         return runs
     met = best if best["met"] else next(found for found in runs if found["met"])
     high, low = 1.0, 1 / GROWTH  # common factors of the coefficients that are met and, as it is assumed, are not
@@ -132,40 +154,60 @@ def pans() -> tuple[torch.Tensor, ...]:
     return photo_pans(6144).split([4096, 512, 1536])
 
 
-def denoiser(seed: int, smoke: bool):
+def denoiser(smoke: bool):
     train, *held_out = pans()
     model, config = demo.denoiser(train, 4 if smoke else STEPS["denoiser"])
     return model, [demo.rows_of(clips[: 64 if smoke else None]) for clips in (train, *held_out)], config, {}
 
 
 @cache
-def sentences(folder: str, model_path: str):
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
+def sentences(model_path: str, folder: str):
+    """1,000 rows of the training file to select on; the other two files to certify."""
+    tokenizer = load_tokenizer(model_path)
     files = {f"{name}_file": os.path.join(folder, f"{name}.parquet") for name in ("train", "validation", "test")}
     data = tokenize(load_text_classification(DataArguments(label_column="label", **files)), tokenizer, 64)
-    return tokenizer, [data[name] for name in ("train", "validation", "test")]
+    rows = data["train"].shuffle(seed=0)
+    certify = concatenate_datasets([data["validation"], data["test"]])
+    return tokenizer, [rows.select(range(1000, len(rows))), rows.select(range(1000)), certify]
 
 
-def minilm(seed: int, smoke: bool, model_path: str, folder: str):
-    tokenizer, rows = sentences(folder, model_path)
-    set_seed(seed)  # the head is drawn here
+def minilm(model_path: str, folder: str):
+    tokenizer, rows = sentences(model_path, folder)
     model = LinearReadoutForSequenceClassification.from_encoder(model_path, "mean", num_labels=2)
     return model, rows, {"lr_scheduler_type": "linear", "warmup_steps": 0.06}, {"processing_class": tokenizer}
+
+
+@cache
+def instructions(model_path: str, file: str):
+    tokenizer = load_tokenizer(model_path)
+    arguments = AlpacaArguments(train_file=file, prompt_format="alpaca", validation_split_percentage=1)
+    rows = load_alpaca(arguments, tokenizer)["train"].shuffle(seed=0)
+    rows = rows.map(partial(completion_labels, tokenizer=tokenizer, limit=256), remove_columns=rows.column_names)
+    rows = rows.filter(lambda row: max(row["labels"][1:]) >= 0)  # cut before its answer
+    return tokenizer, [rows.select(range(1500, len(rows))), rows.select(range(500)), rows.select(range(500, 1500))]
+
+
+def lm(model_path: str, file: str):
+    tokenizer, rows = instructions(model_path, file)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    return model, rows, {"lr_scheduler_type": "linear"}, {"data_collator": DataCollatorForSeq2Seq(tokenizer)}
 
 
 def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int) -> dict:
     """One run: layer losses on the select and the certify rows, which rows are met there, seconds of training."""
     kind, steps = task.split("_")[0], 4 if options.smoke else STEPS[task.split("_")[0]]
-    set_seed(seed)
-    paths = (options.minilm, options.rt_polarity) if kind == "minilm" else ()
-    model, (rows, select, certify), config, extra = {"denoiser": denoiser, "minilm": minilm}[kind](
-        seed, options.smoke, *paths
-    )
+    given = {"denoiser": (options.smoke,), "minilm": (options.minilm, options.rt_polarity)}
+    given["lm"] = (options.stories260k, options.alpaca)
+    make = {"denoiser": denoiser, "minilm": minilm, "lm": lm}[kind]
+    start = (settings := dict(settings)).pop("multipliers_start", None)
+    make(*given[kind])  # reads the data, once
+    set_seed(seed)  # the head is drawn after it
+    model, (rows, select, certify), config, extra = make(*given[kind])
     with tempfile.TemporaryDirectory() as folder:
         args = DescentConfig(
             output_dir=folder,
             learning_rate=rate,
-            per_device_train_batch_size=32,
+            per_device_train_batch_size=BATCH[kind],
             max_steps=steps,
             seed=seed,
             save_strategy="no",
@@ -179,21 +221,27 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
         )
         trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
         trainer.remove_callback(PrinterCallback)
+        if start is not None:
+            trainer.add_callback(Started(trainer, start))
         start = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - start
-        problem = DescentProblem(None, CHANCE[kind], NUM_LAYERS[kind], exit_targets=exits)
-        gamma = config.get("noise_gamma", 0.0)
-        shared = {"gamma": gamma, "problem": problem, "batch_size": 32}
-        shared["metric"] = "accuracy" if kind == "minilm" else "rmse"
+        shared = {"gamma": config.get("noise_gamma", 0.0), "problem": None, "batch_size": 32}
+        shared["metric"] = "rmse" if kind == "denoiser" else "accuracy"
         profiles = [trainer.evaluate_layers(data, **shared) for data in (select, certify)]
-    verdicts = [profile.certificate() for profile in profiles]
+    chance, depth = CHANCE.get(kind, profiles[0].chance), NUM_LAYERS[kind]
+    if exits:
+        problem = DescentProblem(None, chance, depth, exit_targets=exits)
+    else:
+        problem = trainer.problem or DescentProblem("line", chance, depth)
+    verdicts = [replace(profile, problem=problem.state_dict()).certificate() for profile in profiles]
     found = {
         "select": profiles[0].losses.tolist(),
         "certify": profiles[1].losses.tolist(),
         "values": profiles[1].values.tolist(),
         "verdicts": [verdict.verdicts for verdict in verdicts],
         "radii": verdicts[1].radii.tolist(),
+        "share": verdicts[1].descent_share,
         "met": verdicts[1].feasible,
         "multipliers": None if trainer.multipliers is None else trainer.multipliers.values.tolist(),
         "seconds": seconds,
@@ -214,6 +262,9 @@ class Runs:
                 for line in map(json.loads, file):
                     self._known[json.dumps(line["settings"], sort_keys=True)] = line
 
+    def all(self) -> list[dict]:
+        return list(self._known.values())
+
     def get(self, settings: dict, make: Callable[[], dict]) -> dict:
         key = json.dumps(settings, sort_keys=True)
         if key not in self._known:
@@ -223,24 +274,46 @@ class Runs:
         return self._known[key]
 
 
+def runner(options: argparse.Namespace, task: str, arm: str, seed: int) -> Callable[[tuple[float, ...], float], dict]:
+    """Makes a run of these coefficients at this learning rate, or finds it among the finished ones."""
+    kind, number = task.split("_")
+    exits, finished = EXITS[kind][number], Runs(options.output)
+
+    def run(coefficients, rate):
+        chosen = settings_of(arm, exits, coefficients) | (options.settings if arm == "ours" else {})
+        steps = 4 if options.smoke else STEPS[kind]
+        key = {"task": task, "exits": exits, "rate": rate, "seed": seed, "steps": steps, **chosen}
+        found = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
+        print(f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}: {'met' if found['met'] else 'missed'}, "
+              f"{[round(loss, 4) for loss in found['certify']]}", flush=True)  # fmt: skip
+        return found | {"coefficients": coefficients, "rate": rate}
+
+    return run
+
+
 def searches(options: argparse.Namespace) -> Iterator[tuple[str, str, int, list[dict]]]:
     """Task, arm, seed and runs of every search."""
-    finished = Runs(options.output)
     for seed, task, arm in itertools.product(options.seeds, options.tasks, options.arms):
         kind, number = task.split("_")
-        exits = EXITS[kind][number]
-
-        def run(coefficients, rate, task=task, arm=arm, seed=seed, kind=kind, exits=exits):
-            chosen = settings_of(arm, exits, coefficients)
-            steps = 4 if options.smoke else STEPS[kind]
-            key = {"task": task, "exits": exits, "rate": rate, "seed": seed, "steps": steps, **chosen}
-            found = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
-            print(f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}: {'met' if found['met'] else 'missed'}, "
-                  f"{[round(loss, 4) for loss in found['certify']]}", flush=True)  # fmt: skip
-            return found | {"coefficients": coefficients, "rate": rate}
-
+        run = runner(options, task, arm, seed)
         rates = LEARNING_RATES[kind]
-        yield task, arm, seed, search(arm, len(exits), rates, options.budget, options.refine, run)
+        yield task, arm, seed, search(arm, len(EXITS[kind][number]), rates, options.budget, options.refine, run)
+
+
+def defaults(options: argparse.Namespace) -> str:
+    """Plain training at its best learning rate, chosen on the select rows of the first seed, and the package's
+    defaults at the same rate."""
+    lines = ["| task | arm | rate | seed | met | share | f_l | metric |", "|---|---|---|---|---|---|---|---|"]
+    for kind in options.defaults:
+        task, first = f"{kind}_defaults", options.seeds[0]
+        tried = [runner(options, task, "plain", first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
+        rate = min(tried, key=lambda found: found["select"][-1])["rate"]
+        for arm, seed in itertools.product(("plain", "ours"), options.seeds):
+            run = runner(options, task, arm, seed)((1.0,), rate)
+            losses, values = (" ".join(f"{value:.3f}" for value in run[name]) for name in ("certify", "values"))
+            share = "-" if run["share"] is None else f"{run['share']:.2f}"
+            lines.append(f"| {kind} | {arm} | {rate:g} | {seed} | {run['met']} | {share} | {losses} | {values} |")
+    return "\n".join(lines)
 
 
 def table(found: list[tuple[str, str, int, list[dict]]]) -> str:
@@ -266,9 +339,22 @@ def table(found: list[tuple[str, str, int, list[dict]]]) -> str:
     return "\n".join(lines)
 
 
+def holds(path: str) -> str:
+    """Of finished runs that met the specification, how many of the other seeds meet it with the same settings."""
+    groups, lines = {}, ["| settings | met | pairs that hold |", "|---|---|---|"]
+    for run in Runs(path).all():
+        settings = {name: value for name, value in run["settings"].items() if name != "seed"}
+        groups.setdefault(json.dumps(settings), []).append(run["met"])
+    for settings, met in groups.items():
+        if any(met) and (others := len(met) - 1):
+            pairs = f"{sum(met) * (sum(met) - 1)} of {sum(met) * others}"
+            lines.append(f"| {settings} | {sum(met)} of {len(met)} | {pairs} |")
+    return "\n".join(lines)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    tasks = [f"{kind}_{number}" for kind in EXITS for number in EXITS[kind]]
+    tasks = [f"{kind}_{number}" for kind in EXITS for number in EXITS[kind] if number != "defaults"]
     parser.add_argument("--tasks", nargs="+", choices=tasks, default=["denoiser_one", "denoiser_two"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -277,17 +363,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="runs_to_specification.jsonl", help="finished runs; read and appended to")
     parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
     parser.add_argument("--rt_polarity", help="folder with train.parquet, validation.parquet, test.parquet")
+    parser.add_argument("--settings", type=json.loads, default={}, help="of ours, in place of its own, as JSON")
+    parser.add_argument("--stories260k", help="folder of the language model stories260K")
+    parser.add_argument("--alpaca", help="train.parquet of Stanford Alpaca")
+    help = "compare the package's defaults to plain training, instead"
+    parser.add_argument("--defaults", nargs="+", choices=EXITS, default=[], help=help)
+    help = "of finished runs, print how far what was met is met with the other seeds, instead"
+    parser.add_argument("--holds", action="store_true", help=help)
     parser.add_argument("--smoke", action="store_true", help="four steps on a few rows, to see that it works")
     options = parser.parse_args(argv)
-    if any(task.startswith("minilm") for task in options.tasks) and not (options.minilm and options.rt_polarity):
-        parser.error("The tasks of minilm need --minilm and --rt_polarity.")
+    for kind, names in {"minilm": ["minilm", "rt_polarity"], "lm": ["stories260k", "alpaca"]}.items():
+        is_asked = kind in [task.split("_")[0] for task in options.defaults or options.tasks]
+        if is_asked and not options.holds and not all(getattr(options, name) for name in names):
+            parser.error(f"The tasks of {kind} need --{' and --'.join(names)}.")
     return options
 
 
 def main(argv: list[str] | None = None) -> str:
     options = parse(argv)
     torch.set_num_threads(1)
-    return table(list(searches(options)))
+    if options.holds:
+        return holds(options.output)
+    return defaults(options) if options.defaults else table(list(searches(options)))
 
 
 if __name__ == "__main__":

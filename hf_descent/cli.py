@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
 from .commands.arguments import parse_recipe
 from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
@@ -48,6 +50,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
         + f"\n\n{', '.join(TRAINING)} take --launch CONFIG (ddp, fsdp2, zero3, ... or a file), for several processes",
     )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
     args = parser.parse_args(argv)
@@ -77,5 +80,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.modules["torch.distributed"].destroy_process_group()
 
 
+def console() -> None:
+    """[`main`], but errors of the user end in one line on stderr and exit status 2, unless `--debug` comes first."""
+    try:
+        main()
+    except (ValueError, TypeError, OSError, ImportError, yaml.YAMLError) as error:
+        if sys.argv[1:2] == ["--debug"]:
+            raise
+        print("hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    main()
+    console()

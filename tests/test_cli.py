@@ -137,6 +137,30 @@ def test_every_command_has_help(capsys):
         assert f"usage: hf-descent {name}" in capsys.readouterr().out
 
 
+def test_the_help_begins_with_the_descent_and_leaves_most_of_trainers_arguments_to_help_all(capsys):
+    printed = {}
+    for flag in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            cli.main(["classify", flag])
+        printed[flag] = capsys.readouterr().out
+    short, whole = printed.values()
+    assert short.index("--objective") < short.index("--pooling") < short.index("--text_column") < short.index("--seed")
+    assert "--adam_beta1" in whole and "--adam_beta1" not in short
+    assert whole.count("\n  --text_column") == 1 and len(short.splitlines()) < 300
+
+
+@pytest.mark.parametrize("debug", [[], ["--debug"]])
+def test_an_error_of_the_user_is_one_line_and_a_traceback_only_where_asked_for(debug, tmp_path):
+    words = [sys.executable, "-m", "hf_descent.cli", *debug, "classify", "--config", str(tmp_path / "nowhere.yaml")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if debug:
+        assert done.returncode == 1 and "Traceback" in done.stderr
+    else:
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-descent: error:")]
+        assert "nowhere.yaml" in line
+
+
 def test_help_needs_neither_torch_nor_transformers():
     code = (
         "import sys\nfrom hf_descent.cli import main\n"

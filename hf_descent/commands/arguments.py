@@ -12,11 +12,18 @@ from typing import Any
 import yaml
 
 
+# Trainer's own arguments that every help lists.
+COMMON = (
+    "output_dir", "learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "max_length",
+    "seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "resume_from_checkpoint", "report_to",
+    "push_to_hub",
+)  # fmt: skip
 # Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
     "validation_file", "test_file", "data_layout", "data_dir", "train_files", "test_files",
 )  # fmt: skip
+HELP = {"-h", "--help", "--help_all"}
 
 
 def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
@@ -76,7 +83,10 @@ def parse_recipe(
     # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config", help="YAML file with values for any of the arguments; flags win over it.")
+    parser_kwargs.setdefault("usage", f"{parser_kwargs.get('prog', '')} [--config RECIPE] [flags]")
     parser = HfArgumentParser(argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs)
+    if HELP & {*argv}:
+        _group(parser, argument_types, "--help_all" in argv)
 
     config_path, values = config_parser.parse_known_args(argv)[0].config, {}
     fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
@@ -98,6 +108,25 @@ def parse_recipe(
     return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
 
 
+def _group(parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool) -> None:
+    """A group of the help for each dataclass, the descent's first; of Trainer's arguments the common ones, or all."""
+    from ..configs import DescentArguments
+
+    groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
+    if issubclass(argument_types[-1], DescentArguments):
+        parser.add_argument("--help_all", action="help", help="List all of Trainer's arguments as well.")
+        *others, (_, trainer) = groups.items()
+        groups = {"Descent constraints and noise": DescentArguments, **dict(others), "Trainer": trainer}
+    options = parser._optionals._group_actions
+    for title, dtype in groups.items():
+        group, names = parser.add_argument_group(title), {field.name for field in dataclasses.fields(dtype)}
+        for action in [action for action in options if action.dest in names]:
+            options.remove(action)
+            group._group_actions.append(action)
+            if title == "Trainer" and not shows_all and action.dest not in COMMON:
+                action.help = argparse.SUPPRESS
+
+
 def models_of(argv: Sequence[str]) -> list[str]:
     """The words before the first flag."""
     return list(takewhile(lambda word: not word.startswith("-"), argv))
@@ -112,7 +141,7 @@ def parse_models(
         ValueError: there is no model, or more than `most`.
     """
     models, usage = models_of(argv), f"{prog} MODEL{'' if most else '...'} [--config RECIPE] [flags]"
-    if not {"-h", "--help"} & {*argv} and not 0 < len(models) <= (most or len(models)):
+    if not HELP & {*argv} and not 0 < len(models) <= (most or len(models)):
         raise ValueError(f"The models are {models or 'missing'}: `{usage}`.")
     kwargs = {"prog": prog, "usage": usage, "description": description}
     return models, *parse_recipe(argument_types, argv[len(models) :], models, **kwargs)

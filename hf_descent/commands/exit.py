@@ -69,7 +69,7 @@ def _classifier(model, tokenizer, args: ExitArguments, data_args: DataArguments)
     if "test" not in dataset:
         halves = dataset["validation"].train_test_split(0.5, seed=data_args.split_seed)
         dataset["validation"], dataset["test"] = halves["train"], halves["test"]
-    settings = {"processing_class": tokenizer, "batch_size": args.batch_size}
+    settings = {"processing_class": tokenizer, "batch_size": args.batch_size, "progress": True}
     fast = ConfidenceExit(model).calibrate(dataset["validation"], args.max_loss, **settings)
     return {
         "exit_profile": exit_profile(model, dataset["test"], repeats=args.repeats, **settings),
@@ -92,7 +92,7 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
     tokenizer.padding_side = "right"
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    settings = {"data_collator": DataCollatorForSeq2Seq(tokenizer), "batch_size": args.batch_size}
+    settings = {"data_collator": DataCollatorForSeq2Seq(tokenizer), "batch_size": args.batch_size, "progress": True}
     results = {"exit_profile": exit_profile(model, rows, repeats=args.repeats, **settings)}
     settings = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length), "repeats": args.repeats}
     try:

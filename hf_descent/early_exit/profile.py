@@ -195,7 +195,7 @@ def speculation_profile(
 def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Iterator[dict[str, Any]]:
     """Batches of `dataset` in order, collated as `Trainer` does, on the model's device; ValueError for none."""
     batch = None
-    for _, batch in Evaluation(model, dataset, **settings).batches():
+    for _, batch in Evaluation(model, dataset, **settings).batches("Early exit"):
         yield dict(batch)
     if batch is None:
         raise ValueError("`dataset` is empty; give labelled held-out data.")

@@ -35,17 +35,13 @@ class LinearReadoutConfig(PreTrainedConfig):
 
 
 class EncoderModel(PreTrainedModel):
-    """An encoder without the modules `_unused`: DistributedDataParallel refuses weights without a gradient."""
+    """An encoder without the modules `unused`: DistributedDataParallel refuses weights without a gradient."""
 
     base_model_prefix = "encoder"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_flash_attn = True
-    _unused = ("pooler",)
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        self._set_encoder(AutoModel.from_config(config.encoder_config))
+    unused: tuple[str, ...] = ("pooler",)
 
     @classmethod
     def from_encoder(cls, encoder_name_or_path: str, **config_kwargs):
@@ -55,14 +51,15 @@ class EncoderModel(PreTrainedModel):
         """
         encoder = AutoModel.from_pretrained(encoder_name_or_path)
         model = cls(cls.config_class(encoder_config=encoder.config, **config_kwargs))
-        model._set_encoder(encoder)
+        model.encoder = cls.without_unused(encoder)
         return model.to(encoder.dtype).eval()
 
-    def _set_encoder(self, encoder: PreTrainedModel):
-        for name in self._unused:
+    @classmethod
+    def without_unused(cls, encoder: PreTrainedModel) -> PreTrainedModel:
+        for name in cls.unused:
             if getattr(encoder, name, None) is not None:
                 setattr(encoder, name, nn.Identity())
-        self.encoder = encoder
+        return encoder
 
 
 class LinearReadoutForSequenceClassification(EncoderModel):
@@ -75,6 +72,7 @@ class LinearReadoutForSequenceClassification(EncoderModel):
 
     def __init__(self, config: LinearReadoutConfig):
         super().__init__(config)
+        self.encoder = self.without_unused(AutoModel.from_config(config.encoder_config))
         self.classifier = nn.Linear(config.encoder_config.hidden_size, config.num_labels)
         self.post_init()
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 from transformers.utils.generic import can_return_tuple
 
@@ -52,10 +52,11 @@ class ViTForDenoising(EncoderModel):
     config_class = ViTDenoiserConfig
     main_input_name = "pixel_values"
     accepts_loss_kwargs = False  # its loss is a mean over the images of the batch at hand
-    _unused = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")  # poolers and final norms
+    unused = ("pooler", "head", "layernorm", "norm", "post_layernorm", "rms_norm")  # poolers and final norms
 
     def __init__(self, config: ViTDenoiserConfig):
         super().__init__(config)
+        self.encoder = self.without_unused(AutoModel.from_config(config.encoder_config))
         encoder = config.encoder_config
         sizes = [getattr(encoder, name, None) for name in ("num_channels", "patch_size", "hidden_size")]
         if {"num_frames", "num_detection_tokens"} & {*vars(encoder)} or not all(isinstance(n, int) for n in sizes):

@@ -36,11 +36,14 @@ ARMS = {
     "erm": "stock Trainer",
     "sft": "stock SFTTrainer",
     "naive": "naive constrained step",
+    "torch": "naive, by torch's linear_cross_entropy",
+    "trl": "naive, by TRL's chunked loss",
     "exact": "ours, all tokens",
     "exact+": "ours, all tokens, TRL's metrics",
     "subsampled": "ours, default",
     "subsampled+": "ours, default, TRL's metrics",
 }
+CHUNK = 32768  # classes at once in TRL's chunked loss, as TRL has it
 DESCENT = {"descent_alpha": 0.05, "initial_loss_bound": 10.0, "dual_warmup_steps": 0, "negative_weights": "keep"}
 
 
@@ -87,10 +90,39 @@ class NaiveTrainer(transformers.Trainer):
         return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses
 
 
+class FusedTrainer(transformers.Trainer):
+    """As [`NaiveTrainer`], with a loss that makes no logits at once in the place of head and cross-entropy."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels, head, hidden_states = inputs["labels"][:, 1:].flatten(), model.lm_head.weight, []
+        hooks = [
+            layer.register_forward_hook(lambda module, args, output: hidden_states.append(output))
+            for layer in model.model.layers
+        ]
+        model.model(**{name: value for name, value in inputs.items() if name != "labels"})
+        for hook in hooks:
+            hook.remove()
+        states = [model.model.norm(state)[:, :-1].flatten(0, 1) for state in hidden_states]  # [tokens, hidden] each
+        losses = torch.stack([self.loss(state, head, labels) for state in states])  # [layers]
+        return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses
+
+
+class TorchTrainer(FusedTrainer):
+    def loss(self, hidden, head, labels):
+        return F.linear_cross_entropy(hidden, head, labels, options=torch.nn.LinearCrossEntropyOptions())
+
+
+class TRLTrainer(FusedTrainer):
+    def loss(self, hidden, head, labels):
+        from trl.kernels import ChunkedLogProbFunction
+
+        return -ChunkedLogProbFunction.apply(hidden, head, None, labels, 1.0, CHUNK, None, 1.0, ())[0].mean()
+
+
 class StatisticsTrainer(DescentTrainer):
     """With entropy and accuracy of the last layer's tokens, which TRL logs."""
 
-    _token_statistics = True
+    logs_tokens = True
 
 
 def build_model(options):
@@ -138,8 +170,8 @@ def build_trainer(name, options, callbacks):
 
         kwargs = {"bf16": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
         return SFTTrainer(args=SFTConfig(**settings, **kwargs), processing_class=tokenizer(options.vocab), **common)
-    if name in ("erm", "naive"):
-        trainer_class = transformers.Trainer if name == "erm" else NaiveTrainer
+    stock = {"erm": transformers.Trainer, "naive": NaiveTrainer, "torch": TorchTrainer, "trl": TRLTrainer}
+    if trainer_class := stock.get(name):
         return trainer_class(args=transformers.TrainingArguments(**settings), **common)
     fraction = {"readout_token_fraction": None if "subsampled" in name else 1.0}
     trainer_class = StatisticsTrainer if name.endswith("+") else DescentTrainer

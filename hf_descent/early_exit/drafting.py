@@ -54,6 +54,8 @@ def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None
     ```
     """
     checked = WeakKeyDictionary()  # model -> stack
+    # Drafts accepted and tried, by confidence, which stands in for the share at first; kept from call to call.
+    counts = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         _check_options(model, generation_config, logits_processor, model_kwargs)
@@ -73,7 +75,8 @@ def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None
         if checked.get(model) is not reader.stack:
             _check_halves(model, halves, example)
             checked[model] = reader.stack
-        decoding = _Decoding(halves, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        options = logits_processor, stopping_criteria, generation_config, model_kwargs
+        decoding = _Decoding(halves, counts, input_ids, *options)
         with halves.attached(cache), model._optimize_model_for_decode():
             sequences = decoding.run(outputs.logits[:, -1])
         return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
@@ -133,7 +136,7 @@ class _Halves:
 class _Decoding:
     """The texts of one call of `generate`. A row that stops leaves the batch; what it drafted in vain is masked."""
 
-    def __init__(self, halves, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
+    def __init__(self, halves, counts, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
         self.halves, self.process, self.stops, self.config = halves, logits_processor, stopping_criteria, config
         self.texts = list(input_ids)  # of all rows, [length] each
         self.rows = list(range(len(input_ids)))  # that go on
@@ -142,7 +145,7 @@ class _Decoding:
         if self.mask is None and len(input_ids) > 1:
             self.mask = torch.ones_like(input_ids)
         self.tokens, self.cost = 1.0, 1.0  # of a row, written so far; at first as of plain decoding
-        self.accepted, self.tried = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)  # at first by confidence
+        self.accepted, self.tried = counts
 
     def run(self, logits: torch.Tensor) -> torch.Tensor:
         """The texts `[batch, seq]`, from the logits `[batch, vocab]` after the prompts."""

@@ -145,7 +145,8 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     if args.without_tests:
         parts.pop("later", None)
     for name, of_split in parts.items():
-        if all(part.last - part.first < args.num_frames for part in of_split):
+        parts[name] = [part for part in of_split if part.last - part.first >= args.num_frames]
+        if not parts[name]:
             raise ValueError(
                 f"The {name} split holds no clip of `num_frames` {args.num_frames}: it has frames {of_split[0].first} "
                 f"to {of_split[0].last} of {of_split[0].path} (between parts, `split_gap` frames are left out)."

@@ -97,6 +97,10 @@ def _rebuild(model, config) -> PreTrainedModel:
     given = model.state_dict()
     short.load_state_dict({name: given[name].clone() for name in short.state_dict()}, assign=True)
     short.tie_weights()
+    buffers = dict(model.named_buffers())  # those that no state holds may have been cast
+    for name, buffer in short.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.data = buffers[name].clone()
     if model.can_generate():
         short.generation_config = copy.deepcopy(model.generation_config)
     return short

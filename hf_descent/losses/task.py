@@ -143,6 +143,7 @@ class TaskLoss:
         if (
             not are_token_labels(labels)
             or any(v.dim() != 2 or v.is_floating_point() or len(v) != len(labels) for v in rows_of.values())
+            or (len({v.shape for v in rows_of.values()}) > 1 and not getattr(config, "is_encoder_decoder", False))
             or getattr(config, "attention_type", None) == "block_sparse"  # BigBird is another model on few tokens
         ):
             return inputs

@@ -172,8 +172,8 @@ def run_summary(
             summary["command"] = dict(command)
         if has_length(trainer.train_dataset):
             summary["train_rows"] = len(trainer.train_dataset) - dual.get("dual_rows", 0)
-        if args.eval_strategy != "no" and has_length(trainer.eval_dataset):
-            sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+        if args.eval_strategy != "no" and all(map(has_length, sets.values())):
             summary["select_rows"] = sum(map(len, sets.values()))
         if readout is not None:
             name = getattr(readout, "__name__", type(readout).__name__)
@@ -241,7 +241,8 @@ def faults(checkpoint: str) -> Iterator[str]:
             yield f"{folder / name} is missing or damaged ({error})"
             return
     weights = [path for path in folder.iterdir() if path.is_dir() or path.name.startswith(WEIGHTS)]
-    shards = {shard for name in contents for shard in contents[name].get("weight_map", {}).values()}
+    indexes = [name for name in contents if name.endswith(".index.json")]
+    shards = {shard for name in indexes for shard in contents[name]["weight_map"].values()}
     for name in sorted(shards - {path.name for path in weights}):
         yield f"{folder / name} is missing"
     if not weights:  # those of FSDP and DeepSpeed lie in folders of their own

@@ -131,7 +131,9 @@ def chosen_levels(args: DescentArguments, gammas) -> list[float]:
 
 def is_of_training(trainer: Trainer, dataset) -> bool:
     """Whether `evaluate(dataset)` is on the data of evaluations in training, which may choose the checkpoint."""
-    own = dataset is None or isinstance(dataset, str) or dataset is trainer.eval_dataset
+    known = trainer.eval_dataset
+    sets = [known, *known.values()] if isinstance(known, dict) else [known]
+    own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
     return own and trainer.args.eval_strategy != "no"
 
 

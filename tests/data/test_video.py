@@ -282,6 +282,12 @@ def test_splits_without_a_clip_are_refused(tmp_path, shares, match):
         load_clips(arguments(train_files=[path], split_by="video"))
 
 
+def test_a_video_too_short_for_the_gaps_between_parts_is_left_out(tmp_path):
+    paths = [write_video(tmp_path / "long.avi", 60), write_video(tmp_path / "short.avi", 3, seed=1)]
+    splits = load_clips(arguments(train_files=paths, split_gap=10))
+    assert {name for split in splits.values() for name in split["video"]} == {os.path.realpath(paths[0])}
+
+
 def test_a_video_of_which_no_clip_can_be_decoded_is_named(tmp_path, monkeypatch):
     path = write_video(tmp_path / "broken.avi", 30)
     monkeypatch.setattr("hf_descent.data.video.read_frames", lambda path, size: iter([pixels(0)] * 3))

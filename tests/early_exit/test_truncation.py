@@ -72,6 +72,11 @@ def test_a_truncated_model_stands_alone_and_counts_its_layers(tmp_path):
     assert len(loaded.bert.encoder.layer) == 2
 
 
+def test_a_model_cast_by_hand_is_cut_with_its_cast_buffers():
+    model = llama().bfloat16()  # the frequencies of its positions, too
+    assert truncate(model, 2).model.rotary_emb.inv_freq.dtype == torch.bfloat16
+
+
 def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_path):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = transformers.Qwen2Config(

@@ -9,6 +9,7 @@ import torch
 from cards import read, trained
 from datasets import Dataset
 from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
+from torch.utils.data import IterableDataset
 
 from hf_descent import DescentTrainer, cli, layer_profile, noise_curve
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
@@ -202,6 +203,23 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
             trainer.create_model_card()
             assert json.loads((tmp_path / "verdict.json").read_text())["also_selected"] == same
             assert ("chosen its checkpoint" in read(tmp_path)[1]) == same
+
+
+def test_evaluation_sets_by_name_are_those_of_training_also_when_they_are_given(tmp_path):
+    class Uncounted(IterableDataset):
+        def __iter__(self):
+            return iter(classification_data(16))
+
+    sets = {"a": classification_data(16), "b": Uncounted()}
+    settings = config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer = DescentTrainer(bert(), settings, train_dataset=classification_data(16), eval_dataset=sets)
+    trainer.train()
+    trainer.save_model()
+    assert "select_rows" not in RunFolder(tmp_path).summary  # nobody can count them
+    for given in (sets, sets["a"]):
+        trainer.evaluate(given)
+        trainer.create_model_card()
+        assert json.loads((tmp_path / "verdict.json").read_text())["also_selected"]
 
 
 def test_a_card_says_what_was_constrained_and_at_which_noise(tmp_path):

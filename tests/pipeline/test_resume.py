@@ -334,6 +334,7 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
     checkpoint = tmp_path / "checkpoint-3"
     DAMAGES[damage](checkpoint / victim)
+    (tmp_path / "checkpoint-2" / "modules.json").write_text("[]")  # of somebody else
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
         trained(tmp_path, str(checkpoint))

@@ -185,14 +185,14 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
     """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples. ValueError where no
-    clip of a part that has one can be decoded."""
+    clip of a part can be decoded."""
     for path, first, last, _ in parts:
         frames = islice(read_frames(path, size), first, last)
         start = first
         while len(clip := list(islice(frames, num_frames))) == num_frames:
             yield {"frames": np.stack(clip), "video": path, "start": start}
             start += num_frames
-        if start == first <= last - num_frames:
+        if start == first:
             raise ValueError(f"{path}: fewer than {num_frames} of its frames {first} to {last} can be decoded.")
 
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "tune": "search the settings of a recipe on validation rows, under noise",
     "denoise": "train a video denoiser from a recipe",
     "exit": "report what a trained model is worth, and costs, when it stops early",
+    "export": "write a model's first layers as a checkpoint, and print how to serve it, also as a draft",
     "card": "write the model card of a run from what was measured, and upload it where asked to",
 }
 

@@ -11,7 +11,7 @@ from transformers.hf_argparser import HfArg
 
 from ..data.splits import check_arguments, check_texts, load_file
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
-from ..early_exit import ConfidenceExit, exit_profile, speculation_profile, truncate
+from ..early_exit import ConfidenceExit, exit_profile, speculation_profile
 from ..evaluation.scoring import Result
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..runs import RunFolder, tables
@@ -26,7 +26,6 @@ class ExitArguments:
     max_loss: float = HfArg(default=0.01, help="Accuracy that early exit may cost, a share of all samples.")
     batch_size: int = HfArg(default=32, help="Samples in a batch, also when timed.")
     repeats: int = HfArg(default=3, help="Timings of each exit; the median counts.")
-    save_layer: int | None = HfArg(default=None, help="Also save the model cut after this layer, as a checkpoint.")
     text_file: str | None = HfArg(default=None, help="Language models: file with held-out texts in `text_column`.")
     prompts: int = HfArg(default=8, help="Language models: texts whose beginnings are continued.")
     prompt_length: int = HfArg(default=16, help="Language models: tokens of each beginning.")
@@ -51,10 +50,6 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
     model, tokenizer = load_model(name).to(best_device()), load_tokenizer(name)
     if hasattr(model, "merge_and_unload"):  # an adapter: its layers are taken away with those of its base
         model = model.merge_and_unload()
-    if args.save_layer is not None:
-        target = folder / f"layer-{args.save_layer}"
-        truncate(model, args.save_layer).save_pretrained(target)
-        tokenizer.save_pretrained(target)
     measure = _classifier if "ForSequenceClassification" in type(model).__name__ else _language_model
     results = measure(model, tokenizer, args, data_args)
     RunFolder(folder).write(results)

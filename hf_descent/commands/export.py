@@ -1,0 +1,62 @@
+"""`hf-descent export MODEL --layer K --output_dir DIR`: the first K layers as a checkpoint, and how to serve it."""
+
+import argparse
+
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..early_exit import truncate
+from ..loading import load_model, load_tokenizer
+from .arguments import writable_folder
+
+
+ALONE = """\
+On its own, as any checkpoint of a {architecture}:
+  {auto_class}.from_pretrained("{draft}")"""
+SERVED = """
+  vllm serve {draft}
+  python -m sglang.launch_server --model-path {draft}
+  python convert_hf_to_gguf.py {draft} --outfile draft.gguf && llama-server -m draft.gguf"""
+# As the documentation of vLLM (draft models), SGLang (standalone drafts) and llama.cpp (speculation) has them.
+DRAFTING = """
+As a draft of the whole model, whose text stays what it is:
+  whole.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))
+  vllm serve {whole} --speculative-config \\
+    '{{"method": "draft_model", "model": "{draft}", "num_speculative_tokens": 4}}'
+  python -m sglang.launch_server --model-path {whole} --speculative-algorithm STANDALONE \\
+    --speculative-draft-model-path {draft} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
+    --speculative-num-draft-tokens 5
+  python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf -md draft.gguf --draft-max 4
+Without this checkpoint, and no layer run twice: whole.generate(**inputs, custom_generate=draft_with({layer}))"""
+MERGED = "\n{model} holds an adapter: {whole} stands for what `hf-descent export {model} --layer {depth}` writes."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="output folder of a run, or a name on the Hub; adapters are merged")
+    parser.add_argument("--layer", type=int, required=True, help="the last layer to keep, from 1 on")
+    parser.add_argument("--output_dir", required=True, help="folder for the checkpoint, new or empty")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Writes the first layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
+    template and generation config, and prints commands that serve it.
+
+    Raises:
+        ValueError: the folder holds something, or the model has no such layer or cannot be cut by its config.
+    """
+    folder = writable_folder(args.output_dir)
+    if any(folder.iterdir()):
+        raise ValueError(f"`output_dir` {args.output_dir!r} is not empty; name another.")
+    model, tokenizer, whole = load_model(args.model), load_tokenizer(args.model), args.model
+    if is_adapter := hasattr(model, "merge_and_unload"):
+        model, whole = model.merge_and_unload(), "WHOLE"
+    short = truncate(model, args.layer)
+    short.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    architecture, depth = type(model).__name__, model.config.get_text_config().num_hidden_layers
+    drafts = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
+    text = ALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
+    text += MERGED if drafts and is_adapter and args.layer < depth else ""
+    facts = {"model": args.model, "whole": whole, "draft": folder, "layer": args.layer, "depth": depth}
+    print(text.format(architecture=architecture, auto_class=auto_class, **facts))
+    print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")

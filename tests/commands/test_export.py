@@ -1,0 +1,101 @@
+import json
+import shlex
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tiny import bert, llama, spread, tokenizer, word_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_descent import cli, layer_logits
+
+
+@pytest.fixture
+def language_model(tmp_path):
+    tok = tokenizer(chat=True)
+    model = spread(llama(num_layers=4, vocab_size=len(tok)))
+    model.generation_config.repetition_penalty = 1.5
+    model.save_pretrained(tmp_path / "whole")
+    tok.save_pretrained(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def export(model, layer, folder):
+    cli.main(["export", str(model), "--layer", str(layer), "--output_dir", str(folder)])
+
+
+def test_the_checkpoint_has_the_bytes_of_the_first_layers_and_all_that_goes_with_them(language_model, tmp_path):
+    export(language_model, 2, tmp_path / "short")
+    given, written = (load_file(path / "model.safetensors") for path in (language_model, tmp_path / "short"))
+    assert written.keys() == {name for name in given if not name.startswith(("model.layers.2.", "model.layers.3."))}
+    assert all(torch.equal(tensor, given[name]) for name, tensor in written.items())
+    config = json.loads((tmp_path / "short" / "config.json").read_text())
+    assert (config["architectures"], config["num_hidden_layers"]) == (["LlamaForCausalLM"], 2)
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "short" / name).read_text() == (language_model / name).read_text(), name
+    message = [{"role": "user", "content": "hello"}]
+    ids = AutoTokenizer.from_pretrained(tmp_path / "short").apply_chat_template(message, return_dict=False)
+    assert ids == tokenizer(chat=True).apply_chat_template(message, return_dict=False)
+
+
+def test_as_an_assistant_it_leaves_the_text_as_it_is(language_model, tmp_path):
+    export(language_model, 3, tmp_path / "short")
+    whole, short = (AutoModelForCausalLM.from_pretrained(path) for path in (language_model, tmp_path / "short"))
+    for seed in range(3):
+        ids = torch.randint(7, 200, (1, 6), generator=torch.Generator().manual_seed(seed))
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
+        plain = whole.generate(ids, **options)
+        assert torch.equal(whole.generate(ids, assistant_model=short, **options), plain)
+
+
+def test_the_printed_commands_are_whole(language_model, tmp_path, capsys):
+    short = tmp_path / "short"
+    export(language_model, 2, short)
+    printed = capsys.readouterr().out
+    lines = printed.replace("\\\n", " ").splitlines()
+    drafting = [shlex.split(line) for line in lines if line.startswith(("  vllm", "  python"))]
+    vllm = next(words for words in drafting if "--speculative-config" in words)
+    speculation = json.loads(vllm[-1])
+    assert vllm[:3] == ["vllm", "serve", str(language_model)]
+    assert speculation == {"method": "draft_model", "model": str(short), "num_speculative_tokens": 4}
+    sglang = next(words for words in drafting if "STANDALONE" in words)
+    options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert options["--model-path"] == str(language_model) and options["--speculative-draft-model-path"] == str(short)
+    assert any(words[-5:] == ["whole.gguf", "-md", "draft.gguf", "--draft-max", "4"] for words in drafting)
+    assert f'assistant_model=AutoModelForCausalLM.from_pretrained("{short}")' in printed
+    assert "draft_with(2)" in printed and "The first 2 of 4 layers" in printed
+
+
+def test_an_adapter_is_merged_and_the_whole_of_it_can_be_written(language_model, tmp_path, capsys):
+    base = AutoModelForCausalLM.from_pretrained(language_model)
+    lora = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules="all-linear")
+    adapted = get_peft_model(base, lora).eval()
+    adapted.save_pretrained(tmp_path / "run")
+    AutoTokenizer.from_pretrained(language_model).save_pretrained(tmp_path / "run")
+    ids = torch.arange(8, 16)[None]
+    with torch.no_grad():
+        truth = layer_logits(adapted, {"input_ids": ids})
+        for layer in (2, 4):
+            export(tmp_path / "run", layer, tmp_path / str(layer))
+            short = AutoModelForCausalLM.from_pretrained(tmp_path / str(layer))
+            torch.testing.assert_close(short(ids).logits, truth[layer - 1], rtol=1e-3, atol=1e-3)  # merging rounds
+            printed = capsys.readouterr().out
+            assert ("vllm serve WHOLE " in printed and "--layer 4` writes" in printed) == (layer == 2)
+
+
+def test_a_classifier_is_cut_and_drafts_nothing(tmp_path, capsys):
+    spread(bert(num_layers=3)).save_pretrained(tmp_path / "whole")
+    word_tokenizer().save_pretrained(tmp_path / "whole")
+    export(tmp_path / "whole", 2, tmp_path / "short")
+    short = AutoModelForSequenceClassification.from_pretrained(tmp_path / "short")
+    assert len(short.bert.encoder.layer) == 2
+    printed = capsys.readouterr().out
+    assert "AutoModelForSequenceClassification.from_pretrained" in printed and "serve" not in printed
+
+
+def test_what_cannot_be_written_is_refused(language_model, tmp_path):
+    with pytest.raises(ValueError, match="`output_dir` .* is not empty; name another"):
+        export(language_model, 2, language_model)
+    with pytest.raises(ValueError, match=r"`num_layers` is 5; LlamaForCausalLM has 1\.\.4"):
+        export(language_model, 5, tmp_path / "short")

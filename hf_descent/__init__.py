@@ -20,45 +20,30 @@ _EXPORTS = {
     "SFTDescentTrainer": "sft_trainer",
     "Seq2SeqDescentConfig": "seq2seq_config",
     "Seq2SeqDescentTrainer": "seq2seq_trainer",
-    "hp_space": "training.search_space",
+    "hp_space": "training.search",
     "layer_logits": "readout.replay",
     "layer_losses": "losses.layerwise",
     "layer_profile": "evaluation",
     "noise_curve": "evaluation",
 }
-__all__ = [
-    "DescentConfig",
-    "DescentObjective",
-    "DescentProblem",
-    "DescentTrainer",
-    "EmbeddingNoise",
-    "Multipliers",
-    "SFTDescentConfig",
-    "SFTDescentTrainer",
-    "Seq2SeqDescentConfig",
-    "Seq2SeqDescentTrainer",
-    "hp_space",
-    "layer_logits",
-    "layer_losses",
-    "layer_profile",
-    "noise_curve",
-]
+__all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
-    from .configs import DescentConfig
-    from .constraints.multipliers import Multipliers
-    from .constraints.problem import DescentProblem
-    from .evaluation import layer_profile, noise_curve
-    from .losses.layerwise import layer_losses
-    from .noise.embedding_noise import EmbeddingNoise
-    from .readout.replay import layer_logits
-    from .seq2seq_config import Seq2SeqDescentConfig
-    from .seq2seq_trainer import Seq2SeqDescentTrainer
-    from .sft_config import SFTDescentConfig
-    from .sft_trainer import SFTDescentTrainer
-    from .trainer import DescentTrainer
-    from .training.custom_loop import DescentObjective
-    from .training.search_space import hp_space
+    from .configs import DescentConfig as DescentConfig
+    from .constraints.multipliers import Multipliers as Multipliers
+    from .constraints.problem import DescentProblem as DescentProblem
+    from .evaluation import layer_profile as layer_profile
+    from .evaluation import noise_curve as noise_curve
+    from .losses.layerwise import layer_losses as layer_losses
+    from .noise.embedding_noise import EmbeddingNoise as EmbeddingNoise
+    from .readout.replay import layer_logits as layer_logits
+    from .seq2seq_config import Seq2SeqDescentConfig as Seq2SeqDescentConfig
+    from .seq2seq_trainer import Seq2SeqDescentTrainer as Seq2SeqDescentTrainer
+    from .sft_config import SFTDescentConfig as SFTDescentConfig
+    from .sft_trainer import SFTDescentTrainer as SFTDescentTrainer
+    from .trainer import DescentTrainer as DescentTrainer
+    from .training.custom_loop import DescentObjective as DescentObjective
+    from .training.search import hp_space as hp_space
 
 
 def __getattr__(name: str):

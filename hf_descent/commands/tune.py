@@ -9,7 +9,6 @@ The paper searched with 5 runs for language (Bayesian, section 4). For other sea
 `Trainer.hyperparameter_search`.
 """
 
-import hashlib
 import importlib
 import json
 import math
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from datasets.fingerprint import Hasher
 from transformers.hf_argparser import HfArg
 
 from ..constraints.problem import LARGEST
@@ -25,7 +25,7 @@ from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
 from ..files import atomic_write
 from ..runs import training_arguments
-from ..training.search_space import RANGES, check_range, hp_space, whole_settings
+from ..training.search import RANGES, check_range, hp_space
 from .arguments import parse_recipe
 
 
@@ -91,11 +91,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     setup = {"gamma": gamma, "search": "bayes", "search_space": ranges}
     setup |= asdict(model_args) | asdict(data_args) | training_arguments(args)
     os.makedirs(args.output_dir, exist_ok=True)
-    digest = hashlib.sha256(json.dumps(setup, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    storage = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}"
-    study = optuna.create_study(
-        storage=storage, study_name=f"bayes {digest}", direction="maximize", load_if_exists=True
-    )
+    storage, name = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}", f"bayes {Hasher.hash(setup)[:12]}"
+    study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
     state = optuna.trial.TrialState
     for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):
         study.tell(killed.number, state=state.FAIL)  # or a sampler would keep away from its settings
@@ -142,16 +139,11 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
         if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
             names.append("descent_strength" if args.follows else "descent_alpha")
         return {name: (RANGES | BASELINES)[name] for name in names}
-    ranges, whole = json.loads(tune_args.search_space), whole_settings(args)
-    if not isinstance(ranges, dict) or not ranges or ranges.keys() - whole.keys():
-        raise ValueError(
-            f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings of "
-            f"`{type(args).__name__}` to lists of numbers."
-        )
+    ranges = json.loads(tune_args.search_space)
+    if not isinstance(ranges, dict) or not ranges:
+        raise ValueError(f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to ranges.")
     for name, values in ranges.items():
         for value in check_range(name, values):
-            if whole[name] and value != int(value):
-                raise ValueError(f"`search_space` has {value} for `{name}`; give whole numbers.")
             replace(args, **{name: value})  # raises here what a trial would
     return ranges
 

@@ -1,43 +1,73 @@
-"""What `Trainer.hyperparameter_search` needs for arguments of several types."""
+"""Searches of settings: what `Trainer.hyperparameter_search` and `hf-descent tune` search, and go by.
 
-from collections.abc import Callable, Iterator, Mapping
+The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges. Here
+f_0 is measured, and the share of the descent stands for alpha.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-
-from transformers.trainer_utils import default_compute_objective
+from operator import itemgetter
 
 from ..configs import JSON_ARGUMENTS, DescentArguments
 from ..constraints.objectives import UNCONSTRAINED
+from ..constraints.problem import as_python
+
+
+# Setting -> least and greatest value; all are searched on a logarithmic scale.
+RANGES = {
+    "learning_rate": (1e-5, 1e-3),
+    "descent_strength": (0.25, 1.0),
+    "dual_learning_rate": (5e-3, 1e-1),
+}
+
+
+def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
+    """A search space for `hyperparameter_search(hp_space=hf_descent.hp_space)` by Optuna.
+
+    Args:
+        trial (`optuna.Trial`): suggests the values.
+        ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, of whole numbers where both
+            are `int`, or more than two values, of which one is taken. `RANGES` where not given.
+
+    Raises:
+        ValueError: a range of fewer than two values, of two in descending order, or with one that is no positive
+            number.
+    """
+    space = {}
+    for name, values in (RANGES if ranges is None else ranges).items():
+        values = check_range(name, values)
+        if len(values) > 2:
+            space[name] = trial.suggest_categorical(name, values)
+        else:
+            suggest = trial.suggest_int if all(isinstance(value, int) for value in values) else trial.suggest_float
+            space[name] = suggest(name, *values, log=True)
+    return space
+
+
+def check_range(name: str, values: Sequence[float]) -> list[float]:
+    """The values of a range in Python's own numbers; ValueError where it cannot be searched."""
+    found = as_python(values)
+    positive = isinstance(found, list) and all(
+        isinstance(value, int | float) and 0 < value < math.inf for value in found
+    )
+    if not positive or len(set(found)) < 2 or (len(found) == 2 and found[0] > found[1]):
+        raise ValueError(
+            f"The range of `{name}` is {values}; give two positive numbers, the least first, or more to choose from."
+        )
+    return found
 
 
 def default_objective(objective: str, eval_dataset, direction: str | None) -> tuple[Callable[..., float], str]:
     """What a search goes by where nothing is given, and its direction: under constraints `eval_feasible_score`, else
     the task loss. ValueError where the `direction` is another, or several evaluation sets have one each."""
-    metric, best = "eval_feasible_score", "maximize"
-    if objective in UNCONSTRAINED:
-        metric, best = "eval_loss", "minimize"
-    if objective == "erm":  # Trainer's own, which may be a sum of metrics
-        best = direction or best
-    elif direction not in (None, best):
+    metric, best = ("eval_loss", "minimize") if objective in UNCONSTRAINED else ("eval_feasible_score", "maximize")
+    if direction not in (None, best) or isinstance(eval_dataset, dict):
         raise ValueError(
-            f"`direction` is {direction!r} but the default objective is `{metric}`, to {best}; pass "
-            "`compute_objective`, or no direction."
+            f"`direction` is {direction!r} but the default objective is `{metric}` of one `eval_dataset`, to {best}; "
+            "pass `compute_objective`, a function of the metrics."
         )
-    elif isinstance(eval_dataset, dict):
-        raise ValueError("With several `eval_dataset` pass `compute_objective`, a function of their metrics.")
-    return partial(_metric_of, metric), best
-
-
-def _metric_of(name: str, metrics: Mapping[str, float]) -> float:
-    """A metric of a trial; of plain training Trainer's default, which elsewhere would add up the losses of layers."""
-    if name == "eval_loss" and not any("_layer_loss_" in metric for metric in metrics):
-        return default_compute_objective(dict(metrics))
-    if name not in metrics:
-        raise ValueError(
-            f"There is no `{name}` among the metrics ({', '.join(metrics)}): with several `eval_dataset`, or with "
-            "unconstrained trials, pass `compute_objective`, a function of them."
-        )
-    return metrics[name]
+    return itemgetter(metric), best
 
 
 @contextmanager
@@ -45,8 +75,7 @@ def values_as_given(args: DescentArguments) -> Iterator[None]:
     """Within it, a trial's values are taken as they are: Trainer casts a value to the type of the one before, and
     these arguments take several types."""
     before = {name: getattr(args, name) for name in JSON_ARGUMENTS}
-    for name in JSON_ARGUMENTS:
-        setattr(args, name, _Uncast())
+    vars(args).update(dict.fromkeys(before, _Uncast()))
     try:
         yield
     finally:

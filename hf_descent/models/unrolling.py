@@ -75,16 +75,14 @@ def symmetric_attention(
     tokens: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     self_weight: float = 0.0,
-    null_weight: float = 0.0,
 ) -> torch.Tensor:
     """Softmax attention of a projection with itself, a descent step on energies of W:
 
-        x_i <- (sum_j W_ij x_j + self_weight x_i) / (D_i + self_weight + null_weight)
+        x_i <- (sum_j W_ij x_j + self_weight x_i) / (D_i + self_weight)
 
-    - With neither weight it is plain attention with Q = K = V and token weights exp(-||z_j||^2 / 2), and never raises
+    - Without the weight it is plain attention with Q = K = V and token weights exp(-||z_j||^2 / 2), and never raises
       -sum_ij W_ij: the majorant of this energy at Z is sum_ij W_ij ||z_i - z_j||^2 / 2 up to a constant, and the step
       is its Jacobi-preconditioned gradient step.
-    - `null_weight=1/2` multiplies by 2 D_i / (2 D_i + 1) and never raises -sum_ij W_ij + ||Z||_F^2 / 2.
     - `self_weight=a` is the proximal step, which never raises -sum_ij W_ij + a sum_i ||z_i - z_i^old||^2.
 
     Averaging the tokens X themselves undoes the projection Z = X V for any V, also a singular one.
@@ -93,28 +91,22 @@ def symmetric_attention(
         projected (`torch.Tensor` of shape `[batch, seq, width]`): Z, queries and keys.
         tokens (`torch.Tensor` of shape `[batch, seq, hidden]`): X, what is averaged.
         attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 at tokens that are not attended to.
-        self_weight, null_weight (`float`): weights >= 0 of the token itself and of an added zero token.
+        self_weight (`float`): weight >= 0 of the token itself.
 
     Returns:
         `torch.Tensor` of shape `[batch, seq, hidden]`.
     """
     # W depends on differences only. Large norms that cancel would cost bfloat16 its digits.
     projected = projected - projected.mean(1, keepdim=True)
-    half_norms = projected.square().sum(-1) / 2  # [batch, seq]; W_ij = exp(z_i . z_j - half_norms_j - half_norms_i)
-    bias = -half_norms
+    bias = -projected.square().sum(-1) / 2  # [batch, seq]; W_ij = exp(z_i . z_j + bias_j + bias_i)
     if attention_mask is not None:
         bias = bias.masked_fill(attention_mask == 0, torch.finfo(bias.dtype).min)
     bias = bias[:, None]  # [batch, 1, key]
     if self_weight:
         bias = bias + math.log1p(self_weight) * torch.eye(bias.shape[-1], dtype=bias.dtype, device=bias.device)
-    keys = projected
-    if null_weight:
-        null = (math.log(null_weight) + half_norms)[..., None]  # [batch, query, 1]
-        bias = torch.cat([bias.expand(-1, null.shape[1], -1), null], dim=-1)  # [batch, query, key + 1]
-        keys, tokens = F.pad(keys, (0, 0, 0, 1)), F.pad(tokens, (0, 0, 0, 1))
     # [batch, 1 head, seq, ...]
     return F.scaled_dot_product_attention(
-        projected[:, None], keys[:, None], tokens[:, None], attn_mask=bias[:, None], scale=1.0
+        projected[:, None], projected[:, None], tokens[:, None], attn_mask=bias[:, None], scale=1.0
     )[:, 0]
 
 

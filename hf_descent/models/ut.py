@@ -6,7 +6,6 @@ included), layer l maps its input X to
     Y  = X + attention_step * (D^-1 W X - X)    never raises -sum_ij W_ij
     X' = ReLU(Y S + X B),  S symmetric          never raises tr(Y (I - S) Y^T) / 2 - <X B, Y> over Y >= 0, if S >= -I
 
-With `norm_energy` the attention output is 2 D (2 D + 1)^-1 D^-1 W X, and -sum_ij W_ij + ||Z||_F^2 / 2 is never raised.
 That the sum of both energies falls over a whole layer is not guaranteed.
 
 Source: Yang, Huang, Wipf (2022), "Transformers from an Optimization Perspective", arXiv 2205.13891; trained with
@@ -38,8 +37,6 @@ class UTConfig(PreTrainedConfig):
         num_hidden_layers (`int`): Number of layers: unrolled iterations, each with weights of its own.
         attention_step (`float`): Step size of the attention half-step, in (0, 1]: the iterate moves this share of the
             way to the attention output. 1 is plain softmax attention.
-        norm_energy (`bool`): Whether the energy of the attention half-step has the norm term ||Z||_F^2 / 2, which
-            multiplies the attention output by 2 D_i / (2 D_i + 1); plain attention can raise that energy.
         loss_scale (`float`): Denoiser only: factor of a clip's sum of squared errors in the loss. 1/2 is the paper's
             loss; 1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
         vocab_size (`int`): Classifier only: number of token embeddings. The default is DistilBERT's.
@@ -52,9 +49,13 @@ class UTConfig(PreTrainedConfig):
     hidden_size: int = positive(default=256)
     num_hidden_layers: int = positive(default=5)
     attention_step: float | int = interval(min=0, max=1, exclude_min=True)(default=1.0)
-    norm_energy: bool = False
     loss_scale: float | int = positive(default=0.5)
     vocab_size: int = positive(default=30522)
+
+    def __post_init__(self, **kwargs):
+        if kwargs.get("norm_energy"):  # an option of earlier versions
+            raise ValueError("`norm_energy` is True, which was taken out: load this model with version 0.1.")
+        super().__post_init__(**kwargs)
 
 
 class UTLayer(GradientCheckpointingLayer):
@@ -70,7 +71,6 @@ class UTLayer(GradientCheckpointingLayer):
         super().__init__()
         shape = (config.hidden_size, config.hidden_size)
         self.attention_step = config.attention_step
-        self.null_weight = 0.5 if config.norm_energy else 0.0
         self.projection = nn.Parameter(torch.empty(shape))
         self.mixing = nn.Parameter(torch.empty(shape))
         self.skip = nn.Parameter(torch.empty(shape))
@@ -83,7 +83,7 @@ class UTLayer(GradientCheckpointingLayer):
     def attend(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """The first half-step, from X to Y; both `[batch, seq, hidden]`."""
         projected = hidden_states @ self.projection  # [batch, seq, hidden]
-        attended = symmetric_attention(projected, hidden_states, attention_mask, null_weight=self.null_weight)
+        attended = symmetric_attention(projected, hidden_states, attention_mask)
         # Under autocast the first iterate, the input, stays in float32, and torch.lerp takes one dtype.
         return torch.lerp(hidden_states, attended.to(hidden_states.dtype), self.attention_step)
 

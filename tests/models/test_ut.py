@@ -59,16 +59,10 @@ def test_token_embeddings_of_a_pretrained_model(tmp_path):
     assert (model.config.vocab_size, model.config.hidden_size, model.config.pad_token_id) == (50, 12, 3)
     assert model(**batch_of("ut-text")).logits.shape == (8, 4)
     assert not model.training
-
-
-def test_the_config_chooses_the_energy_of_the_attention():
-    torch.manual_seed(0)
-    plain, scaled = (UTLayer(UTConfig(hidden_size=4, norm_energy=norm)).double() for norm in (False, True))
-    torch.nn.init.normal_(plain.projection)
-    scaled.projection = plain.projection
-    tokens = torch.randn(1, 5, 4).double()
-    total = (-torch.cdist(tokens @ plain.projection, tokens @ plain.projection).square() / 2).exp().sum(-1)[..., None]
-    torch.testing.assert_close(scaled.attend(tokens), 2 * total / (2 * total + 1) * plain.attend(tokens))
+    old = UTConfig(norm_energy=False).to_dict()  # as 0.1 saved it
+    assert UTConfig.from_dict(old).hidden_size == 256
+    with pytest.raises(ValueError, match="`norm_energy` is True"):
+        UTConfig.from_dict(old | {"norm_energy": True})
 
 
 def recombined(attended, inputs, symmetric, skip):

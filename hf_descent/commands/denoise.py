@@ -1,24 +1,20 @@
-"""`hf-descent denoise`: train a video denoiser, then report it per layer, under noise and in a picture.
+"""`hf-descent denoise`: train a video denoiser, then report it per layer and under noise.
 
 UT and DUST denoise the patches that the frames of a clip show at one place; a ViT denoises each frame by itself.
 """
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, set_seed
 from transformers.hf_argparser import HfArg
 
 from ..configs import DescentConfig
+from ..constraints.problem import SMALLEST
 from ..data.denoising import DenoisingTask, ImageTask, PatchTask
 from ..data.splits import check_arguments
 from ..data.video import VideoArguments, load_clips
-from ..evaluation.plots import plot_strip
-from ..evaluation.scoring import Result
 from ..models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
 from ..noise.embedding_noise import deviation_from_moments, moments_of
 from ..runs import RunFolder, tables
@@ -50,17 +46,14 @@ class ModelArguments(OutputArguments):
         help="Give losses in units of the noisy input's own at this noise level; None: half the sum of squares.",
     )
     noise_draws: int = HfArg(default=1, help="Draws of the noise at each level of the final report.")
-    picture_gamma: float = HfArg(default=0.25, help="Noise level of the picture.")
 
     def __post_init__(self):
-        check_arguments(self, {"noise_draws": 1, "picture_gamma": 0})
+        check_arguments(self, {"noise_draws": 1, "loss_gamma": SMALLEST})
         if (self.architecture == "vit") != (self.model_name_or_path is not None):
             raise ValueError(
                 f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}: a ViT "
                 "needs a pretrained encoder, and the others take none."
             )
-        if self.loss_gamma is not None and not self.loss_gamma > 0:
-            raise ValueError(f"`loss_gamma` is {self.loss_gamma}; give a positive noise level or leave it out.")
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)
@@ -69,17 +62,14 @@ argument_types = (ModelArguments, VideoArguments, DescentConfig)
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
     mean, layer losses). Of the test rows where there are any, else of the validation rows, there are
-    `layer_profile.json` (at the training level), `noise_curve.json` and `strip.png`, a frame of a clip.
+    `layer_profile.json` (at the training level) and `noise_curve.json`.
     """
     resume = resume_choice(args, model_args.overwrite_output_dir)
     set_seed(args.seed)
-    if model_args.architecture == "vit":
-        task = ImageTask(model_args.model_name_or_path)
-    else:
-        task = PatchTask(data_args.frame_size, data_args.patch_size)
+    name = model_args.model_name_or_path
+    task = PatchTask(data_args.patch_size) if name is None else ImageTask(name)
     with args.main_process_first(desc="decoding the videos"):
-        clips = load_clips(data_args)
-        rows = {name: data_args.draw(name, task.rows(split)) for name, split in clips.items()}
+        rows = {split: data_args.draw(split, task.rows(clips)) for split, clips in load_clips(data_args).items()}
     if args.noise_sigma is None:
         args.noise_sigma = measure_sigma(rows["train"], task)
     model = build_model(model_args, task, args.noise_sigma, rows["train"][0])
@@ -95,17 +85,24 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
         processing_class=getattr(task, "processor", None),  # saved with the model, for those who evaluate it
     )
 
-    def report_all():
-        kept = "test" if "test" in rows else "validation"
+    def report():
+        kept, shared = "test" if "test" in rows else "validation", {"metric": "rmse", "scale": 255 / task.pixel_range}
         # It comes last, since the trainer's card is of what was measured last.
-        for name in sorted((name for name in rows if name != "train"), key=kept.__eq__):
-            results = report(trainer, task, name, rows[name], model_args.noise_draws)
-        draw(trainer, task, clips[kept], model_args.picture_gamma)
+        for split in sorted(rows.keys() - {"train"}, key=lambda name: (name == kept, name)):
+            results = {"layer_profile": trainer.evaluate_layers(rows[split], gamma=args.gamma_train, **shared)}
+            metrics = {}
+            if args.eval_gammas:
+                curve = trainer.evaluate_robustness(rows[split], draws=model_args.noise_draws, **shared)
+                results["noise_curve"], metrics[f"{split}_mean_rmse"] = curve, curve.mean_over_levels
+            trainer.save_metrics(split, metrics_of(results, split) | metrics)
+            if trainer.is_world_process_zero():
+                print(f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n")
+                print(tables(results), end="\n\n")
         if trainer.is_world_process_zero():
             RunFolder(args.output_dir).write(results)
             print(f"Written to {args.output_dir}")
 
-    train_and_report(trainer, resume, report_all, model_args, data_args)
+    train_and_report(trainer, resume, report, model_args, data_args)
 
 
 def measure_sigma(rows: Dataset, task: DenoisingTask) -> float:
@@ -128,36 +125,3 @@ def build_model(args: ModelArguments, task: DenoisingTask, sigma: float, row: di
         return UTForVideoDenoising(UTConfig(**sizes, attention_step=step))
     names = ("dictionary_size", "shared_dictionary", "sparsity", "coupling", "curvature")
     return DustForVideoDenoising(DustConfig(**sizes, **{name: getattr(args, name) for name in names}))
-
-
-def report(
-    trainer: DescentTrainer, task: DenoisingTask, split: str, rows: Dataset, noise_draws: int
-) -> dict[str, Result]:
-    """Measures the model on a split at every noise level and at every layer, and prints the tables."""
-    args = trainer.args
-    shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
-    results = {"layer_profile": trainer.evaluate_layers(rows, gamma=args.gamma_train, **shared)}
-    if args.eval_gammas:
-        results["noise_curve"] = trainer.evaluate_robustness(rows, draws=noise_draws, **shared)
-    metrics = metrics_of(results, split)
-    if args.eval_gammas:
-        metrics[f"{split}_mean_rmse"] = results["noise_curve"].mean_over_levels
-    trainer.save_metrics(split, metrics)
-    if trainer.is_world_process_zero():
-        print(f"Of the {split} rows (RMSE on the 0-255 scale; layers at noise level {args.gamma_train:g}):\n")
-        print(tables(results), end="\n\n")
-    return results
-
-
-@torch.no_grad()
-def draw(trainer: DescentTrainer, task: DenoisingTask, clips: Dataset, gamma: float) -> None:
-    """Draws the middle frame of one clip at the noise level `gamma`: `strip.png`."""
-    clip = task.preprocess(clips.with_format("numpy")[len(clips) // 2]["frames"])  # [frames, height, width]
-    deviation = gamma * trainer.args.noise_sigma / task.pixel_range
-    noisy = clip + deviation * np.random.default_rng(trainer.args.seed).standard_normal(clip.shape)
-    model = trainer.accelerator.unwrap_model(trainer.model).eval()
-    denoised = task.frames(model(task.inputs(noisy).to(model.device)).logits.float().cpu())
-    if trainer.is_world_process_zero():  # a sharded model runs on all processes together
-        middle = len(clip) // 2
-        strip = plot_strip(clip[middle], noisy[middle], denoised[middle], f"noise level {gamma:g}")
-        strip.savefig(os.path.join(trainer.args.output_dir, "strip.png"), dpi=120)

@@ -67,11 +67,8 @@ class EvaluateArguments:
     def __post_init__(self):
         check_confidence(self.confidence)
         check_arguments(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
-        check_arguments(self, {"noise_seed": 0, "noise_sigma": SMALLEST})
-        for name, most in (("eval_gammas", LARGEST), ("profile_gammas", LARGEST), ("perturbation_rates", 1)):
-            levels = getattr(self, name) or []
-            if not all(0 <= level <= most for level in levels):
-                raise ValueError(f"`{name}` is {levels}; give numbers from 0 to {most:g}.")
+        check_arguments(self, {"noise_seed": 0, "noise_sigma": SMALLEST, "perturbation_rates": (0, 1)})
+        check_arguments(self, dict.fromkeys(("eval_gammas", "profile_gammas"), (0, LARGEST)))
 
 
 @dataclass
@@ -107,7 +104,7 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
 
 def denoising_task(name: str, args: VideoArguments) -> Task:
     """RMSE of a denoiser on the 0-255 scale."""
-    model, task = load_denoiser(name, args.frame_size)
+    model, task = load_denoiser(name)
     rows = args.draw("test", task.rows(_held_out(load_clips(args))))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
     return Task(model, rows, settings, rows, dead_pixels)

@@ -19,8 +19,7 @@ from .arguments import absolute
 
 # Arguments of the commands that do not change the training.
 AFTER_TRAINING = (
-    "cache_dir", "max_eval_samples", "noise_draws", "overwrite_output_dir", "picture_gamma", "test_file", "test_files",
-    "test_split",
+    "cache_dir", "max_eval_samples", "noise_draws", "overwrite_output_dir", "test_file", "test_files", "test_split",
 )  # fmt: skip
 
 

@@ -48,9 +48,7 @@ class TuneArguments:
     )
 
     def __post_init__(self):
-        check_arguments(self, {"n_trials": 1})
-        if self.tune_gamma is not None and not 0 <= self.tune_gamma <= LARGEST:
-            raise ValueError(f"`tune_gamma` is {self.tune_gamma}; give a noise level from 0 to {LARGEST:g}.")
+        check_arguments(self, {"n_trials": 1, "tune_gamma": (0, LARGEST)})
 
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:

@@ -16,14 +16,6 @@ def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
     return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)  # [..., rows * columns, T, p * p]
 
 
-def from_patches(patches: torch.Tensor, height: int) -> torch.Tensor:
-    """The inverse of [`to_patches`], exactly: `[..., places, frames, values]` -> `[..., frames, height, width]`."""
-    size = round(patches.shape[-1] ** 0.5)
-    rows = height // size
-    patches = patches.unflatten(-3, (rows, -1)).unflatten(-1, (size, size))  # [..., rows, columns, T, p, p]
-    return patches.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
-
-
 def patch_rows(clips: Dataset, patch_size: int) -> Dataset:
     """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
 

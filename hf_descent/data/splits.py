@@ -1,8 +1,9 @@
 """Splits of a data set: from a Hub name or local files to training, validation and test rows."""
 
 import glob
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -17,13 +18,17 @@ logger = logging.get_logger(__name__)
 FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
-def check_arguments(args: Any, least: Mapping[str, float]) -> None:
-    """ValueError where an argument is less than `least` gives for its name, or is none of the choices of its type."""
-    for name, bound in least.items():
+def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]) -> None:
+    """ValueError where a number of an argument is less than `limits` gives for its name, or not between the two that
+    it gives, or where an argument is none of the choices of its type."""
+    for name, limit in limits.items():
+        least, most = limit if isinstance(limit, tuple) else (limit, math.inf)
         value = getattr(args, name)
-        if value is not None and not value >= bound:
-            raise ValueError(f"`{name}` is {value}; give at least {bound}.")
-    for argument in fields(args) if is_dataclass(args) else ():
+        values = value if isinstance(value, list) else [value]
+        if not all(each is None or least <= each <= most for each in values):
+            given = f"at least {least:g}" if most == math.inf else f"numbers from {least:g} to {most:g}"
+            raise ValueError(f"`{name}` is {value}; give {given}.")
+    for argument in fields(args):
         value, choices = getattr(args, argument.name), get_args(argument.type)
         if get_origin(argument.type) is Literal and value not in choices:
             raise ValueError(f"`{argument.name}` is {value!r}; choose one of {', '.join(choices)}.")

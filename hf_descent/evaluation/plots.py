@@ -94,22 +94,6 @@ def draw_asked(axes: Axes, problem: Mapping[str, Any], asked: Sequence[float], c
     axes.plot(layers, asked, color=color, linestyle="none", marker="_", markersize=14, label="_asked")
 
 
-def plot_strip(clean: np.ndarray, noisy: np.ndarray, denoised: np.ndarray, title: str) -> Figure:
-    """A frame `[height, width]` clean, noisy and denoised, with maps of the absolute errors below on one scale."""
-    figure = Figure(figsize=(6.6, 5), layout="constrained")
-    axes = figure.subplots(2, 3)
-    largest = max(np.abs(noisy - clean).max(), 1e-3)
-    for column, (name, frame) in enumerate({"clean": clean, "noisy": noisy, "denoised": denoised}.items()):
-        axes[0, column].imshow(frame, cmap="gray", vmin=0, vmax=1)
-        axes[0, column].set_title(f"{name}\nRMSE {255 * np.sqrt(np.square(frame - clean).mean()):.1f}")
-        image = axes[1, column].imshow(np.abs(frame - clean), cmap="gray_r", vmin=0, vmax=largest)
-    figure.colorbar(image, ax=axes[1, 2], label="absolute error")
-    for ax in axes.flat:
-        ax.set_axis_off()
-    figure.suptitle(title)
-    return figure
-
-
 def _level(gamma: float) -> str:
     return f"noise level {gamma:g}" if gamma else "without noise"
 

@@ -10,18 +10,16 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny_files import write_video
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, measure_sigma
 from hf_descent.commands.tune import without_test_rows
-from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser
+from hf_descent.data.denoising import PatchTask, load_denoiser
 from hf_descent.data.patches import patch_rows
 from hf_descent.data.video import VideoArguments, load_clips, split_videos
 from hf_descent.evaluation.perturbations import salt_and_pepper
-from hf_descent.evaluation.plots import plot_strip
 from hf_descent.evaluation.scoring import noise_key
 
 
@@ -89,7 +87,6 @@ def test_smoke_recipes_run(smoke, recipe, capsys):
         curve = [results[f"{split}_rmse@{gamma}"] for gamma in ("0", "0.15", "0.5")]
         assert results[f"{split}_mean_rmse"] == pytest.approx(np.mean(curve))
         assert (f"{split}_feasible" in results) == is_constrained
-    assert Image.open(folder / "strip.png").size[0] > 300
     printed = capsys.readouterr().out
     assert f"{results['test_rmse@0.5']:.5g}" in printed
 
@@ -139,7 +136,7 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
     found = results_of(folder, "salt_and_pepper_curve")["values"]
 
     args = VideoArguments(**videos, **SIZES)
-    model, task = load_denoiser(str(folder), 32)
+    model, task = load_denoiser(str(folder))
     rows = args.draw("test", task.rows(load_clips(args)["test"]))
     for rate, value in zip((0.0, 0.5), found):
         errors = []
@@ -170,22 +167,6 @@ def test_tuning_reads_no_test_videos(workplace, tmp_path):
         assert rest == {name: whole[name] for name in ("train", "validation")} and whole.keys() - rest == tests
 
 
-def test_inputs_and_frames_are_inverse(workplace, tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 32, 32), dtype=np.uint8)
-    ViTImageProcessor(size={"height": 32, "width": 32}, do_normalize=False).save_pretrained(tmp_path)
-    for task in (PatchTask(32, 8), ImageTask(str(workplace / "vit")), ImageTask(str(tmp_path))):
-        clip = task.preprocess(pixels)
-        np.testing.assert_allclose(clip, pixels / 255, atol=1e-6)
-        noisy = 2 * clip - 0.5  # noise leaves the range of pixels
-        np.testing.assert_allclose(task.frames(task.inputs(noisy)), noisy, atol=1e-6)
-
-
-def test_frames_that_cannot_be_cut_are_refused_where_they_are_to_be_cut():
-    assert VideoArguments(train_files="x", frame_size=32, patch_size=7).train_files == ["x"]  # as a recipe may have it
-    with pytest.raises(ValueError, match="`frame_size` 32 must be a multiple of the patch size, 7"):
-        PatchTask(32, 7)
-
-
 def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):
     shutil.copytree(workplace / "vit", tmp_path / "vit")
     ViTImageProcessor(size={"height": 40, "width": 40}).save_pretrained(tmp_path / "vit")
@@ -204,19 +185,11 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
     args = VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES | {"split_gap": 4})
     clips = load_clips(args)["train"]
     expected = np.stack(clips.with_format("numpy")["frames"][:]).astype(float).std() / 255
-    assert measure_sigma(patch_rows(clips, 8), PatchTask(32, 8)) == pytest.approx(expected, rel=1e-5)
+    assert measure_sigma(patch_rows(clips, 8), PatchTask(8)) == pytest.approx(expected, rel=1e-5)
     assert clips["start"][-1] == 44  # 12 clips
     black = patch_rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}), 8)
     with pytest.raises(ValueError, match="clean signal has variance 0"):
-        measure_sigma(black, PatchTask(32, 8))
-
-
-def test_the_strip_says_the_errors_of_a_frame():
-    clean = np.zeros((8, 8))
-    figure = plot_strip(clean, clean + 0.1, clean + 0.02, "title")
-    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-    assert titles == ["clean\nRMSE 0.0", "noisy\nRMSE 25.5", "denoised\nRMSE 5.1"]
-    assert figure.axes[5].images[0].get_array().max() == pytest.approx(0.02)
+        measure_sigma(black, PatchTask(8))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,6 @@ def test_a_sharded_denoiser_is_drawn_by_all_processes_and_saved_whole(tmp_path, 
     assert done.returncode == 0, done.stderr[-6000:]
     _, loaded = AutoModelForImageToImage.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loaded.values()), loaded
-    assert (tmp_path / "out" / "strip.png").is_file()
 
 
 @pytest.mark.slow

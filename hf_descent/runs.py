@@ -58,7 +58,6 @@ class RunFolder:
     # Where the data came from, and how it was read. It holds paths of this machine, so its name is one that neither
     # Trainer nor `card` uploads.
     DATA = "_data.json"
-    EXITS_FIGURE = "exits.png"
     # What `hf-descent evaluate` writes.
     EVALUATIONS = (
         "layer_profile*.json", "verdict*.json", "certificate*.json", "noise_curve.*", "typos_curve.*",

@@ -1,7 +1,6 @@
 """A small server on loopback that speaks the part of the Hub's protocol which `huggingface_hub` uses for models.
 
-Repositories, their commits and the large files (basic LFS transfer) are kept in memory, and contents are checked
-against their hashes as the Hub does. Faults are injected in front of the real answer.
+Files are uploaded as small ones are, within the commit, and kept in memory.
 """
 
 import base64
@@ -12,212 +11,96 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import yaml
-
-
-LARGE = (".safetensors", ".bin", ".png")
-
-
-class HubServer:
-    """`repos[repo_id]` is `{"files": {path: bytes}, "commits": [title, ...]}`, `objects` the large files by hash.
-
-    `faults` is a list of (method, pattern of the path, how often, status or "cut"), used up as requests come.
-    """
-
-    def __init__(self):
-        self.repos, self.objects, self.faults, self.requests = {}, {}, [], []
-        self.lock = threading.Lock()
-
-    def fault(self, method, path):
-        with self.lock:
-            for index, (wanted, part, count, kind) in enumerate(self.faults):
-                if wanted == method and count > 0 and re.search(part, path):
-                    self.faults[index] = (wanted, part, count - 1, kind)
-                    return kind
-        return None
-
-    def count(self, method, part, status=None):
-        return sum(m == method and part in path and status in (None, s) for m, path, s in self.requests)
+from cards import check_card
 
 
 @contextmanager
 def serving():
-    hub = HubServer()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    """A server whose `repos[repo_id]` is `{"files": {path: bytes}, "commits": [title, ...]}`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.repos, server.endpoint = {}, f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield hub
+        yield server
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
 
 
-def check_card(text):
-    """What the Hub demands of a card's metadata; a list of complaints."""
-    match = re.match(r"\A---\n(.*?)\n---\n", text, re.DOTALL)
-    if match is None:
-        return ["no metadata"]
-    data = yaml.safe_load(match[1])
-    errors = [f"{key} must be a string" for key in ("base_model", "license") if not isinstance(data.get(key, ""), str)]
-    errors += [f"{key} must be a list" for key in ("tags", "datasets") if not isinstance(data.get(key, []), list)]
-    for index in data.get("model-index", []):
-        if not isinstance(index.get("name"), str) or not isinstance(index.get("results"), list):
-            errors.append("model-index needs a name and results")
-        for result in index["results"]:
-            if not isinstance(result["task"].get("type"), str):
-                errors.append("a task needs a type")
-            if not all(isinstance(result["dataset"].get(key), str) for key in ("name", "type")):
-                errors.append("a dataset needs a name and a type")
-            for metric in result["metrics"]:
-                value = metric.get("value")
-                if not isinstance(metric.get("type"), str) or type(value) not in (int, float) or value != value:
-                    errors.append(f"metric {metric} needs a type and a number")
-    return errors
+def environment(hub, cache):
+    """Variables of a process whose Hub is `hub`."""
+    return {
+        "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(cache), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "0",
+    }  # fmt: skip
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    hub: HubServer
 
     def log_message(self, *args):
         pass
 
     def do_GET(self):
-        self._answer(self._get)
+        if self.path == "/api/whoami-v2":
+            return self._send({"name": "tester", "type": "user", "orgs": []})
+        if file := re.fullmatch(r"/(.+)/resolve/[^/]+/(.+)", self.path.partition("?")[0]):
+            repo = self.server.repos.get(file[1], {"files": {}})
+            if (content := repo["files"].get(file[2])) is not None:
+                return self._send(content, ETag=f'"{hashlib.sha256(content).hexdigest()}"', **_commit(repo))
+            return self._send({}, 404, **{"X-Error-Code": "EntryNotFound"}, **_commit(repo))
+        found = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/tree/[^/]+|/revision/[^/]+)?(/.+)?", self.path.split("?")[0])
+        repo = self.server.repos.get(found and found[1])
+        if repo is None or found[3]:  # folders of a repository: these have none
+            return self._send({}, 404, **{"X-Error-Code": "EntryNotFound" if repo else "RepoNotFound"})
+        if (found[2] or "").startswith("/tree"):
+            entries = [
+                {"type": "file", "path": name, "size": len(x), "oid": name} for name, x in repo["files"].items()
+            ]
+            return self._send(entries)
+        siblings = [{"rfilename": name} for name in repo["files"]]
+        sha = _commit(repo)["X-Repo-Commit"]
+        return self._send({"id": found[1], "sha": sha, "siblings": siblings, "tags": [], "private": False})
 
-    def do_HEAD(self):
-        self._answer(self._get)
+    do_HEAD = do_GET
 
     def do_POST(self):
-        self._answer(self._post)
+        body, repos = self.rfile.read(int(self.headers["Content-Length"])), self.server.repos
+        if self.path == "/api/repos/create":
+            repo_id = f"{json.loads(body).get('organization') or 'tester'}/{json.loads(body)['name']}"
+            repos.setdefault(repo_id, {"files": {}, "commits": []})
+            return self._send({"url": f"{self.server.endpoint}/{repo_id}", "name": repo_id, "id": repo_id})
+        if self.path == "/api/validate-yaml":
+            errors = [{"message": error} for error in check_card(json.loads(body)["content"])]
+            return self._send({"errors": errors, "warnings": []}, 400 if errors else 200)
+        repo_id, action = re.fullmatch(
+            r"/api/models/(.+)/(preupload|commit)/main", self.path.partition("?")[0]
+        ).groups()
+        if action == "preupload":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return self._send(
+                {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+            )
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "header":
+                repos[repo_id]["commits"].append(line["value"]["summary"])
+            elif line["key"] == "file":
+                repos[repo_id]["files"][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        sha = _commit(repos[repo_id])["X-Repo-Commit"]
+        url = f"{self.server.endpoint}/{repo_id}/commit/{sha}"
+        return self._send({"success": True, "commitOid": sha, "commitUrl": url})
 
-    def do_PUT(self):
-        self._answer(self._put)
-
-    def _answer(self, handle):
-        kind = self.hub.fault(self.command, self.path)
-        if kind == "cut":
-            self.rfile.read(min(int(self.headers.get("Content-Length", 0)), 1000))
-            self.hub.requests.append((self.command, self.path, "cut"))
-            self.close_connection = True
-            self.connection.shutdown(2)
-            return
-        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if kind is not None:
-            self._send(kind, {"error": "injected"})
-        elif not handle():
-            self._send(404, {"error": "Not found"}, {"X-Error-Code": "RepoNotFound"})
-
-    def _send(self, status, content, headers=None):
-        self.hub.requests.append((self.command, self.path, status))
+    def _send(self, content, status=200, **headers):
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-        return True
 
-    def _post(self):
-        path, hub = self.path.partition("?")[0], self.hub
-        if path == "/api/repos/create":
-            given = json.loads(self.body)
-            repo_id = f"{given.get('organization') or 'tester'}/{given['name']}"
-            status = 409 if repo_id in hub.repos else 200
-            hub.repos.setdefault(repo_id, {"files": {}, "commits": []})
-            return self._send(status, {"url": f"{hub.endpoint}/{repo_id}", "name": repo_id, "id": repo_id})
-        if path == "/api/validate-yaml":
-            errors = check_card(json.loads(self.body)["content"])
-            answer = {"errors": [{"message": error} for error in errors], "warnings": []}
-            return self._send(400 if errors else 200, answer)
-        if path == "/lfs-verify":
-            given = json.loads(self.body)
-            right = len(hub.objects.get(given["oid"], b"")) == given["size"]
-            return self._send(200 if right else 404, {})
-        if match := re.fullmatch(r"/(.+)\.git/info/lfs/objects/batch", path):
-            objects = [self._instruction(item) for item in json.loads(self.body)["objects"]]
-            return match[1] in hub.repos and self._send(200, {"transfer": "basic", "objects": objects})
-        match = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/main", path)
-        if not match or match[1] not in hub.repos:
-            return False
-        if match[2] == "commit":
-            return self._commit(match[1])
-        files = [
-            {
-                "path": item["path"],
-                "uploadMode": "lfs" if item["path"].endswith(LARGE) else "regular",
-                "shouldIgnore": False,
-            }
-            for item in json.loads(self.body)["files"]
-        ]
-        return self._send(200, {"files": files})
 
-    def _instruction(self, item):
-        known = {"oid": item["oid"], "size": item["size"]}
-        if item["oid"] in self.hub.objects:
-            return known
-        actions = {
-            "upload": {"href": f"{self.hub.endpoint}/lfs/{item['oid']}"},
-            "verify": {"href": f"{self.hub.endpoint}/lfs-verify"},
-        }
-        return known | {"actions": actions}
-
-    def _put(self):
-        name = self.path.removeprefix("/lfs/")
-        if hashlib.sha256(self.body).hexdigest() != name:
-            return self._send(400, {"error": "the content is not that of the hash"})
-        self.hub.objects[name] = self.body
-        return self._send(200, {})
-
-    def _commit(self, repo_id):
-        files, title = {}, ""
-        for line in map(json.loads, self.body.splitlines()):
-            value = line["value"]
-            if line["key"] == "header":
-                title = value["summary"]
-            elif line["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.objects[value["oid"]]
-        repo = self.hub.repos[repo_id]
-        repo["files"] |= files
-        repo["commits"].append(title)
-        sha = self._sha(repo)
-        url = f"{self.hub.endpoint}/{repo_id}/commit/{sha}"
-        return self._send(200, {"success": True, "commitOid": sha, "commitUrl": url})
-
-    def _sha(self, repo):
-        return hashlib.sha1(repr(sorted(repo["files"].items())).encode()).hexdigest()
-
-    def _get(self):
-        path, hub = self.path.partition("?")[0], self.hub
-        if path == "/api/whoami-v2":
-            return self._send(200, {"name": "tester", "type": "user", "orgs": []})
-        if match := re.fullmatch(r"/(.+)/resolve/[^/]+/(.+)", path):
-            return match[1] in hub.repos and self._file(hub.repos[match[1]], match[2])
-        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)(/tree/[^/]+|/revision/[^/]+)?(/.+)?", path)
-        if not match or match[1] not in hub.repos:
-            return False
-        repo = hub.repos[match[1]]
-        if match[3]:  # folders of a repository: these have none
-            return self._send(404, {}, {"X-Error-Code": "EntryNotFound"})
-        if (match[2] or "").startswith("/tree"):
-            entries = [
-                {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                for name, content in repo["files"].items()
-            ]
-            return self._send(200, entries)
-        siblings = [{"rfilename": name} for name in repo["files"]]
-        info = {"id": match[1], "sha": self._sha(repo), "siblings": siblings, "tags": [], "private": False}
-        return self._send(200, info)
-
-    def _file(self, repo, name):
-        if name not in repo["files"]:
-            return self._send(404, {}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self._sha(repo)})
-        content = repo["files"][name]
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": self._sha(repo)}
-        return self._send(200, content, headers)
+def _commit(repo):
+    return {"X-Repo-Commit": hashlib.sha1(repr(sorted(repo["files"].items())).encode()).hexdigest()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from architectures import T5, build
-from hub_server import serving
+from hub_server import environment, serving
 from tiny import bert, classification_data, config, word_tokenizer
 from tiny_files import WORDS, save_generator, save_tiny_model
 from tiny_sft import chats
@@ -112,13 +112,9 @@ def test_push_to_hub(local, tmp_path):
     words = ["--repo", "tester/pushed", "--model", local / "classifier", "--dataset", local / "texts"]
     words += ["--output_dir", tmp_path / "out", "--max_steps", "2"]
     with serving() as hub:
-        environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-        environment |= {
-            "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
+        given = os.environ | environment(hub, tmp_path) | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, EXAMPLES / "push_to_hub.py", *words]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+        printed = subprocess.run(command, check=True, capture_output=True, text=True, env=given).stdout
         files = hub.repos["tester/pushed"]["files"]
     assert "label" in printed.splitlines()[-1]
     assert json.loads(files["descent_config.json"]) and b"noise" in files["README.md"]

@@ -10,7 +10,6 @@ from tiny import bert, classification_data, config
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.evaluation.comparison import Run, group_runs
-from hf_descent.hub.card import render
 from hf_descent.runs import training_arguments
 
 
@@ -91,11 +90,3 @@ def test_a_run_records_plain_values_without_secrets_and_folders(tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert f"| `base` | {tmp_path.name} |" in card and "secret" not in card + json.dumps(found)
     assert found.keys() - recorded(config(tmp_path)).keys() == {"base", "load"}
-
-
-def test_a_card_shows_what_the_baseline_alone_has_set():
-    card = {"model_name": "own", "architecture": "BertModel", "objective": "erm", "library_name": "transformers"}
-    card |= {"paper": DescentTrainer._paper, "settings": {"seed": 1, "adam_beta1": 0.8}}
-    card["baseline"] = {"model_name": "other", "objective": "erm", "settings": {"seed": 1, "bf16": True}}
-    text = str(render(card))
-    assert "| `adam_beta1` | 0.8 | - |" in text and "| `bf16` | - | yes |" in text

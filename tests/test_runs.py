@@ -20,7 +20,6 @@ def run(tmp_path):
     run.write_summary({"objective": "descent", "training_started": 1000.0})
     (run.path / "config.json").write_text('{"architectures": ["BertModel"]}')
     (run.path / "eval_results.json").write_text('{"eval_accuracy": 0.5}')
-    (run.path / "exits.png").write_bytes(b"")
     for path in run.path.iterdir():
         os.utime(path, (2000.0, 2000.0))
     return run
@@ -36,7 +35,7 @@ def test_results_are_read_by_their_names(run):
     assert card["evaluation"] and card["noise_curve"] and card["layer_profile"]
 
 
-@pytest.mark.parametrize("name", ["noise_curve.json", "layer_profile.json", "eval_results.json", "exits.png"])
+@pytest.mark.parametrize("name", ["noise_curve.json", "layer_profile.json", "eval_results.json"])
 def test_a_file_older_than_the_training_is_no_result(run, name, caplog):
     os.utime(run.path / name, (999.0, 999.0))
     assert run.fresh(name) == [] and f"{name} is older than the training" in caplog.text

@@ -10,7 +10,6 @@ from ..hub.push import collect, write_card
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="output folder of a run, with its weights and result files")
-    parser.add_argument("--baseline", help="output folder of a run to show beside it, such as plain training")
     parser.add_argument("--model_name", help="title of the card; by default as it was, or the folder's name")
     parser.add_argument("--base_model", help="id on the Hub of the model that was fine-tuned")
     parser.add_argument("--datasets", nargs="+", help="ids on the Hub of the data sets trained on")
@@ -31,9 +30,9 @@ def run(args: argparse.Namespace) -> None:
     facts = {name: getattr(args, name) for name in names}
     repo_id = None
     if args.push_to_hub:
-        collect(args.run, args.baseline)  # a folder that is refused leaves no repository behind
+        collect(args.run)  # a folder that is refused leaves no repository behind
         repo_id = HfApi().create_repo(args.push_to_hub, private=args.private or None, exist_ok=True).repo_id
-    write_card(args.run, args.baseline, repo_id=repo_id, **facts)
+    write_card(args.run, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
     if args.push_to_hub:
         ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]

@@ -42,7 +42,7 @@ class Run:
     """One trained model's results."""
 
     folder: str  # where they were read
-    curve: NoiseCurve
+    curve: NoiseCurve | None
     profiles: dict[float, LayerProfile] = field(default_factory=dict)  # by noise level
     summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`; empty where there is none
 
@@ -81,7 +81,7 @@ class Run:
     @property
     def gamma_train(self) -> float | None:
         """The (largest) level of the training noise, also where the curve is of another perturbation."""
-        return upper_level(self.summary.get("noise_gamma", self.curve.gamma_train))
+        return upper_level(self.summary.get("noise_gamma", self.curve and self.curve.gamma_train))
 
     @property
     def settings(self) -> dict[str, Any]:

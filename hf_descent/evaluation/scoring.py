@@ -219,7 +219,8 @@ class Result:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of columns, the first of which is aligned to the left."""
+    """Rows of cells as lines of columns, the first of which is aligned to the left; "-" for what is not a number."""
+    rows = [["-" if cell.startswith("nan") else cell for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = (
         [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:]))]

@@ -11,20 +11,17 @@ from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from matplotlib.figure import Figure
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import CONFIG_NAME
 
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
-from ..evaluation.comparison import COMMON
-from ..evaluation.plots import draw_asked, save_figure
+from ..evaluation.comparison import Run
+from ..evaluation.plots import plot_curves, plot_layers, save_figure
 from ..evaluation.scoring import Result
 from ..files import atomic_write, plain, read_json
 from ..runs import RunFolder
 from .card import PAPER, TAGS, render
 
-
-logger = logging.get_logger(__name__)
 
 # How the class names in `hf_descent.models` begin.
 OWN_MODELS = ("LinearReadoutFor", "UTFor", "DustFor", "ViTForDenoising")
@@ -36,8 +33,6 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "confidence_exit": ConfidenceReport,
     "speculation_profile": SpeculationProfile,
 }
-# What a result of this run and the baseline's must have in common to stand side by side.
-IN_COMMON = {"evaluation": ("split",), "noise_curve": ("metric", *COMMON), "layer_profile": ("gamma", "data")}
 # What people say of a model. The rest of a card belongs to one training.
 GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
@@ -45,14 +40,13 @@ GIVEN = (
 )  # fmt: skip
 
 
-def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> dict[str, Any]:
+def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     """What is known of a run, in plain JSON values: its `model_card.json`, `facts` and its result files.
 
     A result whose file is gone is left out, even if the card had it.
 
     Args:
         folder (`str` or `Path`): output folder of a run.
-        baseline (`str` or `Path`, *optional*): folder of a run to show beside this one.
         facts: replace what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data` (a name),
             `license`, `language`, `tags`, `split`, `limits` (a list of sentences), ...; `None` replaces nothing.
 
@@ -64,7 +58,7 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
     if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
         raise ValueError(f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder.")
     descent = run.summary
-    known = {name: value for name, value in run.read(run.CARD).items() if name not in RESULTS}
+    known = {name: value for name, value in run.read(run.CARD).items() if name not in (*RESULTS, "baseline")}
     known |= {name: value for name, value in _read(folder / run.CARD).items() if name in GIVEN}
     architecture = (config.get("architectures") or [descent.get("model", "AutoModel")])[0]
     card = {"model_name": folder.resolve().name, "architecture": architecture, "tags": TAGS, "paper": PAPER}
@@ -89,31 +83,20 @@ def collect(folder: str | Path, baseline: str | Path | None = None, **facts: Any
         for result in run.results(kind, name):
             card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
-                card["verdict"] = vars(result.certificate())
-    if baseline is not None:
-        known = collect(baseline)
-        names = ("model_name", "objective", "settings", "evaluation", "split", "noise_curve", "layer_profile")
-        card["baseline"] = {name: known.get(name) for name in names}
-    if card.get("baseline"):
-        card["baseline"] = _comparable(card["baseline"], card)
+                card["verdict"] = _shown(result.certificate())
     return plain(card)
 
 
-def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: Any) -> None:
+def write_card(folder: str | Path, **facts: Any) -> None:
     """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
     folder, run = Path(folder), RunFolder(folder)
-    card = collect(folder, baseline, **facts)
-    card["figures"] = []
-    for file, name, values, xlabel, ylabel in (
-        ("layers.png", "layer_profile", "losses", "layer", "task loss"),
-        ("noise.png", "noise_curve", "mean", "noise level gamma", "metric"),
-    ):
-        if card.get(name):
-            figure = _figure(card, name, values, xlabel, card[name].get(ylabel, ylabel))
-            save_figure(figure, folder, file.removesuffix(".png"))
-            card["figures"].append(file)
-    if card.get("exit_profile") and run.fresh(run.EXITS_FIGURE):
-        card["figures"].append(run.EXITS_FIGURE)
+    card = collect(folder, **facts)
+    curve = next(iter(run.results(NoiseCurve, "noise_curve")), None)
+    profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
+    groups = {card["model_name"]: [Run(str(folder), curve, profiles, run.summary)]}
+    drawn = {"layers": plot_layers} if profiles else {}
+    drawn |= {"noise": plot_curves} if curve else {}
+    card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     for name, content in ((run.CARD, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
         with atomic_write(folder / name) as file:
@@ -121,59 +104,20 @@ def write_card(folder: str | Path, baseline: str | Path | None = None, **facts: 
 
 
 def _shown(result: Result) -> dict[str, Any]:
-    """What a card shows of a result. Samples and blocks stay in the file."""
-    values, names = vars(result), ()
+    """What a card shows of a result: its table, and what the words and the index of the Hub need beside it."""
+    shown = {"text": str(result)}
     match result:
         case NoiseCurve():
-            names = ("mean", "std", "auc", "auc_over_range")
-            values = values | result.settings | {"draws": result.values.shape[1], "radius": result.radius("mean")}
+            values = {name: value for name, value in result.to_dict().items() if not name.endswith("_radius")}
+            shown |= {"metric": result.metric, "values": values}
         case LayerProfile():
-            values = values | {"ratio_median": result.to_dict().get("ratio_median"), "radius": result.radius("losses")}
-            names = ("descending_share",)
+            shown["gamma"] = result.gamma
+        case Certificate():
+            shown |= {"gamma": result.gamma, "data_name": result.data_name}
         case ExitProfile():
-            values, names = values | {"cheapest": result.cheapest()}, ("speedups",)
-        case ConfidenceReport():
-            values = {"text": str(result)}
-        case SpeculationProfile():
-            names = ("speedups",)
-    values = values | {name: getattr(result, name) for name in names}
-    return {name: value for name, value in values.items() if name not in ("blocks", "sample_losses", "settings")}
-
-
-def _comparable(baseline: dict[str, Any], card: dict[str, Any]) -> dict[str, Any]:
-    """The baseline without the results that were measured on other data, or in another way, than this run's."""
-    kept = dict(baseline)
-    for name, aspects in IN_COMMON.items():
-        own, other = (side if name == "evaluation" else side.get(name) or {} for side in (card, baseline))
-        for aspect in aspects if card.get(name) and baseline.get(name) else ():
-            ours, theirs = own.get(aspect), other.get(aspect)
-            unknown = aspect in ("data", "split") and None in (ours, theirs)  # in older files
-            if ours != theirs and not unknown:
-                model = baseline["model_name"]
-                logger.warning(f"The card leaves out the `{name}` of {model}: its {aspect} is {theirs}, not {ours}.")
-                kept[name] = None
-    return kept
-
-
-def _figure(card: dict[str, Any], name: str, values: str, xlabel: str, ylabel: str) -> Figure:
-    """A result of this run beside the baseline's, over noise levels or layers."""
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    axes = figure.subplots()
-    for side, style in ((card, "o-"), (card.get("baseline") or {}, "s--")):
-        if result := side.get(name):
-            layers = range(1, len(result[values]) + 1)
-            errors = [error or 0.0 for error in result.get("radius") or [0.0] * len(layers)]  # none in older cards
-            axes.errorbar(
-                result.get("gammas") or layers, result[values], errors, fmt=style, capsize=2, label=side["model_name"]
-            )
-    problem, verdict = card[name].get("problem"), card.get("verdict")
-    if problem and verdict and verdict["gamma"] == card[name]["gamma"]:
-        draw_asked(axes, problem, verdict["asked"])
-    if card[name].get("gamma_train"):
-        axes.axvline(card[name]["gamma_train"], color="0.8", zorder=0)
-    axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.legend()
-    return figure
+            layer = result.cheapest()
+            shown["exit_layer"] = layer if layer < len(result.values) else None
+    return shown
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_results_survive_the_disk(tmp_path):
     after = NoiseCurve.from_json(path)
     assert after.to_dict() == before.to_dict()
     assert str(after) == str(before)
-    assert str(before).splitlines()[2].split() == ["0.5", "0.85", "nan", "0.071", "2.5"]
+    assert str(before).splitlines()[2].split() == ["0.5", "0.85", "-", "0.071", "2.5"]
     np.testing.assert_array_equal(after.losses, before.losses)
     former = json.loads((tmp_path / "curve.json").read_text()) | {"gone": 1}
     (tmp_path / "former.json").write_text(json.dumps(former))  # with an attribute that there is no more

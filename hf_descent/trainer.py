@@ -38,7 +38,7 @@ from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
-from .training.records import LayerTotals, RunRecord, StepSums
+from .training.records import Given, LayerTotals, RunRecord, StepSums
 from .training.search import default_objective, values_as_given
 
 
@@ -72,6 +72,7 @@ class DescentMixin:
         *positional,
         readout: Callable[[nn.Module, torch.Tensor, Mapping[str, Any]], torch.Tensor] | str | None = None,
         layer_loss_fn: Callable[..., torch.Tensor] | None = None,
+        dual_dataset=None,
         **keywords,
     ):
         args = self.config_class.from_training_arguments(args or self.config_class(output_dir="tmp_trainer"))
@@ -79,7 +80,7 @@ class DescentMixin:
             if keywords.get("compute_loss_func") is not None:
                 raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
             keywords["compute_loss_func"] = layer_loss_fn
-        self._readout_fn = readout
+        self._given = Given(readout, dual_dataset)
         self._task: TaskLoss | None = None
         self._layers: LayerLosses | None = None
         self._dual: DescentState | None = None
@@ -109,7 +110,7 @@ class DescentMixin:
 
     @property
     def _reads_layers(self) -> bool:
-        return self.args.objective != "erm" or self._readout_fn is not None
+        return self.args.objective != "erm" or self._given.readout is not None
 
     # ---- one optimizer step ----
 
@@ -221,7 +222,7 @@ class DescentMixin:
         """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
         if self._task is None:
             inputs = inputs if is_shared else shared_batch(inputs, self)
-            self._task = find_task(self, model, inputs, self._readout_fn, self._loss_shifts_labels)
+            self._task = find_task(self, model, inputs, self._given.readout, self._loss_shifts_labels)
             # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = shifts = self._task.shifts_labels
             if type(self.label_smoother) in (LabelSmoother, ShiftingSmoother):
@@ -229,8 +230,7 @@ class DescentMixin:
         return self._task
 
     def _prepare(self, model, inputs) -> None:
-        """Find the layers on the first batch, and build or load the dual side; the layers anew where the model has
-        become another."""
+        """Find the layers on the first batch, anew where the model has become another; build or load the dual side."""
         model = self.accelerator.unwrap_model(model)
         if self._layers is not None and not self._layers.readout.fits(model):
             self._layers = self._task = None
@@ -239,9 +239,9 @@ class DescentMixin:
         inputs = shared_batch(inputs, self)
         if self._layers is None:
             task = self._find_task(model, inputs, is_shared=True)
-            self._layers = find_layers(self, model, inputs, task, self._readout_fn, self.logs_tokens)
+            self._layers = find_layers(self, model, inputs, task, self._given.readout, self.logs_tokens)
         if self._dual is None:
-            self._dual = make_dual(self, self._layers, inputs, self._record.resumed_from, self._reduce)
+            self._dual = make_dual(self, self._layers, inputs, self._given, self._record.resumed_from, self._reduce)
         elif self._dual.num_layers != self._layers.num_layers:
             raise checks.another_depth(self._layers.num_layers, self._dual.num_layers)
 
@@ -308,9 +308,9 @@ class DescentMixin:
         ignore_keys = [*ignore_keys, *evaluation.HIDDEN_OUTPUTS]
         predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if not self._is_labelled(inputs):
-            if self._readout_fn is None:
+            if self._given.readout is None:
                 return predict()
-            readout = evaluation.readout_without_labels(self, self._layers, self._readout_fn, model, inputs)
+            readout = evaluation.readout_without_labels(self, self._layers, self._given.readout, model, inputs)
             with readout.attach(lambda *_: None, [readout.num_layers]):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
@@ -345,7 +345,7 @@ class DescentMixin:
         """
         dataset = self._held_out(eval_dataset)
         gammas = evaluation.chosen_levels(self.args, gammas)
-        model, settings = evaluation.settings(self, self._readout_fn)
+        model, settings = evaluation.settings(self, self._given.readout)
         is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
@@ -366,7 +366,7 @@ class DescentMixin:
             ValueError: no data, or as [`layer_profile`].
         """
         dataset = self._held_out(eval_dataset)
-        model, settings = evaluation.settings(self, self._readout_fn)
+        model, settings = evaluation.settings(self, self._given.readout)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         if self.problem is not None:
@@ -397,7 +397,7 @@ class DescentMixin:
         self._add_callbacks()
         checks.check_best_metric(self, self._reads_layers)
         if self._reads_layers:
-            checks.check_data(self, self._readout_fn)
+            checks.check_data(self, self._given)
         self._task = self._layers = self._dual = self._noise = None
         # What was measured before is of another model.
         self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time())
@@ -462,7 +462,7 @@ class DescentMixin:
         """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""
         if self._record.started is None and (saved := checkpoints.saved_summary(self)):
             return saved
-        return checkpoints.run_summary(self, self._record, self.command, self._readout_fn, self._dual)
+        return checkpoints.run_summary(self, self._record, self.command, self._given, self._dual)
 
     def log(self, logs, start_time=None):
         if self._dual is not None and "loss" in logs:
@@ -511,6 +511,9 @@ class DescentTrainer(DescentMixin, Trainer):
         layer_loss_fn (`Callable`, *optional*, keyword only):
             `layer_loss_fn(outputs, labels, num_items_in_batch=None) -> loss`, the loss of every layer's outputs; the
             model's own where not given; a floating-point scalar tensor. The same contract as `compute_loss_func`.
+        dual_dataset (*optional*, keyword only):
+            200 or more rows, as `train_dataset` has them after its preparation, that "descent" moves the multipliers
+            on in place of the training rows, as `dual_holdout` says. They should be in no other part of the data.
 
     Raises:
         ValueError: the model, the loss or a setting is one with which its layers cannot be constrained; when the

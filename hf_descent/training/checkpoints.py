@@ -33,7 +33,7 @@ from ..files import atomic_write
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
-from .records import RunRecord
+from .records import Given, RunRecord
 
 
 logger = logging.get_logger(__name__)
@@ -151,7 +151,7 @@ def run_summary(
     trainer: Trainer,
     record: RunRecord,
     command: Mapping[str, Any],
-    readout: Callable | str | None,
+    given: Given,
     state: DescentState | None,
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, what a step costs, the dual side.
@@ -159,7 +159,7 @@ def run_summary(
     Args:
         record ([`RunRecord`]): of the run; one that never started says nothing of training.
         command: what else makes this way of training another.
-        readout: a custom readout.
+        given ([`Given`]): what the trainer was given beside `Trainer`'s arguments.
         state: the dual side, if any.
     """
     model, args, dual = trainer.model, trainer.args, {} if state is None else state.summary()
@@ -171,11 +171,12 @@ def run_summary(
         if command:
             summary["command"] = dict(command)
         if has_length(trainer.train_dataset):
-            summary["train_rows"] = len(trainer.train_dataset) - dual.get("dual_rows", 0)
+            held_out = dual.get("dual_rows", 0) if given.dual_dataset is None else 0
+            summary["train_rows"] = len(trainer.train_dataset) - held_out
         sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
         if args.eval_strategy != "no" and all(map(has_length, sets.values())):
             summary["select_rows"] = sum(map(len, sets.values()))
-        if readout is not None:
+        if (readout := given.readout) is not None:
             name = getattr(readout, "__name__", type(readout).__name__)
             summary["readout"] = readout if isinstance(readout, str) else name
     # Of the model's config, without which an adapter is saved.

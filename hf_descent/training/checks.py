@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -14,6 +14,8 @@ from ..constraints.state import DescentState
 from ..losses.label_checks import check_datasets
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
+from .holdout import check_own_rows
+from .records import Given
 
 
 logger = get_logger(__name__)
@@ -118,8 +120,8 @@ def another_depth(found: int, constrained: int) -> ValueError:
     )
 
 
-def check_data(trainer: Trainer, readout: Callable | None) -> None:
-    """ValueError where training could learn nothing from model or labels."""
+def check_data(trainer: Trainer, given: Given) -> None:
+    """ValueError where training could learn nothing from model or labels, or parts of the data are the same."""
     if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in trainer.model.modules()):
         raise ValueError(
             f"{type(trainer.model).__name__} is quantized by torch.ao: its linear layers have no parameters. Train "
@@ -127,10 +129,11 @@ def check_data(trainer: Trainer, readout: Callable | None) -> None:
         )
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
+    evaluated = trainer.eval_dataset
+    evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+    check_own_rows(given.dual_dataset, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.args)
     collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
-    if collates and trainer.compute_loss_func is None and readout is None:
-        evaluated = trainer.eval_dataset
-        evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+    if collates and trainer.compute_loss_func is None and given.readout is None:
         check_datasets(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
 
 

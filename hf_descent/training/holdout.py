@@ -1,6 +1,7 @@
 """Rows held out of training, on which the multipliers move (Cotter et al. 2019): constraints are on expectations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,22 @@ from .records import LayerTotals
 logger = get_logger(__name__)
 
 LEAST_ROWS = 200  # of fewer rows, means are too noisy to tell a violation of a few percent
+
+
+def check_own_rows(rows, others: Mapping[str, Any], args: DescentArguments) -> None:
+    """ValueError where `rows` of their own, on which the multipliers shall move, are too few, have no length, or are
+    those of another part of the data, of the `others` by name."""
+    if rows is None:
+        return
+    if args.dual_holdout is not None:
+        raise ValueError("Give `dual_dataset` or `dual_holdout`, not both: either holds the rows of the multipliers.")
+    if not has_length(rows) or len(rows) < LEAST_ROWS:
+        count = len(rows) if has_length(rows) else "no known number of"
+        raise ValueError(f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length.")
+    for name, other in others.items():
+        # Of `datasets`, two with one fingerprint hold the same rows.
+        if rows is other or getattr(rows, "_fingerprint", rows) == getattr(other, "_fingerprint", None):
+            raise ValueError(f"`dual_dataset` is `{name}`: give rows that are not in any other part of the data.")
 
 
 def split(dataset, args: DescentArguments) -> tuple:
@@ -40,14 +57,14 @@ def split(dataset, args: DescentArguments) -> tuple:
 
 
 class HeldOutRows:
-    """The held-out rows of a trainer's training data, read by forward passes in eval mode, without dropout, under the
-    noise of training; `count` is their number."""
+    """Rows that a trainer does not train on, read by forward passes in eval mode, without dropout, under the noise of
+    training; `count` is their number."""
 
-    def __init__(self, trainer: Trainer, rows: Subset, reduce: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, trainer: Trainer, rows, reduce: Callable[[torch.Tensor], torch.Tensor]):
         self._trainer, self._rows, self._reduce = trainer, rows, reduce
         self.count = len(rows)
         self._collate = trainer.get_test_dataloader(rows).collate_fn  # drops columns, as in training
-        logger.info(f"The multipliers move on {self.count} rows that are held out of training (`dual_holdout`).")
+        logger.info(f"The multipliers move on {self.count} rows that are held out of training.")
 
     def layer_losses(self, layers: LayerLosses, turn: int) -> torch.Tensor:
         """Layer losses `[L]` of as many rows as an optimizer step takes, over all processes; NaN where none counts.

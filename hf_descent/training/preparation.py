@@ -23,6 +23,7 @@ from ..readout.replay import output_logits, output_loss, probing
 from ..runs import RunFolder
 from .holdout import HeldOutRows, split
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
+from .records import Given
 
 
 logger = get_logger(__name__)
@@ -172,11 +173,12 @@ def make_dual(
     trainer: Trainer,
     layers: LayerLosses,
     inputs: Mapping[str, Any],
+    given: Given,
     checkpoint: str | None,
     reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
-    on, where it is only evaluated."""
+    on, where it is only evaluated. The multipliers move on rows `given`, on rows held out, or on those of training."""
     args, state, task = trainer.args, trainer.state, layers.task
     inputs = task.short(inputs)
     with probing(task.model):
@@ -209,7 +211,9 @@ def make_dual(
         except ValueError:
             if trainer.is_in_train and args.initial_loss_bound == "auto" and args.objective not in UNCONSTRAINED:
                 raise
-    _, held_out = split(trainer.train_dataset, args) if trainer.is_in_train else (None, None)
+    held_out = None
+    if trainer.is_in_train and args.objective == "descent":
+        held_out = split(trainer.train_dataset, args)[1] if given.dual_dataset is None else given.dual_dataset
     dual = DescentState(
         args,
         layers.num_layers,

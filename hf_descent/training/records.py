@@ -2,8 +2,10 @@
 
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -12,6 +14,14 @@ from ..evaluation.scoring import Result
 from ..evaluation.sums import BLOCKS
 from ..losses.constant import ConstantPredictor
 from ..losses.layerwise import MeasuredLosses, StepLosses
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a trainer of layers was given beside `Trainer`'s own arguments; see [`DescentTrainer`]."""
+
+    readout: Callable | str | None = None
+    dual_dataset: Any = None
 
 
 @dataclass

@@ -104,6 +104,47 @@ def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
     assert summary["dual_layer_losses"] == pytest.approx(average.tolist(), rel=1e-5)
 
 
+def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
+    settings = {"max_steps": 20, "initial_loss_bound": 0.8, "save_strategy": "steps", "save_steps": 11}
+    args = config(tmp_path / "share", dual_holdout=0.5, **settings)
+    share = DescentTrainer(bert(), args, train_dataset=DATA)
+    share.train()
+    trained, held_out = split(DATA, args)
+    for resumed in (None, True):
+        own = DescentTrainer(
+            bert(), config(tmp_path / "own", **settings), train_dataset=trained, dual_dataset=held_out
+        )
+        own.train(resume_from_checkpoint=resumed and str(tmp_path / "own" / "checkpoint-11"))
+        assert own.multipliers.values.any() and own.multipliers.values.equal(share.multipliers.values)
+        for name, weight in own.model.state_dict().items():
+            assert weight.equal(share.model.state_dict()[name])
+    summaries = [trainer._run_summary() for trainer in (share, own)]
+    assert [(each["train_rows"], each["dual_rows"]) for each in summaries] == [(210, 210)] * 2
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({"dual_dataset": DATA}, "`train_dataset`"),
+    ({"dual_dataset": list(DATA)[:199]}, "199 rows"),
+    ({"dual_dataset": Stream(DATA)}, "no known number"),
+    ({"dual_dataset": list(DATA), "dual_holdout": 0.5}, "not both"),
+])  # fmt: skip
+def test_rows_of_their_own_that_cannot_serve_are_refused(tmp_path, given, told):
+    args = config(tmp_path, dual_holdout=given.pop("dual_holdout", None), max_steps=1)
+    with pytest.raises(ValueError, match=f"`dual_dataset`.*{told}"):
+        DescentTrainer(bert(), args, train_dataset=DATA, **given).train()
+
+
+def test_rows_of_their_own_may_not_be_those_of_an_evaluation(tmp_path):
+    rows = Dataset.from_list(list(DATA))
+    sets = {"first": rows.select(range(200)), "second": rows.select(range(100))}
+    trainer = DescentTrainer(
+        bert(), config(tmp_path, max_steps=1), train_dataset=DATA, eval_dataset=sets,
+        dual_dataset=rows.select(range(200)),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="`dual_dataset` is `first`"):
+        trainer.train()
+
+
 def classifier(args):
     return DescentTrainer(bert(), args, train_dataset=DATA)
 

@@ -67,8 +67,9 @@ class DescentArguments:
 
     objective (`str`, *optional*, defaults to `"descent"`):
         What is minimised: "descent" (the constrained problem), or a baseline in the same trainer: "erm" (plain
-        training), "deep_supervision" (fixed weights), "fixed" (frozen multipliers), "hinge", "quadratic" (penalties
-        on the violations; under gradient accumulation these two are evaluated per micro-batch).
+        training), "deep_supervision" (fixed weights), "layerskip" (LayerSkip's early exit loss and curricula),
+        "fixed" (frozen multipliers), "hinge", "quadratic" (penalties on the violations; under gradient accumulation
+        these two are evaluated per micro-batch).
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
         What each layer must do. A step size alpha_l in (0, 1), or one per layer: bring the loss to (1 - alpha_l) times
         that of the layer before (the paper's rows). "line": lie below an even geometric descent from f_0 to the loss
@@ -131,7 +132,11 @@ class DescentArguments:
         Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
         act as a larger learning rate; not for "hinge" and "quadratic".
     penalty_coefficient (`float`, *optional*, defaults to `1.0`):
-        Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic".
+        Coefficient of the intermediate losses in "deep_supervision" and of the penalty in "hinge" and "quadratic"; the
+        scale of early exits in "layerskip", 0 to 1.
+    layerskip_rotation (`int`, *optional*):
+        In "layerskip" train every so many exits, one layer further with each step: the rotational curriculum. Where
+        not given the gradual one: from the last layer down, all exits from half of the steps on.
     fixed_multipliers (`str` or `list[float]`, *optional*):
         Multipliers of the objective "fixed": one per row (by default a layer), or the folder of a constrained run,
         whose final multipliers and problem are used.
@@ -181,6 +186,7 @@ class DescentArguments:
     negative_weights: str = field(default="clip")
     normalize_weights: bool = field(default=False)
     penalty_coefficient: float = field(default=1.0)
+    layerskip_rotation: int | None = field(default=None)
     fixed_multipliers: str | None = field(default=None)
     stop_on_nonfinite: bool = field(default=False)
     readout_token_fraction: float | None = field(default=None)
@@ -230,6 +236,9 @@ class DescentArguments:
             # Between 0 and the smallest number nothing can be divided or squared.
             if value is not None and value != least and not max(least, SMALLEST) <= value <= most:
                 raise ValueError(f"`{name}` is {value}; give a number between {least:g} and {most:g}.")
+        rotation = self.layerskip_rotation
+        if not (rotation is None or (isinstance(rotation, int) and rotation >= 1)):
+            raise ValueError(f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more.")
         if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
             raise ValueError(
                 f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a fraction below 1."

@@ -100,7 +100,7 @@ VARIANTS = {
     "plain": {}, "packed": {"packing": True, "max_length": 48}, "noise": {"noise_gamma": 1.0},
     "accumulation": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
     "own loss": {"keywords": {"layer_loss_fn": squares}}, "label smoothing": {"label_smoothing_factor": 0.1},
-    "deep supervision": {"objective": "deep_supervision"},
+    "deep supervision": {"objective": "deep_supervision"}, "layerskip": {"objective": "layerskip"},
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ DUAL_EVERY = 8  # steps from one reading of held-out rows to the next, which cos
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
-    "dual_warmup_steps", "fixed_multipliers", "dual_holdout",
+    "dual_warmup_steps", "fixed_multipliers", "dual_holdout", "layerskip_rotation",
 )  # fmt: skip
 # How often rows are checked, in the constrained part of a run, for whether they can be met.
 PROGRESS_CHECKS = 10
@@ -142,6 +142,8 @@ class DescentState:
             return [self.num_layers]
         if self.args.objective == "deep_supervision":
             return sorted({*(self.args.constrained_layers or range(1, self.num_layers + 1)), self.num_layers})
+        if self.args.objective == "layerskip":
+            return [*range(2, self.num_layers), self.num_layers]
         return sorted({*self.problem.layers, self.num_layers})
 
     def objective_at(self, step: int) -> objectives.StepObjective:
@@ -149,6 +151,8 @@ class DescentState:
         is_linear = self.inactive(step) or self.args.objective not in ("hinge", "quadratic")
         value = partial(self._objective, step=step)
         weighted = [self.num_layers] if self.inactive(step) else self.trained_layers
+        if self.args.objective == "layerskip":
+            weighted = [each for each in weighted if objectives.layerskip_enabled(each, *self._curriculum(step))]
         return objectives.StepObjective(value, weighted, self.trained_layers, is_linear)
 
     def _objective(self, layer_losses: torch.Tensor, share: torch.Tensor, step: int) -> torch.Tensor:
@@ -161,15 +165,21 @@ class DescentState:
             penalty = objectives.penalty(self.args.objective, violations, self.args.penalty_coefficient)
             return share * (own[-1] + penalty)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
-        return self.weights()[self._trained] @ layer_losses[self._trained]
+        return self.weights(step)[self._trained] @ layer_losses[self._trained]
 
-    def weights(self) -> torch.Tensor:
+    def _curriculum(self, step: int) -> tuple[int, int, int, int | None]:
+        """What LayerSkip's curriculum goes by."""
+        return self.num_layers, step, self.max_steps, self.args.layerskip_rotation
+
+    def weights(self, step: int) -> torch.Tensor:
         """Weights w `[L]` of the layer losses in a linear objective, outside warm-up."""
         args = self.args
         if args.objective in ("descent", "fixed"):
             detach = args.negative_weights == "detach"
             weights = self.problem.weights(self.multipliers.values, self.level, detach)
             weights = weights.clamp(min=0) if args.negative_weights == "clip" else weights
+        elif args.objective == "layerskip":
+            weights = objectives.layerskip_weights(*self._curriculum(step), args.penalty_coefficient, self.device)
         else:
             weights = torch.zeros_like(self.averages).index_fill_(0, self._trained, args.penalty_coefficient)
             weights[-1:].fill_(1.0)  # an assignment would copy from the host
@@ -284,7 +294,7 @@ class DescentState:
             logs[f"violation_{row.name}"] = violations[row.index].item()
             logs[f"multiplier_{row.name}"] = self.multipliers.values[row.index].item()
         if not self.inactive(step) and self.args.objective not in ("hinge", "quadratic"):
-            logs |= _numbered("weight", self.weights())
+            logs |= _numbered("weight", self.weights(step))
         logs["max_violation"] = max(violations[row.index].item() for row in self.problem.rows)
         logs["lagrangian"] = self.problem.lagrangian(losses, self.multipliers.values, self.level).item()
         self._report_progress(step)

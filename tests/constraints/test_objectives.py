@@ -22,6 +22,7 @@ LAGRANGIAN = [0.5 - 0.8 * 1.0, 1.0 - 0.7 * 2.0, 1 + 2.0]
     [
         ("deep_supervision", {}, [0.4, 0.4, 1]),
         ("deep_supervision", {"constrained_layers": [2, 3]}, [0, 0.4, 1]),
+        ("layerskip", {"layerskip_rotation": 1}, [0, 0.4 / 2.8, 2.4 / 2.8]),  # e = 0, 0.4, 2 + 0.4
         ("descent", {"negative_weights": "keep"}, LAGRANGIAN),
         ("descent", {"negative_weights": "clip"}, [0, 0, 3]),
         ("descent", {"negative_weights": "detach"}, [0.5, 1, 3]),
@@ -30,9 +31,9 @@ LAGRANGIAN = [0.5 - 0.8 * 1.0, 1.0 - 0.7 * 2.0, 1 + 2.0]
 )
 def test_the_weights_of_linear_objectives(tmp_path, objective, settings, expected):
     made = state(tmp_path, objective, **settings)
-    made.weights()
+    made.weights(0)
     with Watch() as watch:
-        weights = made.weights()
+        weights = made.weights(0)
     assert weights.tolist() == pytest.approx(expected)
     assert not watch.waits
     losses = torch.tensor([1.2, 0.7, 0.8])
@@ -53,3 +54,56 @@ def test_penalties_by_hand(tmp_path, detach):
         (gradient,) = torch.autograd.grad(value, losses)
         reference = 0.0 if detach else -0.7 * slopes[1]
         assert gradient.tolist() == pytest.approx([slopes[0], reference, 1 + slopes[1]])
+
+
+def published(count, t, steps, scale, rotation):
+    """Equations 4 to 6 of arXiv 2404.16710 one by one, l from 0; the last layer always, as in the authors' code."""
+    if rotation is None:  # from layer L - 1 down, one more every T / 2L steps
+        enabled = {count - 1 - more for more in range(count) if t >= more * steps / (2 * count)}
+    else:  # every R layers, moved on by one with each step
+        enabled = {place for place in range(count) if place in range(t - steps * rotation, count, rotation)}
+    enabled.add(count - 1)
+    e = [scale * sum(range(place + 1)) for place in range(count - 1)] + [count - 1 + scale * sum(range(count - 1))]
+    total = sum(e[place] for place in enabled)
+    return [e[place] / total if place in enabled else 0.0 for place in range(count)]
+
+
+@pytest.mark.parametrize("rotation", [None, 1, 3, 7])
+@pytest.mark.parametrize("scale", [0.0, 0.2, 1.0])
+def test_the_weights_of_layerskip_are_those_of_its_paper(tmp_path, rotation, scale):
+    settings = {"penalty_coefficient": scale, "layerskip_rotation": rotation, "dual_warmup_steps": 0}
+    made = DescentState(config(tmp_path, objective="layerskip", **settings), 6, 24, 0)
+    losses = torch.tensor([3.0, 2.5, 2.0, 1.5, 1.2, 1.0])
+    for step in range(24):
+        expected = published(6, step, 24, scale, rotation)
+        assert made.weights(step).tolist() == pytest.approx(expected), step
+        objective = made.objective_at(step)
+        assert objective.value(losses, torch.ones(())).item() == pytest.approx(
+            (losses @ torch.tensor(expected)).item()
+        )
+        assert (
+            {layer for layer, weight in enumerate(expected, start=1) if weight}
+            <= {*objective.weighted}
+            <= {*objective.trained}
+        )
+
+
+def test_the_curricula_of_layerskip_by_hand(tmp_path):
+    def weighted(step, **settings):
+        made = DescentState(config(tmp_path, objective="layerskip", dual_warmup_steps=0, **settings), 5, 20, 0)
+        return made.objective_at(step).weighted
+
+    # T / 2L = 2 steps a layer, all after half of the steps; the first layer's e is 0.
+    assert [weighted(step) for step in (0, 1, 2, 4, 6, 19)] == [
+        [5],
+        [5],
+        [4, 5],
+        [3, 4, 5],
+        [2, 3, 4, 5],
+        [2, 3, 4, 5],
+    ]
+    assert [weighted(step, layerskip_rotation=3) for step in range(4)] == [[4, 5], [2, 5], [3, 5], [4, 5]]
+    assert DescentState(config(tmp_path, objective="layerskip"), 1, 4, 0).weights(0).tolist() == [1]
+    for rotation in (0, 2.5):
+        with pytest.raises(ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"):
+            config(tmp_path, objective="layerskip", layerskip_rotation=rotation)

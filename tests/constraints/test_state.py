@@ -208,6 +208,21 @@ def test_a_run_with_fixed_weights_is_judged_by_the_same_rows(tmp_path, settings)
     assert "train_max_violation" in trainer.state.log_history[-2] and not trainer.multipliers.values.any()
 
 
+def test_layerskip_trains_the_exits_of_its_curriculum(tmp_path):
+    args = config(
+        tmp_path, objective="layerskip", penalty_coefficient=0.5, layerskip_rotation=2, max_steps=1, optim="sgd",
+        learning_rate=0.1, max_grad_norm=0.0,
+    )  # fmt: skip
+    trainer, model = InOrder(bert(num_layers=4), args, train_dataset=DATA), bert(num_layers=4)
+    trainer.train()
+    losses = naive_layer_losses(model, next(batches(DATA)))
+    # l = 0 and 2 are enabled, and the last: e = 0, 0.5 (1 + 2), 3 + 0.5 (1 + 2)
+    ((1.5 * losses[2] + 4.5 * losses[3]) / 6).backward()
+    for trained, parameter in zip(trainer.model.parameters(), model.parameters()):
+        torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(losses[-1].item(), rel=1e-4)
+
+
 def test_deep_supervision_weighs_the_constrained_layers(tmp_path):
     args = config(
         tmp_path, objective="deep_supervision", constrained_layers=[2], penalty_coefficient=0.4, max_steps=1,

@@ -22,7 +22,8 @@ def run(tmp_path, model, data, batch, layer_loss_fn=None, **arguments):
 
 
 @pytest.mark.parametrize(
-    "objective", ["erm", "descent", "deep_supervision", "fixed", pytest.param("descent-smoothed", id="smoothed")]
+    "objective",
+    ["erm", "descent", "deep_supervision", "layerskip", "fixed", pytest.param("descent-smoothed", id="smoothed")],
 )
 @pytest.mark.parametrize("task", ["classification", "language"])
 def test_1x8_4x2_and_8x1_agree(tmp_path, objective, task):

@@ -431,7 +431,7 @@ class DescentMixin:
         super()._save_rng_state(output_dir)
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
-        checkpoints.save_checksums(self, output_dir)
+        checkpoints.save_sizes(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with checkpoints.own_names(self, resume_from_checkpoint):
@@ -451,12 +451,14 @@ class DescentMixin:
         super()._load_callback_state()
 
     def save_model(self, output_dir=None, _internal_call=False):
+        if _internal_call and output_dir:
+            checkpoints.begin_save(self, output_dir)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
         if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
             self._save_dual_state(output_dir)
-            checkpoints.save_checksums(self, output_dir)
+            checkpoints.save_sizes(self, output_dir)
 
     def _run_summary(self) -> dict[str, Any]:
         """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""

@@ -5,10 +5,7 @@ A process can be killed at any moment of a save; a run resumes from the newest c
 
 import glob
 import json
-import math
 import os
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -40,7 +37,7 @@ logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
 OPTIMIZERS = ("optimizer", "global_step")  # the beginnings of their names, the latter with DeepSpeed
-CHECKSUMS_NAME = "descent_checksums.json"
+SIZES_NAME = "descent_sizes.json"
 CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming reads, beside JSON, which people may edit
 
 
@@ -101,12 +98,21 @@ def saved_summary(trainer: Trainer) -> dict[str, Any]:
     return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
 
 
-def save_checksums(trainer: Trainer, folder: str) -> None:
-    """Write down sizes and checksums of a checkpoint's files, once all are there."""
+def begin_save(trainer: Trainer, folder: str) -> None:
+    """Remove the trainer state of an earlier save into `folder`: it is written last, and stands for a complete one."""
+    if trainer.args.should_save:
+        Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def save_sizes(trainer: Trainer, folder: str) -> None:
+    """Write down the sizes of a checkpoint's files, once all but the trainer state are there."""
     if not trainer.args.should_save:
         return
-    with atomic_write(os.path.join(folder, CHECKSUMS_NAME)) as file:
-        json.dump({"step": trainer.state.global_step, "files": checksums(Path(folder))}, file, indent=2)
+    paths = [
+        path for path in sorted(Path(folder).rglob("*")) if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
+    ]
+    with atomic_write(os.path.join(folder, SIZES_NAME)) as file:
+        json.dump({path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}, file, indent=2)
 
 
 def check_agreement(multipliers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor], process: int) -> None:
@@ -200,26 +206,22 @@ def newest_complete_checkpoint(output_dir: str) -> str:
     """The last checkpoint of the last training in `output_dir`; ValueError where there is none.
 
     Trainings are told apart by when they started, as their checkpoints say; a copy need not keep the times of files.
-    Those of plain `Trainer` do not say, and stand for themselves: the trainer state is the last file of a save.
-    Incomplete folders, left by a killed process, are passed over and named in the log.
+    Those of plain `Trainer` do not say, and stand for themselves. Incomplete folders, left by a killed process, are
+    passed over and named in the log.
     """
     found = []
-    for entry in os.scandir(output_dir) if os.path.isdir(output_dir) else ():
-        step = entry.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if not (entry.is_dir() and step.isdecimal() and step != entry.name):
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if not (step.isdecimal() and folder.is_dir()):
             continue
-        try:
-            written = os.path.getmtime(os.path.join(entry.path, TRAINER_STATE_NAME))
-            started = RunFolder(entry.path).summary.get("training_started") or written
-        except (OSError, ValueError):
-            started = math.inf  # incomplete
-        found.append((started, int(step), entry.path))
-    for *_, folder in sorted(found, reverse=True):
-        fault = next(faults(folder), None)
-        if fault is None:
-            return folder
-        logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
-    raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+        if (fault := next(faults(str(folder)), None)) is not None:
+            logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
+            continue
+        written = (folder / TRAINER_STATE_NAME).stat().st_mtime
+        found.append((RunFolder(folder).summary.get("training_started") or written, int(step), str(folder)))
+    if not found:
+        raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+    return max(found)[-1]
 
 
 def check_complete(checkpoint: str) -> None:
@@ -231,8 +233,8 @@ def check_complete(checkpoint: str) -> None:
 def faults(checkpoint: str) -> Iterator[str]:
     """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one.
 
-    One that has checksums is complete where all files have theirs. One of plain `Trainer`, or of an older version, is
-    where its trainer state, which is written last, and its weights can be read.
+    That has its trainer state, which is written last, weights, and files of the sizes that were written down; plain
+    `Trainer` and older versions wrote down none.
     """
     folder, contents = Path(checkpoint), {}
     for name in sorted({TRAINER_STATE_NAME, *(path.name for path in folder.glob("*.json"))}):
@@ -241,56 +243,12 @@ def faults(checkpoint: str) -> Iterator[str]:
         except (OSError, ValueError) as error:
             yield f"{folder / name} is missing or damaged ({error})"
             return
-    weights = [path for path in folder.iterdir() if path.is_dir() or path.name.startswith(WEIGHTS)]
-    indexes = [name for name in contents if name.endswith(".index.json")]
-    shards = {shard for name in indexes for shard in contents[name]["weight_map"].values()}
-    for name in sorted(shards - {path.name for path in weights}):
-        yield f"{folder / name} is missing"
-    if not weights:  # those of FSDP and DeepSpeed lie in folders of their own
+    # The weights of FSDP and DeepSpeed lie in folders of their own.
+    if not any(path.is_dir() or path.name.startswith(WEIGHTS) for path in folder.iterdir()):
         yield f"{folder} holds no model weights"
-    for path in (path for path in weights if path.suffix == ".safetensors"):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError):
-            yield f"{path} is damaged"
-    if (saved := contents.get(CHECKSUMS_NAME)) is None:
-        return
-    if RunFolder.SUMMARY not in contents:  # which holds the scale of the noise
-        yield f"{folder / RunFolder.SUMMARY} is missing"
-    if contents[TRAINER_STATE_NAME].get("global_step") != saved["step"]:
-        yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
-    found = checksums(folder, in_full=True)
-    for name in (name for name, checksum in saved["files"].items() if found.get(name) != checksum):
-        if name in found or not (shards and name.startswith(WEIGHTS)):  # which other shards have replaced
-            yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
-
-
-def checksums(folder: Path, in_full: bool = False) -> dict[str, list[int]]:
-    """Size and checksum of each file of a checkpoint that resuming reads, by its name in the `folder`.
-
-    Where torch has put checksums into a file itself, theirs are taken, and compared with its content where `in_full`.
-    FSDP's shards, which no process could read all of in a short time, are known by their sizes alone.
-    """
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in CHECKED:
-            of_content = 0 if path.suffix == ".distcp" else _checksum(path, in_full)
-            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, of_content]
-    return found
-
-
-def _checksum(path: Path, in_full: bool) -> int:
-    if path.suffix != ".safetensors" and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            parts = [part.CRC for part in archive.infolist()]
-            is_damaged = in_full and any(parts) and archive.testzip() is not None  # torch's can be turned off
-            return -1 if is_damaged else zlib.crc32(repr(parts).encode())
-    found = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(2**20):
-            found = zlib.crc32(chunk, found)
-    return found
+    for name, size in contents.get(SIZES_NAME, {}).items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
+            yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {SIZES_NAME})"
 
 
 def _saved_names(folder: str) -> set[str]:

@@ -369,12 +369,12 @@ class DescentMixin:
         model, settings = evaluation.settings(self, self._given.readout)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
-        if self.problem is not None:
-            settings["problem"] = self.problem
-        self._record.layer_profile = profile = layer_profile(model, dataset, **{**settings, **kwargs})
+        settings |= {"problem": self.problem} | kwargs
+        self._record.layer_profile = profile = layer_profile(model, dataset, **settings)
         if profile.problem is not None:
-            self._record.certificate = profile.certificate(multipliers=getattr(self.multipliers, "values", None))
-            self._record.certificate.also_selected = evaluation.is_of_training(self, eval_dataset)
+            facts = {"also_selected": evaluation.is_of_training(self, eval_dataset)}
+            facts["multipliers"] = getattr(self.multipliers, "values", None)
+            self._record.certificate = profile.certificate(**facts)
         return profile
 
     def _held_out(self, dataset):
@@ -451,8 +451,7 @@ class DescentMixin:
         super()._load_callback_state()
 
     def save_model(self, output_dir=None, _internal_call=False):
-        if _internal_call and output_dir:
-            checkpoints.begin_save(self, output_dir)
+        checkpoints.begin_save(self, output_dir if _internal_call else None)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())

@@ -100,6 +100,8 @@ def certify(
     gamma: float = 0.0,
     multipliers: torch.Tensor | None = None,
     chance: float | None = None,
+    also_selected: bool = False,
+    data_name: str = "",
 ) -> Certificate:
     """The certificate of a problem from sums over held-out data; ValueError where `confidence` is no level.
 
@@ -148,6 +150,8 @@ def certify(
         gamma=gamma,
         confidence=confidence,
         multipliers=None if multipliers is None else multipliers[index].tolist(),
+        also_selected=also_selected,
+        data_name=data_name,
     )
 
 

@@ -71,12 +71,13 @@ class LayerProfile(Result):
         """Share of (sample, layer) steps whose loss falls, rho < 1; not a number for a single layer."""
         return float(np.mean(self.ratios < 1.0)) if self.ratios.size else float("nan")
 
-    def certificate(self, confidence: float = 0.95, multipliers: torch.Tensor | None = None) -> Certificate:
-        """What each row of the problem asked, and whether it is met; ValueError without a problem."""
+    def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
+        """What each row of the problem asked, and whether it is met; `facts` as for [`certify`]. ValueError without a
+        problem."""
         if self.problem is None:
             raise ValueError("The profile was measured without `problem`, so it has no constraints to certify.")
         problem, blocks = DescentProblem(**self.problem), self.blocks[..., 2:]
-        return certify(problem, blocks, confidence, self.gamma, multipliers, self.chance)
+        return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
 
     @property
     def feasible(self) -> bool | None:

@@ -98,9 +98,10 @@ def saved_summary(trainer: Trainer) -> dict[str, Any]:
     return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
 
 
-def begin_save(trainer: Trainer, folder: str) -> None:
-    """Remove the trainer state of an earlier save into `folder`: it is written last, and stands for a complete one."""
-    if trainer.args.should_save:
+def begin_save(trainer: Trainer, folder: str | None) -> None:
+    """Remove the trainer state of an earlier save into the checkpoint `folder`, if it is one: it is written last, and
+    stands for a complete one."""
+    if folder and trainer.args.should_save:
         Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 

@@ -100,10 +100,8 @@ def layer_metrics(
                 f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
                 f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
             )
-        chance = chance_of(labels)
-        certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values, chance=chance)
-        certificate.data_name = prefix
-        certificate.also_selected = also_selected
+        facts = {"chance": chance_of(labels), "also_selected": also_selected, "data_name": prefix}
+        certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values, **facts)
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
         if certificate.descent_share is not None:
             metrics["descent_share"] = certificate.descent_share

@@ -123,7 +123,7 @@ def test_without_noise_the_noisy_baseline_is_plain_training(arms):
 def test_models_come_from_the_hub_where_nothing_else_is_said():
     ways = [Way(model, "ucsd", "erm", 0.0) for model in ("vit", "ut")]
     assert [Options(SCALES["gpu"], Path("out")).missing(way) for way in ways] == ["--data ucsd"] * 2
-    given = {"ucsd": ["folder"]}
+    given = {"ucsd": ["Train*", "Test*"]}
     assert [Options(SCALES["gpu"], Path("out"), data=given).missing(way) for way in ways] == [None, None]
     assert [Options(SCALES["cpu"], Path("out"), data=given).missing(way) for way in ways] == ["--model vit", None]
 
@@ -180,7 +180,7 @@ def test_a_search_that_was_not_asked_for_is_not_shown(tmp_path):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("model", ["distilbert", "roberta", "ut-text", "ut", "dust", "vit"])
 def test_training_commands_parse(scale, model):
-    data = {"clips": ["a.avi,b.avi", "c.avi"], "ucsd": ["folder"]}
+    data = {"clips": ["a.avi,b.avi", "c.avi"], "ucsd": ["Train*", "Test*"]}
     options = Options(SCALES[scale], Path("out"), {"vit": "v"}, data, n_trials=0, settings={"logging_steps": 7})
     where = next(name for name in (*SCALES[scale].text, *SCALES[scale].video) if name in MODELS[model].recipes)
     layers = None if MODELS[model].depth is None else 4
@@ -192,7 +192,7 @@ def test_training_commands_parse(scale, model):
     if where == "clips":
         assert (data_args.train_files, data_args.test_files) == (["a.avi", "b.avi"], ["c.avi"])
     if where == "ucsd":
-        assert (data_args.data_layout, data_args.data_dir) == ("ucsd", "folder")
+        assert (data_args.train_files, data_args.test_files) == (["Train*"], ["Test*"])
 
 
 def test_documented_commands_parse():

@@ -73,7 +73,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)
-    data_args = without_test_rows(data_args)
+    tests = {name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
+    data_args = replace(data_args, **tests)  # so that the reports of the command are on validation rows
 
     def objective(trial) -> float:
         folder = os.path.join(args.output_dir, f"trial-{trial.number}")
@@ -115,14 +116,6 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
         print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
-
-
-def without_test_rows(data_args: Any) -> Any:
-    """The same data without its test rows, so that every report of a command is on validation rows."""
-    changes = {name: None for name in ("test_split", "test_file", "test_files") if hasattr(data_args, name)}
-    if hasattr(data_args, "without_tests"):  # a published layout's, and the end of the videos trained on
-        changes["without_tests"] = True
-    return replace(data_args, **changes)
 
 
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:

@@ -25,24 +25,14 @@ from .splits import RowArguments, check_arguments
 
 
 IMAGE_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff")
-# As the sets are published. The masks in UCSD's Test/Test001_gt are no frames.
-LAYOUTS = {
-    "avenue": {"train": "training_videos/*.avi", "test": "testing_videos/*.avi"},
-    "ucsd": {"train": "Train/Train[0-9][0-9][0-9]", "test": "Test/Test[0-9][0-9][0-9]"},
-    "shanghaitech": {"train": "training/videos/*.avi", "test": "testing/frames/*"},
-}
 
 
 @dataclass
 class VideoArguments(RowArguments):
     """Which videos, how they are split, and how they are cut into clips."""
 
-    data_layout: str | None = HfArg(
-        default=None, help=f"Published layout of `data_dir`: {', '.join(LAYOUTS)} (UCSDped1 or UCSDped2 itself)."
-    )
-    data_dir: str | None = HfArg(default=None, help="Folder of that data set.")
     train_files: list[str] | None = HfArg(
-        default=None, help="In place of a layout: videos (files, folders of frames, or patterns of them) to train on."
+        default=None, help="Videos (files, folders of frames, or patterns of them) to train on."
     )
     test_files: list[str] | None = HfArg(default=None, help="Videos for the final report, read after training.")
     split_by: Literal["video", "time"] = HfArg(
@@ -56,20 +46,13 @@ class VideoArguments(RowArguments):
     num_frames: int = HfArg(default=10, help="Frames T in a clip.")
     frame_size: int = HfArg(default=160, help="Height and width of a frame, in pixels.")
     patch_size: int = HfArg(default=16, help="Height and width of a patch, in pixels.")
-    without_tests: bool = HfArg(default=False, help="Leave out the splits `later` and `test`, as when tuning.")
     cache_dir: str | None = HfArg(default=None, help="Folder for the decoded clips.")
 
     def __post_init__(self):
         super().__post_init__()
         check_arguments(self, {"split_gap": 0, "num_frames": 1, "frame_size": 1, "patch_size": 1})
-        if self.data_layout is not None:
-            if self.data_layout not in LAYOUTS or not self.data_dir or self.train_files or self.test_files:
-                raise ValueError(
-                    f"`data_layout` is {self.data_layout!r}; give one of {', '.join(LAYOUTS)} with `data_dir`, and "
-                    "neither `train_files` nor `test_files`."
-                )
-        elif not self.train_files or self.data_dir:
-            raise ValueError("No videos: give `train_files`, or `data_layout` with `data_dir`.")
+        if not self.train_files:
+            raise ValueError("No videos: give `train_files`.")
         if self.later_percentage and self.split_by != "time":
             raise ValueError("`later_percentage` needs `split_by` time: it is the end of every training video.")
         for name in ("train_files", "test_files"):
@@ -91,8 +74,8 @@ def load_clips(args: VideoArguments) -> DatasetDict:
 
     Returns:
         The splits "train", "validation" and, where they are given, "later" (the end of each training video) and
-        "test" (the layout's, or `test_files`). A row is a clip: `frames` (uint8 `[num_frames, frame_size,
-        frame_size]`), `video` (its path) and `start` (number of its first frame).
+        "test" (`test_files`). A row is a clip: `frames` (uint8 `[num_frames, frame_size, frame_size]`), `video` (its
+        path) and `start` (number of its first frame).
 
     Raises:
         ValueError: a folder or file is missing or unreadable, or a split holds no clip.
@@ -116,13 +99,9 @@ def load_clips(args: VideoArguments) -> DatasetDict:
 
 def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
     """The parts of the videos in each split; ValueError if there are none, or none is long enough."""
-    patterns = {"train": args.train_files, "test": args.test_files or []}
-    if args.data_layout is not None:
-        folder = glob.escape(args.data_dir)
-        patterns = {split: [os.path.join(folder, pattern)] for split, pattern in LAYOUTS[args.data_layout].items()}
-    if args.without_tests:
-        patterns["test"] = []
-    train, test = ([VideoPart(path, 0, *_measure(path)) for path in find_videos(each)] for each in patterns.values())
+    train, test = (
+        [_whole(path) for path in find_videos(files or [])] for files in (args.train_files, args.test_files)
+    )
     if shared := {video.path for video in train} & {video.path for video in test}:
         raise ValueError(
             f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
@@ -142,8 +121,6 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         parts = {name: [train[i] for i in numbers] for name, numbers in chosen.items()}
     if test:
         parts["test"] = test
-    if args.without_tests:
-        parts.pop("later", None)
     for name, of_split in parts.items():
         parts[name] = [part for part in of_split if part.last - part.first >= args.num_frames]
         if not parts[name]:
@@ -160,17 +137,9 @@ def find_videos(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else glob.glob(pattern)
         if not matches:
-            raise ValueError(f"There is no video at {pattern!r}: check the path, or the layout of the data set.")
+            raise ValueError(f"There is no video at {pattern!r}: check the path.")
         found += map(os.path.realpath, sorted(matches, key=_natural))
     return list(dict.fromkeys(found))
-
-
-def count_frames(path: str) -> int:
-    """Number of frames of a video, without decoding it; ValueError naming the file when it cannot be read."""
-    if os.path.isdir(path):
-        return len(_files(path))
-    with _opened(path) as container:
-        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
@@ -184,16 +153,23 @@ def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
 
 
 def read_clips(parts: Iterable[tuple], num_frames: int, size: int) -> Iterator[dict[str, Any]]:
-    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples. ValueError where no
-    clip of a part can be decoded."""
-    for path, first, last, _ in parts:
-        frames = islice(read_frames(path, size), first, last)
-        start = first
+    """Rows of [`load_clips`], decoded one clip at a time; `parts` are [`VideoPart`]s as tuples."""
+    for path, start, last, _ in parts:
+        frames = islice(read_frames(path, size), start, last)
         while len(clip := list(islice(frames, num_frames))) == num_frames:
             yield {"frames": np.stack(clip), "video": path, "start": start}
             start += num_frames
-        if start == first:
-            raise ValueError(f"{path}: fewer than {num_frames} of its frames {first} to {last} can be decoded.")
+
+
+def _whole(path: str) -> VideoPart:
+    """A whole video. Its frames are counted without decoding them; ValueError naming it where it cannot be read."""
+    files = _files(path)
+    count = len(files)
+    if not os.path.isdir(path):
+        with _opened(path) as container:
+            count = sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+    stats = ((file, os.stat(file)) for file in files)
+    return VideoPart(path, 0, count, Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]))
 
 
 def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPart]:
@@ -217,12 +193,6 @@ def _files(path: str) -> list[str]:
 def _natural(path: str) -> list:
     """Sort key that puts frame 2 before frame 10."""
     return [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", path)]
-
-
-def _measure(path: str) -> tuple[int, str]:
-    """Number of frames of a video, and a hash of the paths, sizes and times of its files."""
-    stats = ((file, os.stat(file)) for file in _files(path))
-    return count_frames(path), Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from .tables import TABLES, Panel
 
 # What makes a run the one that its folder and its table say it is.
 FIXED = {
-    "architecture", "data_dir", "data_layout", "dataset_config_name", "dataset_name", "eval_gammas",
-    "model_name_or_path", "noise_gamma", "objective", "output_dir", "seed", "test_file", "test_files", "train_file",
-    "train_files", "validation_file", *(model.depth for model in MODELS.values() if model.depth),
+    "architecture", "dataset_config_name", "dataset_name", "eval_gammas", "model_name_or_path", "noise_gamma",
+    "objective", "output_dir", "seed", "test_file", "test_files", "train_file", "train_files", "validation_file",
+    *(model.depth for model in MODELS.values() if model.depth),
 }  # fmt: skip
 
 
@@ -59,8 +59,7 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="WORD",
         help="a data set's name and its files: training, test and perhaps validation; of videos, patterns with commas "
-        f"between them, or the folder of a published layout alone; NAME: {', '.join((*TEXT, 'alpaca', *VIDEO))}, or "
-        "alpaca_eval with a file of instructions",
+        f"between them; NAME: {', '.join((*TEXT, 'alpaca', *VIDEO))}, or alpaca_eval with a file of instructions",
     )
     found.add_argument(
         "--set",

@@ -200,8 +200,6 @@ def flags(found: Way, options: Options) -> dict[str, Any]:
     paths = list(options.data.get(found.data, ()))
     if found.data not in VIDEO:
         given |= dict(zip(("train_file", "test_file", "validation_file"), paths))
-    elif len(paths) == 1:
-        given |= {"data_layout": found.data, "data_dir": paths[0]}
     else:
         given |= dict(zip(("train_files", "test_files"), (path.split(",") for path in paths)))
     return given | options.set_for(found)

@@ -15,10 +15,9 @@ from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor,
 
 from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, measure_sigma
-from hf_descent.commands.tune import without_test_rows
 from hf_descent.data.denoising import PatchTask, load_denoiser
 from hf_descent.data.patches import patch_rows
-from hf_descent.data.video import VideoArguments, load_clips, split_videos
+from hf_descent.data.video import VideoArguments, load_clips
 from hf_descent.evaluation.perturbations import salt_and_pepper
 from hf_descent.evaluation.scoring import noise_key
 
@@ -151,20 +150,14 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
         assert value == pytest.approx([255 / task.pixel_range * np.mean(errors) ** 0.5], rel=1e-4)
 
 
-def test_tuning_reads_no_test_videos(workplace, tmp_path):
-    tmp_path = tmp_path / "my [videos]"
-    for name, folder in (("train", "training_videos"), ("train", "training_videos"), ("test", "testing_videos")):
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        number = len(list((tmp_path / folder).iterdir()))
-        (tmp_path / folder / f"{number}.avi").write_bytes((workplace / f"{name}.avi").read_bytes())
-    sizes = {"num_frames": 4, "frame_size": 32, "patch_size": 8}
-    layout = VideoArguments(data_layout="avenue", data_dir=str(tmp_path), **sizes)
-    train, test = (str(tmp_path / folder / "0.avi") for folder in ("training_videos", "testing_videos"))
-    by_time = {"split_by": "time", "split_gap": 0, "later_percentage": 30}
-    files = VideoArguments(train_files=[train], test_files=[test], **by_time, **sizes)
-    for args, tests in ((layout, {"test"}), (files, {"later", "test"})):
-        whole, rest = split_videos(args), split_videos(without_test_rows(args))
-        assert rest == {name: whole[name] for name in ("train", "validation")} and whole.keys() - rest == tests
+def test_tuning_reads_no_test_videos(workplace, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("hf_descent.evaluation.comparison.Run.load", lambda folder: 1 / 0)
+    videos = ["--train_files", str(workplace / "train.avi"), "--test_files", "unreadable.avi", "--split_gap", "0"]
+    flags = ["--split_by", "time", "--max_steps", "1", "--output_dir", str(tmp_path), "--n_trials", "1"]
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["tune", "denoise", "--config", str(SMOKE / "video-ut/descent.yaml"), *videos, *flags])
+    assert not any(name.startswith("test") for name in results_of(tmp_path / "trial-0"))
 
 
 def test_a_vit_restores_images_of_its_own_size(smoke, workplace, tmp_path):

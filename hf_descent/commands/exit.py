@@ -77,7 +77,7 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
         raise ValueError("`text_file` is None; a language model is measured on the texts of a file.")
     rows, column = load_file("text_file", args.text_file), data_args.text_column
     rows = rows.select(range(data_args.limit("test", rows)))
-    check_texts(rows, column, args.text_file)
+    check_texts(rows, args.text_file, column)
     positions = position_limit(model) or math.inf
     limit = min(data_args.max_seq_length or 512, positions)
     ids = tokenizer(rows[column][:], truncation=True, max_length=limit)["input_ids"]

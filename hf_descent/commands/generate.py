@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from ..data.alpaca import PromptFormat, check_prompts, format_prompt, is_chat
-from ..data.splits import check_arguments, load_file
+from ..data.alpaca import PromptFormat, format_prompt
+from ..data.splits import check_arguments, check_texts, load_file
 from ..files import atomic_write
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
@@ -57,9 +57,9 @@ def run(models: list[str], args: GenerateArguments) -> None:
     generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = load_file("instructions", args.instructions)
-    check_prompts(rows, args.instructions)
+    check_texts(rows, args.instructions, "instruction")
     rows = rows.to_list()[: args.max_samples]
-    as_chat = is_chat(args.prompt_format, tokenizer.chat_template is not None)
+    as_chat = args.prompt_format == "auto" and tokenizer.chat_template is not None
     model = load_model(name).to(best_device())
     if not model.can_generate():
         raise ValueError(f"`model` is {name!r}, a {type(model).__name__}; give a causal language model.")

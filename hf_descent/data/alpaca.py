@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from ..readout.labels import IGNORE_INDEX
-from .splits import SplitArguments, check_texts, drop_missing, hold_out, load_splits, select_columns
+from .splits import SplitArguments, check_texts, hold_out, load_splits, select_rows
 
 
 # Alpaca's own two templates, as its data set's column `text` has them.
@@ -21,7 +21,7 @@ TEMPLATE_WITH_INPUT = (
     "response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
-PromptFormat = Literal["auto", "alpaca", "chat"]
+PromptFormat = Literal["auto", "alpaca"]
 
 
 @dataclass
@@ -31,8 +31,8 @@ class AlpacaArguments(SplitArguments):
     dataset_name: str = HfArg(default="tatsu-lab/alpaca", help="Data set on the Hub, unless `train_file` is given.")
     prompt_format: PromptFormat = HfArg(
         default="auto",
-        help="`alpaca`: its two templates; `chat`: the tokenizer's template, with one message of the user; `auto`: "
-        "chat where the tokenizer has a template.",
+        help="`alpaca`: its two templates; `auto`: one message of the user under the tokenizer's chat template, where "
+        "it has one.",
     )
 
 
@@ -47,10 +47,10 @@ def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_
         as TRL takes them: strings, or lists of messages under a chat template.
 
     Raises:
-        ValueError: a column is missing, a text is not a string, or `prompt_format` is "chat" without a template.
+        ValueError: a column is missing, or a text is not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
-    as_chat = is_chat(args.prompt_format, gets_template or tokenizer.chat_template is not None)
+    as_chat = args.prompt_format == "auto" and (gets_template or tokenizer.chat_template is not None)
 
     def to_pair(row):
         completion = row["output"]
@@ -72,31 +72,13 @@ def format_prompt(instruction: str, input: str | None = None, as_chat: bool = Fa
     return template.format(instruction=instruction, input=input)
 
 
-def is_chat(prompt_format: str, has_template: bool) -> bool:
-    """Whether prompts go through the tokenizer's chat template; ValueError where it should have one."""
-    if prompt_format == "chat" and not has_template:
-        raise ValueError(
-            "`prompt_format` is 'chat', but the tokenizer has no chat template; train with `chat_template_path`, "
-            "or use 'alpaca'."
-        )
-    return prompt_format != "alpaca" and has_template
-
-
 def _instructions(rows: Dataset, split: str) -> Dataset:
     optional = ["input"] if "input" in rows.column_names else []
     columns = {name: name for name in ("instruction", *optional, "output")}
-    rows = select_columns(rows, columns, split, "Rename its columns to `instruction`, `input` (optional), `output`.")
-    rows = drop_missing(rows, "output", (None, ""), split, "an output")
-    check_texts(rows, "output", f"The {split} split")
-    check_prompts(rows, f"The {split} split")
+    rows = select_rows(rows, columns, split, "Rename its columns to `instruction`, `input` (optional), `output`.")
+    check_texts(rows, f"The {split} split", "instruction", "output")
+    check_texts(rows, f"The {split} split", *optional, kind=str | None)
     return rows
-
-
-def check_prompts(rows: Dataset, source: str) -> None:
-    """ValueError where the `instruction` of a row is no string, or its `input`, where it has one."""
-    check_texts(rows, "instruction", source)
-    if "input" in rows.column_names:
-        check_texts(rows, "input", source, str | None)
 
 
 def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
+MISSING = (None, -1, "")  # -1 among the named classes of a `ClassLabel`; an empty field of a csv file
 FILE_TYPES = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -129,26 +130,25 @@ def load_file(argument: str, path: str) -> Dataset:
         ) from error
 
 
-def select_columns(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
-    """The columns `columns.values()` under the names `columns.keys()`; ValueError where one is missing."""
+def select_rows(rows: Dataset, columns: Mapping[str, str], split: str, remedy: str) -> Dataset:
+    """The columns `columns.values()` under the names `columns.keys()`, of the rows that have a value of the last one;
+    ValueError where a column is missing, or no row has that value."""
     if missing := [column for column in columns.values() if column not in rows.column_names]:
         raise ValueError(f"The {split} split has no column {missing}; it has {rows.column_names}. {remedy}")
     rows = rows.select_columns(list(columns.values()))
-    return rows.rename_columns({column: name for name, column in columns.items() if column != name})
-
-
-def drop_missing(rows: Dataset, name: str, missing: tuple, split: str, what: str) -> Dataset:
-    """The rows whose column `name` is not one of `missing`; ValueError where there are none."""
-    keep = [index for index, value in enumerate(rows[name]) if value not in missing]
+    rows = rows.rename_columns({column: name for name, column in columns.items() if column != name})
+    *_, (name, column) = columns.items()
+    keep = [index for index, value in enumerate(rows[name]) if value not in MISSING]
     if not keep:
-        raise ValueError(f"The {split} split has no row with {what}.")
+        raise ValueError(f"The {split} split has no row with a value of `{column}`.")
     if len(keep) < len(rows):
-        logger.info(f"Dropped {len(rows) - len(keep)} of the {len(rows)} {split} rows: they are without {what}.")
+        logger.info(f"Dropped {len(rows) - len(keep)} of the {len(rows)} {split} rows: they are without `{column}`.")
         rows = rows.select(keep)
     return rows
 
 
-def check_texts(rows: Dataset, name: str, source: str, kind: Any = str) -> None:
-    """ValueError where a row of the column `name` holds no string; `kind` may be `str | None`."""
-    if broken := sum(not isinstance(text, kind) for text in rows[name]):
-        raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")
+def check_texts(rows: Dataset, source: str, *names: str, kind: Any = str) -> None:
+    """ValueError where a row of the columns `names` holds no string; `kind` may be `str | None`."""
+    for name in names:
+        if broken := sum(not isinstance(text, kind) for text in rows[name]):
+            raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")

@@ -9,10 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from ..loading import has_position_table, position_limit
-from .splits import SplitArguments, check_arguments, check_texts, drop_missing, hold_out, load_splits, select_columns
-
-
-UNLABELLED = (None, -1, "")  # -1 among the named classes of a `ClassLabel`; an empty field of a csv file
+from .splits import SplitArguments, check_arguments, check_texts, hold_out, load_splits, select_rows
 
 
 @dataclass
@@ -40,8 +37,8 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
         (only for pairs) and `labels` (a `ClassLabel`).
 
     Raises:
-        ValueError: no data is named; a column or a text is missing; the labels are not classes, or hold a -1 that may
-            be one; a class of another split does not occur in training.
+        ValueError: no data is named; a column or a text is missing; the labels hold a -1 that may be a class; a class
+            of another split does not occur in training.
     """
     columns = {"text": args.text_column, "text_pair": args.text_pair_column, "labels": args.label_column}
     columns = {name: column for name, column in columns.items() if column is not None}
@@ -95,45 +92,36 @@ def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_
 
 
 def tokenize(dataset: DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int) -> DatasetDict:
-    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them;
-    ValueError where a text has no token, as an empty one where the tokenizer adds none."""
+    """Replaces the texts by token ids, unpadded (the collator pads each batch) and cut to `max_length` of them."""
     texts = [name for name in ("text", "text_pair") if name in dataset["train"].column_names]
 
     def encode(batch):
-        encoded = tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
-        if [] in encoded["input_ids"]:  # a batch of such rows alone would end the run
-            raise ValueError("A row has a text without a token: drop the rows whose text is empty.")
-        return encoded
+        return tokenizer(*(batch[name] for name in texts), truncation=True, max_length=max_length)
 
     return dataset.map(encode, batched=True, remove_columns=texts, desc="Tokenising")
 
 
 def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dataset:
     """The columns `text`, `text_pair` and `labels` of the rows that have a label."""
-    remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
-    rows = select_columns(rows, columns, split, remedy)
-    for name in columns.keys() - {"labels"}:
-        check_texts(rows, name, f"The {split} split")
-    is_named = isinstance(rows.features["labels"], ClassLabel)  # -1 is not one of its classes
-    if not is_named and (marked := {str(label) for label in rows["labels"]} & {"-1", "-100"}):
+    label = columns["labels"]
+    feature = rows.features.get(label)
+    is_named = feature is None or isinstance(feature, ClassLabel)  # -1 is not one of its classes
+    if not is_named and (marks := {str(each) for each in rows[label]} & {"-1", "-100"}):
         raise ValueError(
-            f"The column `{columns['labels']}` of the {split} split holds {marked.pop()}, which may mean 'no label' "
-            "or be a class: drop those rows, or give the class another name."
+            f"The column `{label}` of the {split} split holds {marks.pop()}, which may mean 'no label' or be a class: "
+            "drop those rows, or give the class another name."
         )
-    return drop_missing(rows, "labels", UNLABELLED, split, "a label")
+    remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
+    rows = select_rows(rows, columns, split, remedy)
+    check_texts(rows, f"The {split} split", *(columns.keys() - {"labels"}))
+    return rows
 
 
 def _class_names(train: Dataset) -> list[str]:
     feature = train.features["labels"]
     if isinstance(feature, ClassLabel):
         return feature.names
-    values = train["labels"][:]
-    if odd := [value for value in values if not isinstance(value, str | int)]:
-        raise ValueError(
-            f"Labels are integers or strings, and {odd[0]!r} is neither: name another `label_column`, or cast it "
-            "(pandas makes fractions of whole numbers with gaps)."
-        )
-    values = set(values)
+    values = set(train["labels"])
     if len(values) < 2:
         raise ValueError(f"The labelled training rows are all of one class, {values}.")
     return [str(value) for value in sorted(values)]

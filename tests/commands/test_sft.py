@@ -122,9 +122,8 @@ def test_lora_chat_and_test_rows(sft, workplace):
 
 def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text(tokenizer(True).chat_template)
-    folder = sft(
-        "erm", "--chat_template_path", str(tmp_path / "chat.jinja"), "--max_steps", "1", "--prompt_format", "chat"
-    )
+    flags = ["--chat_template_path", str(tmp_path / "chat.jinja"), "--max_steps", "1", "--prompt_format", "auto"]
+    folder = sft("erm", *flags)
     assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer(True).chat_template
     printed = capsys.readouterr().out
     assert "Below is an instruction" not in printed

@@ -46,8 +46,7 @@ class DustConfig(PreTrainedConfig):
             initialisation.
         loss_scale (`float`): Factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss.
 
-    Raises:
-        ValueError: a value outside of the range given here, or `dictionary_size` below `hidden_size`.
+    A value outside of its range is refused by the library.
     """
 
     model_type = "dust"
@@ -60,13 +59,6 @@ class DustConfig(PreTrainedConfig):
     coupling: float | int = nonnegative(default=1.0)
     curvature: float | int = positive(default=1.0)
     loss_scale: float | int = positive(default=0.5)
-
-    def validate_dictionary(self):
-        if self.dictionary_size < self.hidden_size:
-            raise ValueError(
-                f"`dictionary_size` is {self.dictionary_size}; give at least `hidden_size` = {self.hidden_size} "
-                "columns, or the codes cannot represent every patch."
-            )
 
 
 def dct_dictionary(num_values: int, size: int) -> torch.Tensor:

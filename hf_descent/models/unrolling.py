@@ -58,13 +58,7 @@ class PatchDenoiser:
 
         Returns:
             [`DenoisingOutput`]: the loss is `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
-
-        Raises:
-            ValueError: the patches do not have `hidden_size` values, or the labels have another shape.
         """
-        shape, size = list(pixel_values.shape), self.config.hidden_size
-        if len(shape) != 3 or shape[-1] != size:
-            raise ValueError(f"`pixel_values` has shape {shape}; give [batch, frames, `hidden_size` = {size}].")
         reconstruction = self.reconstruct(pixel_values.to(self.dtype))
         loss = denoising_loss(reconstruction, labels, self.config.loss_scale)
         return DenoisingOutput(loss=loss, logits=reconstruction)

@@ -45,8 +45,7 @@ class ViTForDenoising(EncoderModel):
     contrast of every patch.
 
     Raises:
-        ValueError: the encoder takes videos, its tokens are not square patches or end in detection tokens, or its
-            width is not that of a patch and `config.readout` is "patches".
+        ValueError: the encoder's width is not that of a patch and `config.readout` is "patches".
     """
 
     config_class = ViTDenoiserConfig
@@ -58,13 +57,7 @@ class ViTForDenoising(EncoderModel):
         super().__init__(config)
         self.encoder = self.without_unused(AutoModel.from_config(config.encoder_config))
         encoder = config.encoder_config
-        sizes = [getattr(encoder, name, None) for name in ("num_channels", "patch_size", "hidden_size")]
-        if {"num_frames", "num_detection_tokens"} & {*vars(encoder)} or not all(isinstance(n, int) for n in sizes):
-            raise ValueError(
-                f"A {encoder.model_type} encoder does not end in one token per square patch of an image; use one that "
-                "does, such as ViT, DeiT or DINOv2."
-            )
-        self.num_channels, self.patch_size, width = sizes
+        self.num_channels, self.patch_size, width = encoder.num_channels, encoder.patch_size, encoder.hidden_size
         num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:
             raise ValueError(
@@ -83,21 +76,13 @@ class ViTForDenoising(EncoderModel):
 
         Returns:
             [`DenoisingOutput`]: the loss is `loss_scale * ||x - xhat||^2`, averaged over the images.
-
-        Raises:
-            ValueError: the images cannot be cut into whole patches, or the labels have another shape.
         """
-        size, channels, shape = self.patch_size, self.num_channels, list(pixel_values.shape)
-        if len(shape) != 4 or shape[1] != channels or shape[2] % size or shape[3] % size:
-            raise ValueError(
-                f"`pixel_values` has shape {shape}; give [batch, {channels}, height, width] with height and width "
-                f"multiples of the patch size, {size}."
-            )
+        size = self.patch_size
         rows, columns = (n // size for n in pixel_values.shape[2:])
         outputs = self.encoder(pixel_values=pixel_values, return_dict=True, **kwargs)
         tokens = outputs.last_hidden_state  # [batch, extra + patches, hidden]
         patches = self.readout(tokens[:, -rows * columns :])  # [batch, patches, channels * size * size]
-        patches = patches.unflatten(2, (channels, size, size)).unflatten(1, (rows, columns))
+        patches = patches.unflatten(2, (self.num_channels, size, size)).unflatten(1, (rows, columns))
         images = patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)  # [batch, channels, height, width]
         loss = denoising_loss(images, labels, self.config.loss_scale)
         return DenoisingOutput(loss=loss, logits=images, hidden_states=outputs.hidden_states)

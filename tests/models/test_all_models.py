@@ -178,7 +178,6 @@ def test_layers_are_iterates_that_the_readout_reads(name):
         (DustConfig, {"curvature": 0.0}, "'curvature'.*greater than 0, got 0.0"),
         (DustConfig, {"sparsity": -0.1}, "'sparsity'.*greater or equal to 0, got -0.1"),
         (DustConfig, {"coupling": -1}, "'coupling'.*got -1"),
-        (DustConfig, {"hidden_size": 32, "dictionary_size": 31}, "`dictionary_size` is 31.*32 columns"),
         (ViTDenoiserConfig, {"loss_scale": 0}, "'loss_scale'.*got 0"),
         (ViTDenoiserConfig, {"readout": "mlp"}, r"'readout'.*\('patches', 'linear'\), got mlp"),
         (LinearReadoutConfig, {"pooling": "max"}, r"'pooling'.*\('cls', 'mean'\), got max"),
@@ -191,8 +190,6 @@ def test_bad_configs_are_refused(config, values, match):
 
 def test_bad_inputs_are_refused():
     for name in ("ut", "dust"):
-        with pytest.raises(ValueError, match=r"\[8, 5, 15\].*`hidden_size` = 16"):
-            build(name)(torch.rand(8, 5, 15))
         with pytest.raises(ValueError, match=r"\[2, 1, 16\].*\[2, 3, 16\]"):
             build(name)(torch.rand(2, 3, 16), labels=torch.rand(2, 1, 16))
     with pytest.raises(ValueError, match="inputs_embeds"):

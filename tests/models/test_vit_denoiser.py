@@ -4,19 +4,15 @@ import torch.nn.functional as F
 from transformers import (
     AutoConfig,
     AutoModelForImageToImage,
-    BertConfig,
     CLIPVisionConfig,
     DeiTConfig,
     Dinov2Config,
     DINOv3ViTConfig,
-    MobileViTConfig,
     PixtralVisionConfig,
     SiglipVisionConfig,
-    VideoMAEConfig,
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
-    YolosConfig,
 )
 
 from hf_descent import layer_logits, layer_losses
@@ -112,17 +108,7 @@ def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"`hidden_size` is 32.*3 x 4\^2 = 48 values.*readout='linear'"):
         tiny(encoder(hidden_size=32))
-    for other in (
-        BertConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16),
-        encoder(VideoMAEConfig),
-        MobileViTConfig(),
-        encoder(YolosConfig, image_size=[16, 16], num_detection_tokens=5),
-    ):
-        with pytest.raises(ValueError, match=f"{other.model_type} encoder does not end in .* such as ViT"):
-            tiny(other)
     with pytest.raises(ValueError, match=r"\[2, 3, 16, 16\].*\[1, 3, 16, 16\]"):  # one row for all images
         tiny(encoder(PixtralVisionConfig))(torch.rand(2, 3, 16, 16), labels=torch.rand(2, 3, 16, 16))
-    with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*multiples of the patch size, 4"):
-        tiny()(torch.rand(2, 3, 16, 18))
-    with pytest.raises(ValueError, match=r"\[2, 1, 16, 16\].*\[batch, 3, height, width\]"):
-        tiny()(torch.rand(2, 1, 16, 16))
+    with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*\[2, 3, 16, 16\]"):
+        tiny(encoder(Dinov2Config))(torch.rand(2, 3, 16, 18), labels=torch.rand(2, 3, 16, 18))

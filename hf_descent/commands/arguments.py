@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import os
-import tempfile
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -145,10 +144,3 @@ def parse_models(
         raise ValueError(f"The models are {models or 'missing'}: `{usage}`.")
     kwargs = {"prog": prog, "usage": usage, "description": description}
     return models, *parse_recipe(argument_types, argv[len(models) :], models, **kwargs)
-
-
-def writable_folder(path: str | Path) -> Path:
-    """The folder `path`, made where it is missing; OSError where nothing can be written there."""
-    os.makedirs(path, exist_ok=True)
-    tempfile.TemporaryFile(dir=path).close()
-    return Path(path)

@@ -49,24 +49,14 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
     Returns:
         The [`Comparison`] of the arms; metrics are RMSE on the 0-255 scale, layer losses mean squared error divided
         by the noise power at the training noise level.
-
-    Raises:
-        ValueError: no seeds, or one twice.
     """
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"`seeds` is {list(seeds)}; give seeds that differ.")
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
-    folders = {name: [f"{output_dir}/{arm}-{seed}" for seed in seeds] for arm, name in ARMS.items()}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # matrices as small as these take longer on several
-    try:
-        for index, seed in enumerate(seeds):
-            for arm, name in ARMS.items():
-                start = time.perf_counter()
-                _run(folders[name][index], arm, seed, train, test, max_steps, auto and arm == "descent")
-                print(f"seed {seed}, {name}: {time.perf_counter() - start:.0f} s", flush=True)
-    finally:
-        torch.set_num_threads(threads)
+    folders = {name: [f"{output_dir}/{arm}-{seed}" for seed in dict.fromkeys(seeds)] for arm, name in ARMS.items()}
+    for index, seed in enumerate(dict.fromkeys(seeds)):
+        for arm, name in ARMS.items():
+            start = time.perf_counter()
+            _run(folders[name][index], arm, seed, train, test, max_steps, auto and arm == "descent")
+            print(f"seed {seed}, {name}: {time.perf_counter() - start:.0f} s", flush=True)
     comparison = compare(folders)
     files = save_comparison(comparison, output_dir)
     print(f"\nLoss of each layer at noise level {GAMMA_TRAIN}, mean over seeds (1: the noisy input's own)")
@@ -148,4 +138,5 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace):
     """Runs [`demo`] as the command line says."""
+    torch.set_num_threads(1)  # matrices as small as these take longer on several
     demo(args.output_dir, args.seeds, args.max_steps, args.auto)

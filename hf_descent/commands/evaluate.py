@@ -32,7 +32,7 @@ from ..loading import architecture_of, best_device, load_model, load_tokenizer, 
 from ..privacy import privacy_curve
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
-from .arguments import models_of, parse_models, record_of, writable_folder
+from .arguments import models_of, parse_models, record_of
 
 
 @dataclass
@@ -154,7 +154,7 @@ def run(names: list[str], args: EvaluateArguments, data_args: Any) -> None:
     if len(set(folders)) < len(folders):
         raise ValueError(f"Models of one name would overwrite each other's results: {folders}; evaluate them apart.")
     for folder in folders:
-        writable_folder(folder)
+        os.makedirs(folder, exist_ok=True)  # raises here what it would after the measurement
     for name, folder in zip(names, folders):
         print(f"{name}\n{evaluate(kinds[name][1](name, data_args), args, name, folder)}\nWritten to {folder}\n")
 

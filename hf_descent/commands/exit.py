@@ -15,7 +15,7 @@ from ..early_exit import ConfidenceExit, exit_profile, speculation_profile
 from ..evaluation.scoring import Result
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..runs import RunFolder, tables
-from .arguments import parse_models, writable_folder
+from .arguments import parse_models
 
 
 @dataclass
@@ -46,7 +46,8 @@ def run(models: list[str], args: ExitArguments, data_args: DataArguments) -> Non
     each gets one half of the former. Where a language model cannot draft with its own layers, the reason is printed.
     """
     (name,) = models
-    folder = writable_folder(args.output_dir or (name if Path(name).is_dir() else "."))
+    folder = Path(args.output_dir or (name if Path(name).is_dir() else "."))
+    folder.mkdir(parents=True, exist_ok=True)  # raises here what it would after the measurement
     model, tokenizer = load_model(name).to(best_device()), load_tokenizer(name)
     if hasattr(model, "merge_and_unload"):  # an adapter: its layers are taken away with those of its base
         model = model.merge_and_unload()

@@ -1,12 +1,12 @@
 """`hf-descent export MODEL --layer K --output_dir DIR`: the first K layers as a checkpoint, and how to serve it."""
 
 import argparse
+from pathlib import Path
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..early_exit import truncate
 from ..loading import load_model, load_tokenizer
-from .arguments import writable_folder
 
 
 ALONE = """\
@@ -43,7 +43,8 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: the folder holds something, or the model has no such layer or cannot be cut by its config.
     """
-    folder = writable_folder(args.output_dir)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise ValueError(f"`output_dir` {args.output_dir!r} is not empty; name another.")
     model, tokenizer, whole = load_model(args.model), load_tokenizer(args.model), args.model

@@ -88,11 +88,6 @@ def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -
     """The greedy answers to a batch of prompts, padded on the left."""
     length = inputs["input_ids"].shape[1]
     positions = position_limit(model) or length + args.max_new_tokens
-    if length >= positions:
-        raise ValueError(
-            f"A prompt has {length} tokens and {type(model).__name__} {positions} positions, none for an answer: "
-            "leave the instruction out."
-        )
     tokens = model.generate(
         **inputs,
         max_new_tokens=min(args.max_new_tokens, positions - length),

@@ -245,23 +245,9 @@ class DescentArguments:
             )
         if isinstance(self.eval_gammas, int | float):
             self.eval_gammas = [self.eval_gammas]
-        for name in ("noise_gamma", *(["eval_gammas"] if self.eval_gammas is not None else [])):
-            levels = getattr(self, name)
-            for gamma in levels if isinstance(levels, list) else [levels]:
-                if not (isinstance(gamma, int | float) and 0 <= gamma < math.inf):
-                    raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
-        if isinstance(self.noise_gamma, list) and (
-            len(self.noise_gamma) != 2 or sorted(self.noise_gamma) != self.noise_gamma
-        ):
-            raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
-        if self.resilience_form == "slack" and self.resilience == 0:
-            raise ValueError(
-                "`resilience_form='slack'` needs `resilience` > 0; use 'weight_decay' for hard constraints."
-            )
-        if self.normalize_weights and self.objective in ("hinge", "quadratic"):
-            raise ValueError(
-                f"`normalize_weights=True` has no effect on {self.objective!r}, no weighted sum; leave it out."
-            )
+        for name, levels in (("noise_gamma", self.noise_gamma), ("eval_gammas", self.eval_gammas or [])):
+            if not all(0 <= level < math.inf for level in levels_of(name, levels)):
+                raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
         kinds = str | list if self.objective == "fixed" else str | list | None
         if not isinstance(self.fixed_multipliers, kinds):
             raise ValueError(
@@ -269,8 +255,6 @@ class DescentArguments:
                 "folder of a constrained run, or a list."
             )
         chosen_by = getattr(self, "metric_for_best_model", None) or ""
-        if chosen_by.endswith("best_candidate"):
-            raise ValueError(f"`metric_for_best_model` is {chosen_by!r}, which is gone: choose by 'feasible_score'.")
         if chosen_by.endswith(("descent_share", "largest_rise")):
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, which a worse last layer improves: choose by "

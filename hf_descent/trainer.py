@@ -211,7 +211,7 @@ class DescentMixin:
 
     def _after_epoch(self) -> None:
         if self._dual is not None and self.args.slack_restart:
-            self._dual.restart_slacks()
+            self._dual.multipliers.restart_slacks()
 
     def _log_tokens(self, inputs, outputs, tokens) -> None:
         """For a subclass that logs statistics of the last layer's tokens."""

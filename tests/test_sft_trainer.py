@@ -294,7 +294,6 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
-        ({"eval_packing": True, "max_length": 48}, "`eval_packing=True` without `packing`"),
         ({"data": [{"question": "a", "answer": "b"}]}, "columns \\['answer', 'question'\\]"),
         ({"data": [{"prompt": "a"}]}, "`prompt` with `completion`"),
         ({"max_length": 4}, "no token with a label after masking .* `max_length`=4"),

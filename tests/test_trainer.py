@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
 from torch._dynamo.utils import counters
-from transformers import Seq2SeqTrainingArguments, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -283,7 +283,6 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"fp16": True}, "fp16"),
         ({"torch_compile": True, "gradient_checkpointing": True}, "torch_compile"),
         ({"descent_alpha": [0.1, 0.2]}, "2 values but the model has 3 layers"),
         ({"constrained_layers": [1, 4]}, "names layer 4 but the model has 3"),
@@ -300,9 +299,6 @@ def test_settings_that_do_not_fit_are_refused_before_the_first_step(tmp_path, ar
 
 
 def test_what_another_trainer_or_launcher_does_is_refused(tmp_path):
-    args = Seq2SeqTrainingArguments(str(tmp_path), predict_with_generate=True, report_to="none", use_cpu=True)
-    with pytest.raises(ValueError, match="use Seq2SeqDescentTrainer"):
-        DescentTrainer(bert(), args)
     args = config(tmp_path)
     args._n_gpu = 2
     with pytest.raises(ValueError, match="DataParallel"):

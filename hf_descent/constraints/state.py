@@ -15,7 +15,7 @@ from safetensors.torch import save
 from ..files import atomic_write, find_json
 from . import objectives
 from .multipliers import Multipliers
-from .problem import LARGEST, DescentProblem, Row
+from .problem import LARGEST, DescentProblem
 
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ class DescentState:
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._reported: set[str] = set()
-        self._released: torch.Tensor | None = None  # what slacks relaxed before they started afresh
         self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = None  # step, violations, multipliers
 
     @property
@@ -222,12 +221,6 @@ class DescentState:
                 violations = violations / self.problem.initial_loss_bound
             for _ in range(repeats):
                 self.multipliers.step(torch.where(usable, violations, torch.nan))
-            self._released = None
-
-    def restart_slacks(self) -> None:
-        """See [`Multipliers`]; `report`, which may come before the next step, still names what they relaxed."""
-        self._released = self.multipliers.relaxation.clone()
-        self.multipliers.restart_slacks()
 
     @property
     def mean_losses(self) -> torch.Tensor:
@@ -321,11 +314,6 @@ class DescentState:
         if problem.feasible(losses):
             logger.info(f"On the last {rows} batches every row is within its tolerance:\n{text}")
         elif self.args.objective == "descent":
-            # In units of the loss.
-            relaxed = (self.multipliers.relaxation if self._released is None else self._released).max().item()
-            relaxed *= problem.initial_loss_bound if self.args.normalize_violations else 1.0
-            if relaxed:
-                text += f"\nresilience has relaxed them by up to {relaxed:.4g}"
             logger.warning(
                 f"On the last {rows} batches NOT every row is within its tolerance:\n{text}\nAsk for less "
                 "(`descent_strength`, `descent_alpha`, the targets), train longer, or raise `dual_learning_rate`."
@@ -343,42 +331,22 @@ class DescentState:
         if before is None:
             return
         stuck = (violations > 0) & (violations > 0.95 * before[1]) & (multipliers > 1.05 * before[2])
+        asked = self.problem.bounds(losses)[0]
         for row in self.problem.rows:
             if stuck[row.index] and row.name not in self._reported:
                 self._reported.add(row.name)
                 logger.warning(
-                    f"The multiplier of row {row.name} keeps rising and its violation does not fall: it may ask for "
-                    f"more than this model can do. Attainable, it seems: {self._attainable(row, losses)}."
+                    f"The multiplier of row {row.name} keeps rising and its violation does not fall: it asks for a "
+                    f"loss of {asked[row.index].item():.4g}, and {losses[row.layer - 1].item():.4g} seems attainable "
+                    "for this model."
                 )
 
-    def _attainable(self, row: Row, losses: torch.Tensor) -> str:
-        loss, reference = losses[row.layer - 1].item(), [self.problem.initial_loss_bound, *losses.tolist(), 1.0]
-        bound = reference[row.reference]
-        ratio = loss / bound if bound > 0 else math.inf
-        if row.kind == "exit":
-            return f"`exit_targets` of {ratio - 1:.3g} at layer {row.layer}"
-        if row.kind == "bound":
-            return f"`loss_targets` of {loss:.3g} at layer {row.layer}"
-        if row.kind == "descent":
-            return f"`descent_alpha` of {max(1 - ratio, 0.0):.3g} at layer {row.layer}"
-        share = self.problem.descent_strength / row.power * math.log(ratio)
-        share /= math.log(reference[self.num_layers] / reference[0])
-        return f"`descent_strength` of {max(share, 0.0):.2g}"
-
     def _report_faults(self) -> None:
-        """Log, once each, a layer whose loss was not finite and a multiplier at its cap."""
+        """Log once a layer whose loss was not finite."""
         faults = [layer for layer, count in enumerate(self._nonfinite.tolist(), start=1) if count]
         if faults and "nonfinite" not in self._reported:
             self._reported.add("nonfinite")
             logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
-        cap, values = self.args.multiplier_max, self.multipliers.values.tolist()
-        capped = [row.name for row in (self.problem.rows if self.problem and cap else []) if values[row.index] >= cap]
-        if capped and "cap" not in self._reported:
-            self._reported.add("cap")
-            logger.warning(
-                f"The multiplier of row {capped[0]} is at `multiplier_max`={cap}: the row may not be met. Raise the "
-                "cap, or ask for less."
-            )
 
     @property
     def has_faults(self) -> bool:
@@ -435,7 +403,6 @@ class DescentState:
         duals = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         try:
             self.multipliers.load_state_dict(duals)
-            _check_values(tensors, meta)
             self.averages = tensors["averages"].to(self.averages)
             self.average_weight = tensors["average_weight"].to(self.average_weight)
             # Version 0.1 did not keep them.
@@ -471,15 +438,3 @@ def read_state(folder: str) -> tuple[dict[str, torch.Tensor], dict]:
             return tensors, {name: meta[name] for name in ("active_from", "problem", "schedule")}
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
-
-
-def _check_values(tensors: dict[str, torch.Tensor], meta: dict) -> None:
-    """ValueError where what a state file holds beside the multipliers cannot come from training."""
-    averages, weight = tensors["averages"], tensors["average_weight"]
-    holds = {
-        "averages": averages.shape == (meta["schedule"]["num_layers"],) and averages.isfinite().all(),
-        "average_weight": weight.shape == (1,) and 0 <= weight < math.inf,
-        "active_from": isinstance(meta["active_from"], int) and meta["active_from"] >= 0,
-    }
-    for name in (name for name, is_sound in holds.items() if not is_sound):
-        raise ValueError(f"'{name}' is {tensors[name].tolist() if name in tensors else meta[name]}")

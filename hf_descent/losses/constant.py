@@ -193,7 +193,7 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
         scale = _loss_scale(task, inputs, labels, logits)
         return ConstantPredictor(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
-    label_smoothing = 0.0 if task.smoother is None or task.loss_fn is not None else task.smoother.epsilon
+    label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
     if not has_router_loss(outputs):
         _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
     return ConstantPredictor(classes, "multi_label" if multi_label else "classes", label_smoothing)

@@ -264,7 +264,7 @@ def find_layer_losses(
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
         label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
-        tiled = HeadReadout.probe(model, inputs, label_smoothing, task.shifts_labels)
+        tiled = HeadReadout.probe(model, inputs, task.shifts_labels, label_smoothing)
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
             raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason

@@ -1,6 +1,5 @@
 """The task loss: what `Trainer` would take from a model's outputs, and what it counts as an item of a batch."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +48,13 @@ class TaskLoss:
         *,
         label_names: Sequence[str] | None = None,
         loss_fn: Callable | None = None,
-        smoother: Callable | None = None,
         readout: Callable | None = None,
         shifts_labels: bool = False,
     ) -> "TaskLoss":
         """The task loss of `model`, whose shift of the labels is found out on `batch`, a dict for `model(**batch)`;
-        where that fails it is `shifts_labels`."""
+        where that fails it is `shifts_labels`. `loss_fn` may be Trainer's label smoother."""
         names = find_labels(type(inner_model(model))) if label_names is None else label_names
-        if isinstance(loss_fn, LabelSmoother):
-            loss_fn, smoother = None, loss_fn
+        loss_fn, smoother = (None, loss_fn) if isinstance(loss_fn, LabelSmoother) else (loss_fn, None)
         if isinstance(smoother, ShiftingSmoother):  # which shifts as the model of an earlier run did
             smoother = LabelSmoother(smoother.epsilon)
         task = cls(model, names, loss_fn, smoother, readout is not None)
@@ -231,10 +228,9 @@ def loss_from_logits(
     if num_items_in_batch is not None:
         arguments["num_items_in_batch"] = num_items_in_batch
     try:
-        inspect.signature(model.loss_function).bind(**arguments)
+        return model.loss_function(**arguments)
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"The loss of {type(model).__name__} cannot score the logits of `readout` ({error}); pass "
             "`layer_loss_fn(outputs, labels, num_items_in_batch=None)` to the trainer."
         ) from error
-    return model.loss_function(**arguments)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,6 @@ from ..readout.labels import num_virtual_tokens
 from ..readout.stack import inner_model
 from ..readout.tape import noise_is_disabled
 from .lookups import find_lookups, is_time_first, look_up
-
-
-MOMENTS_CHUNK = 2**22  # values that are held in float64 at once
 
 
 @dataclass
@@ -149,8 +145,6 @@ class EmbeddingNoise:
         given = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if mask is None and ids is not None and not is_outermost and ids is self._calls[-1].input_ids:
-            mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
         has_signal = module is self._model and given.get(self._main_input) is not None
         self._calls.append(_Call(ids, mask, kwargs.get("past_key_values"), has_signal))
         if not (is_outermost and self._is_active()):
@@ -223,13 +217,13 @@ class EmbeddingNoise:
         return clean + noise.mul_(deviation).to(clean.dtype)
 
 
-def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> torch.Tensor:
-    """Count, sum and sum of squares of what [`EmbeddingNoise`] perturbs in at most `max_batches` of `batches` (dicts
-    of model inputs): float64 `[3]` on the CPU, which add up over processes. ValueError where a batch lacks that."""
+def signal_moments(model: nn.Module, batches: Iterable[dict]) -> torch.Tensor:
+    """Count, sum and sum of squares of what [`EmbeddingNoise`] perturbs in `batches`, dicts of model inputs: float64
+    `[3]` on the CPU, which add up over processes. ValueError where a batch lacks that."""
     whole, model = model, inner_model(model)
     main_input = getattr(model, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
-    for batch in islice(batches, max_batches):
+    for batch in batches:
         signal = batch.get(main_input, batch.get("inputs_embeds"))
         if signal is None:
             raise ValueError(f"A batch has the keys {sorted(batch)}; sigma is measured on `{main_input}`: add it.")
@@ -243,9 +237,9 @@ def signal_moments(model: nn.Module, batches: Iterable[dict], max_batches: int |
     return moments
 
 
-def estimate_sigma(model: nn.Module, batches: Iterable[dict], max_batches: int | None = None) -> float:
+def estimate_sigma(model: nn.Module, batches: Iterable[dict]) -> float:
     """Standard deviation of the clean signal, for `config.noise_sigma`; ValueError where it has none."""
-    return deviation_from_moments(signal_moments(model, batches, max_batches))
+    return deviation_from_moments(signal_moments(model, batches))
 
 
 def deviation_from_moments(moments: torch.Tensor) -> float:
@@ -260,13 +254,10 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
 
 
 def moments_of(values: torch.Tensor) -> torch.Tensor:
-    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device, a part at a time."""
-    moments = torch.tensor([values.numel(), 0, 0], dtype=torch.float64)
+    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device."""
     wide = values.device if values.device.type == "cuda" else "cpu"  # some devices have no float64
-    for part in values.detach().flatten().split(MOMENTS_CHUNK):
-        part = part.to(wide, torch.float64)
-        moments[1:] += torch.stack([part.sum(), part.square().sum()]).cpu()
-    return moments
+    values = values.detach().to(wide, torch.float64)
+    return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()]).cpu()
 
 
 def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:

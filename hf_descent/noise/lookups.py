@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 
-TABLE_CHUNK = 8192  # rows of an embedding table looked up at once
+TABLE_CHUNK = 1024  # rows of an embedding table looked up at once
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:

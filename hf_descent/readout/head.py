@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .labels import are_token_labels, ignores_masked_labels, shifts_labels, with_decoder_inputs
+from .labels import are_token_labels, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
@@ -31,7 +31,7 @@ _WITHHELD = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head", "s
 class HeadReadout:
     """Reads the layers of one language model in tiles. [`HeadReadout.probe`] builds it."""
 
-    def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool | None):
+    def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool):
         self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
         self.head_loss, self.shifts_labels = head_loss, shifts
         self.router_loss_weight = 0.0  # factor of `outputs["aux_loss"]` in the model's own loss
@@ -40,14 +40,14 @@ class HeadReadout:
 
     @classmethod
     def probe(
-        cls, model: nn.Module, inputs: Mapping[str, Any], label_smoothing: float = 0.0, shifts: bool | None = None
+        cls, model: nn.Module, inputs: Mapping[str, Any], shifts: bool, label_smoothing: float = 0.0
     ) -> "HeadReadout":
         """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
 
         Args:
             model, inputs: as for [`Readout.probe`], with labels.
+            shifts: whether position t predicts label t+1.
             label_smoothing: see [`HeadLoss`].
-            shifts: whether position t predicts label t+1; found out on `inputs` where not given.
 
         ValueError where the tail is not norm and linear head, or the losses differ from the replay's.
         """
@@ -124,7 +124,7 @@ class HeadReadout:
             return tiled_layer_losses(hidden_states, tokens, self._norm, self._head, weights, **fixed, **kwargs)
 
     def _check(self, inputs, precision):
-        """Compare the first, a middle and the last layer with their replay; find the shift and the router's weight."""
+        """Compare the first, a middle and the last layer with their replay; find the weight of the router's loss."""
         model, name, tiled = self._model, type(self._model).__name__, []
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         with errors_explained(f"{name} returns no loss by name:"):
@@ -132,10 +132,6 @@ class HeadReadout:
         own = model(**inputs)
         own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
         del own  # with its logits
-        if self.shifts_labels is None:
-            self.shifts_labels = shifts_labels(model, inputs)
-        if ignores_masked_labels(model, inputs):
-            raise ValueError(f"{name}: its loss leaves out labels that the attention mask hides.")
 
         def score(read, outputs, hidden_states):
             tokens = self.tokens(inputs)

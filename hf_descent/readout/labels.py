@@ -59,19 +59,6 @@ def shifts_labels(
     return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
 
 
-def ignores_masked_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether a model's own loss leaves out labels of positions that the attention mask hides, on this batch or on
-    another."""
-    mask, labels = inputs.get("attention_mask"), inputs["labels"]  # [batch, seq]
-    if getattr(mask, "shape", None) != labels.shape:
-        return False
-    seen = torch.ones_like(mask)
-    hidden = seen.clone()
-    hidden[:, -1] = 0
-    losses = [partial(_own_loss, model, {**inputs, "attention_mask": each}, "labels") for each in (hidden, seen)]
-    return [_has_loss(loss_of, labels, -1) for loss_of in losses] == [False, True]
-
-
 def _own_loss(model, inputs, name, labels) -> torch.Tensor:
     """The model's own loss on `labels` in the place of a batch's."""
     # MBart, for one, makes no decoder input of a row without labels.

@@ -1,13 +1,12 @@
 """What a run that reads its layers refuses, before any training time is spent."""
 
-import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
-from transformers import Seq2SeqTrainer, Trainer
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..constraints.state import DescentState
@@ -40,26 +39,9 @@ def check_supported(trainer: Trainer, loss_method) -> None:
     for name, rows in held_out.items():
         if has_length(rows) and not len(rows):
             raise ValueError(f"`eval_dataset`{name and f' {name!r}'} has no rows: give some, or leave it out.")
-    if trainer.compute_loss_func is not None:
-        try:
-            inspect.signature(trainer.compute_loss_func).bind(None, None, num_items_in_batch=None)
-        except TypeError as error:
-            raise ValueError(
-                f"`layer_loss_fn` (or `compute_loss_func`) takes other arguments ({error}) than it is given: "
-                "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
-            ) from error
     if getattr(args, "loss_type", "nll") != "nll":
         raise ValueError(
             f"`loss_type` is {args.loss_type!r}, which has no form per layer; use 'nll', or `objective='erm'`."
-        )
-    if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
-        raise ValueError(
-            "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
-            "`padding_free=True`, or `eval_packing=False`."
-        )
-    if getattr(args, "predict_with_generate", False) and not isinstance(trainer, Seq2SeqTrainer):
-        raise ValueError(
-            f"`predict_with_generate=True` has no effect in {type(trainer).__name__}; use Seq2SeqDescentTrainer."
         )
     if args.n_gpu > 1:
         raise ValueError(
@@ -67,8 +49,6 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             "replicas are lost. Use `accelerate launch` or `torchrun` (one process a device), or set "
             "`CUDA_VISIBLE_DEVICES` to one device."
         )
-    if args.fp16 and args.device.type == "cpu":
-        raise ValueError("`fp16=True` has no effect on CPU; use `bf16=True` or full precision.")
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO and args.gradient_checkpointing:
         raise ValueError(
@@ -121,12 +101,8 @@ def another_depth(found: int, constrained: int) -> ValueError:
 
 
 def check_data(trainer: Trainer, given: Given) -> None:
-    """ValueError where training could learn nothing from model or labels, or parts of the data are the same."""
-    if any(type(module).__module__.startswith("torch.ao.nn.quantized") for module in trainer.model.modules()):
-        raise ValueError(
-            f"{type(trainer.model).__name__} is quantized by torch.ao: its linear layers have no parameters. Train "
-            "first and quantize then, or load the model in 4 or 8 bits (bitsandbytes) and train adapters."
-        )
+    """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the
+    same."""
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
     evaluated = trainer.eval_dataset
@@ -152,19 +128,10 @@ def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> 
 
 def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
     """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
-    chosen_by = trainer.args.metric_for_best_model or ""
-    if trainer.args.eval_strategy == "no":
-        return
-    metric = chosen_by.removeprefix("eval_")
-    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
-    of_sets = (metric, *(metric.removeprefix(f"{name}_") for name in sets))
-    if any(map(OF_LAYERS.fullmatch, of_sets)) and not reads_layers:
+    chosen_by, args = trainer.args.metric_for_best_model or "", trainer.args
+    is_one_set = reads_layers and not isinstance(trainer.eval_dataset, dict)
+    if args.eval_strategy != "no" and OF_LAYERS.fullmatch(chosen_by.removeprefix("eval_")) and not is_one_set:
         raise ValueError(
-            f"`metric_for_best_model` is {chosen_by!r}, but `objective='erm'` reads no layers: choose by the loss."
-        )
-    if OF_LAYERS.fullmatch(metric) and sets:
-        of_one = " or ".join(repr(f"{name}_{metric}") for name in sets)
-        raise ValueError(
-            f"`metric_for_best_model` is {chosen_by!r}, but with several `eval_dataset` a metric is of one of them: "
-            f"choose by {of_one}, or give one `eval_dataset`."
+            f"`metric_for_best_model` is {chosen_by!r}, which no evaluation will have: `objective='erm'` reads no "
+            "layers, and of several `eval_dataset` each has its own ('name_feasible_score')."
         )

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..configs import DescentArguments
 from ..constraints.state import DescentState
+from ..losses.constant import find_predictor
 from ..losses.layerwise import find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
@@ -77,7 +78,8 @@ class DescentObjective:
             short = task.short(inputs)
             outputs = model(**task.model_inputs(short))
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
-                chances = [chance_of_batches(task, short, outputs, lambda _: chain([inputs], batches), float)]
+                predictor = find_predictor(task, short, outputs)
+                chances = [chance_of_batches(task, predictor, lambda _: chain([inputs], batches))]
         if _processes()[1] > 1:
             dist.broadcast_object_list(chances)
         self._layers = find_layer_losses(

@@ -7,6 +7,7 @@ cross-entropy and the squared error, so a loss is compared with these on a real 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
-from ..losses.constant import FEW_CLASSES, find_predictor, unmeasurable
+from ..losses.constant import FEW_CLASSES, ConstantPredictor, unmeasurable
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 
@@ -51,39 +52,34 @@ def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
 def measure_chance(
     trainer: Trainer,
     task: TaskLoss,
-    inputs: Mapping[str, Any],
-    outputs: Any,
+    predictor: ConstantPredictor,
     reduce: Callable[[torch.Tensor], torch.Tensor],
     data,
 ) -> float:
     """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; of a
-    denoiser that of its noisy input, where it is less.
+    denoiser that of its noisy input, where it is less. `reduce` sums a tensor over processes.
 
-    2,000 labels are read, of more than 1,000 classes 100,000: from rows all over the data, of a stream its first.
-    The model has `outputs` on the batch `inputs`, and is not run on those. `reduce` sums a tensor over processes.
-
-    ValueError where no least value is known for the loss, the data can be read only once, or has no two labels.
+    ValueError where the data can be read only once, or has no two labels.
     """
     args = trainer.args
     if data is None or is_readable_once(data):
         raise unmeasurable("data that can be read only once")
-
-    def noise_variance():
-        low, high = (2 * levels_of("noise_gamma", args.noise_gamma))[:2]
-        mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
-        return mean_square * trainer.noise_sigma() ** 2 if mean_square else 0.0
-
+    low, high = (2 * levels_of("noise_gamma", args.noise_gamma))[:2]
+    mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
+    is_noisy = predictor.signal is not None and mean_square > 0
     with drawing_apart(trainer, task.model):
-        chance = chance_of_batches(task, inputs, outputs, partial(collated, trainer, data), noise_variance)
+        noise_variance = mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0
+        chance = chance_of_batches(task, predictor, partial(collated, trainer, data), noise_variance)
     # One value for all, also where each process has a part of a stream to itself.
     return reduce(torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
 
 
-def chance_of_batches(task: TaskLoss, inputs, outputs, batches: Callable[[int], Iterable], noise_variance) -> float:
-    """As [`measure_chance`], of the first labels of `batches(how many are needed)`; of a denoiser with noise of
-    `noise_variance()`."""
-    predictor = find_predictor(task, inputs, outputs)
-    predictor.noise_variance = noise_variance() if predictor.signal else 0.0
+def chance_of_batches(
+    task: TaskLoss, predictor: ConstantPredictor, batches: Callable[[int], Iterable], noise_variance: float = 0.0
+) -> float:
+    """The loss of the best constant prediction of the first labels of `batches(how many are needed)`: 2,000, of more
+    than 1,000 classes 100,000; of a denoiser with noise of `noise_variance`."""
+    predictor = replace(predictor, noise_variance=noise_variance)
     missing = MANY_LABELS if predictor.kind == "classes" and predictor.num_classes > FEW_CLASSES else FEW_LABELS
     for batch in batches(missing):
         missing -= predictor.update(task.answers(batch), batch.get(predictor.signal))

@@ -1,6 +1,5 @@
 """What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +28,7 @@ from .records import Given
 logger = get_logger(__name__)
 
 SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estimated
-PROBED_TOKENS = 64  # of each of the documents that are tried packed and apart
+PROBED_TOKENS = 64  # of each of the two documents by which packing is tried
 
 
 def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
@@ -53,55 +52,38 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
 
 
 def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Trainer) -> None:
-    """ValueError where several documents share a row (their positions start anew) and the model lets one see another.
-
-    Tried on the beginnings of two; where only later batches have several, on the halves of one.
-    """
+    """ValueError where documents that share a row (their positions start anew) see one another: where the first
+    tokens of a row, taken for two documents, change the logits of the second by other tokens in the first."""
     positions = inputs.get("position_ids")  # [rows, seq]
     labels = labels_of(inputs, trainer.label_names)
     if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
         return
-    starts = positions.diff(dim=1) != 1  # [rows, seq - 1]
-    row = int(starts.any(1).int().argmax())
-    ends = [*(starts[row].nonzero()[:, 0] + 1).tolist(), positions.shape[1]]
-    documents = sorted(zip([0, *ends], ends), key=lambda document: document[0] - document[1])  # by length
-    documents = [(start, end - start) for start, end in documents if end - start > 1]  # others predict nothing
-    if len(documents) == 1 and trainer.packs_documents:
-        start, length = documents[0]
-        documents = [(start, length // 2), (start + length // 2, length // 2)]
-    if len(documents) < 2:
+    length = min(positions.shape[1] // 2, PROBED_TOKENS)
+    if length == 0 or not (trainer.packs_documents or (positions.diff(dim=1) != 1).any()):
         return
-    (first, _), (second, length) = documents[:2]
-    length = min(length, PROBED_TOKENS)
-
-    def logits(rows):
-        """Of short rows `[[start of a document, ...], ...]`, less their means; `[documents, tokens, vocab]`."""
-        size, own = len(rows[0]), torch.arange(length, device=positions.device)
-        tokens = torch.tensor(rows, device=own.device)[..., None] + own  # [rows, documents, tokens]
-        order = torch.arange(size, device=own.device, dtype=torch.int32)
-        told = {
-            "position_ids": positions[row, first + own].repeat(len(rows), size),
-            "seq_idx": order.repeat_interleave(length).repeat(len(rows), 1),
-            **{f"cu_seq_lens_{side}": torch.cat([order, order[-1:] + 1]) * length for side in "qk"},
-            **{f"max_length_{side}": length for side in "qk"},
-        }
-        batch = {
-            name: value[row, tokens.flatten(1)] if getattr(value, "shape", ())[:2] == positions.shape else value
-            for name, value in inputs.items()
-            if value is not labels and (size > 1 or name not in ("cu_seq_lens_q", "cu_seq_lens_k"))
-        }
-        found = output_logits(model(**batch | {name: value for name, value in told.items() if name in batch}))
-        # Without those of a trained prompt.
-        found = found[:, -size * length :].float().unflatten(1, (size, length)).flatten(0, 1)
-        return found - found.mean(-1, keepdim=True)
-
+    order = torch.arange(3, device=positions.device, dtype=torch.int32)
+    told = {
+        "position_ids": torch.arange(length, device=positions.device).repeat(2)[None],
+        "seq_idx": order[:2].repeat_interleave(length)[None],
+        **{f"cu_seq_lens_{side}": order * length for side in "qk"},
+        **{f"max_length_{side}": length for side in "qk"},
+    }
+    batch = {
+        name: value[:1, : 2 * length] if getattr(value, "shape", ())[:2] == positions.shape else value
+        for name, value in inputs.items()
+        if value is not labels
+    }
+    batch |= {name: value for name, value in told.items() if name in batch}
+    tokens, logits = batch["input_ids"], []
     with probing(model):
-        packed, apart = logits([[first, second]]), logits([[first], [second]])
-        rounding = (logits([[first]])[0] - apart[0]).norm() / apart[0].norm()
-    error = ((packed - apart).norm() / apart.norm()).item()
+        for first in (tokens[:, :length], tokens[:, length:].flip(1)):
+            outputs = model(**batch | {"input_ids": torch.cat([first, tokens[:, length:]], dim=1)})
+            second = output_logits(outputs)[:, -length:].float()  # [1, length, vocab]
+            logits.append(second - second.mean(-1, keepdim=True))
+    error = ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
     dtypes = {mixed, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-    if error > max(1e-4, 8 * max(torch.finfo(dtype).eps for dtype in dtypes), 10 * rounding.item()):
+    if error > max(1e-4, *(8 * torch.finfo(dtype).eps for dtype in dtypes)):
         raise ValueError(
             f"{type(model).__name__} lets the documents of a packed row see one another: its logits change by "
             f"{error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
@@ -116,8 +98,7 @@ def find_task(trainer: Trainer, model: nn.Module, inputs, readout: Callable | No
         trainer.accelerator.unwrap_model(model),
         inputs,
         label_names=trainer.label_names,
-        loss_fn=trainer.compute_loss_func,
-        smoother=trainer.label_smoother,
+        loss_fn=trainer.compute_loss_func or trainer.label_smoother,
         readout=readout,
         shifts_labels=shifts_labels,
     )
@@ -200,17 +181,16 @@ def make_dual(
     chance = known.get("chance_loss")
     if chance is None and saved and args.initial_loss_bound == "auto":  # of version 0.1, which measured f_0 in warm-up
         chance = known.get("initial_loss_bound")
-    constant = None
-    with contextlib.suppress(ValueError):
+    constant, loader = None, trainer.callback_handler.eval_dataloader  # of a step of evaluation by itself `None`
+    try:
         constant = find_predictor(task, inputs, outputs)
-    if chance is None:
-        loader = trainer.callback_handler.eval_dataloader  # `None` where a step of evaluation is called by itself
-        data = trainer.train_dataset if trainer.is_in_train or loader is None else loader.dataset
-        try:
-            chance = measure_chance(trainer, task, inputs, outputs, reduce, data)
-        except ValueError:
-            if trainer.is_in_train and args.initial_loss_bound == "auto" and args.objective not in UNCONSTRAINED:
-                raise
+        if chance is None:
+            data = trainer.train_dataset if trainer.is_in_train or loader is None else loader.dataset
+            chance = measure_chance(trainer, task, constant, reduce, data)
+    except ValueError:
+        is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
+        if is_constrained and chance is None and args.initial_loss_bound == "auto":
+            raise
     held_out = None
     if trainer.is_in_train and args.objective == "descent":
         held_out = split(trainer.train_dataset, args)[1] if given.dual_dataset is None else given.dual_dataset

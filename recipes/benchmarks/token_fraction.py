@@ -45,7 +45,7 @@ def main():
 
     for ids in torch.tensor(token_ids(options, options.batches * options.batch)).split(options.batch):
         inputs = {"input_ids": ids, "labels": ids}
-        readout = readout or HeadReadout.probe(model, inputs)
+        readout = readout or HeadReadout.probe(model, inputs, shifts=True)
         with readout.attach(on_forward):
             model(**inputs)
 

@@ -71,13 +71,6 @@ def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog
         assert trainer.multipliers.steps.item() == 7
 
 
-def test_a_multiplier_at_its_cap_is_said_once(tmp_path, caplog):
-    args = config(tmp_path, max_steps=6, multiplier_max=0.0625, descent_alpha=0.9, dual_learning_rate=0.05)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
-    trainer.train()
-    assert trainer.multipliers.values.max() == 0.0625 and caplog.text.count("multiplier_max") == 1
-
-
 def row_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
 
@@ -162,27 +155,10 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
     trainer.train()
     told = [record.message for record in caplog.records if "keeps rising" in record.message]
     f = trainer._dual.mean_losses
-    expected = {"bound_2": f"`loss_targets` of {f[1]:.1g}"} | ({} if f[0] < f[2] else {"exit_1": "`exit_targets` of"})
+    expected = {"bound_2": f"{f[1]:.1g}"} | ({} if f[0] < f[2] else {"exit_1": f"{f[0]:.1g}"})
     assert len(told) == len(expected)
     for name, text in expected.items():
-        assert any(f"row {name} " in line and text in line for line in told)
-
-
-@pytest.mark.parametrize(
-    ("losses", "rows", "attainable"),
-    [
-        ([0.0, 0.5, 0.1], {"descent_alpha": 0.1}, "`descent_alpha` of 0 at layer 2"),
-        ([0.0, 0.5, 0.1], {"descent_alpha": "steps"}, "`descent_strength` of 0."),
-        ([-0.5, 0.5, 0.4], {"descent_alpha": "steps"}, "`descent_strength` of 0."),
-        ([0.5, 0.3, 0.0], {"descent_alpha": None, "exit_targets": {1: 0.05}}, "`exit_targets` of inf at layer 1"),
-    ],
-)
-def test_a_row_below_a_loss_of_zero_is_said_to_be_beyond_reach(tmp_path, caplog, losses, rows, attainable):
-    state = DescentState(config(tmp_path, dual_learning_rate=0.1, **rows), 3, max_steps=20, start_step=0)
-    for step in range(20):
-        state.dual_step(torch.tensor(losses), step)
-        state.logs(step)
-    assert sum(f"seems: {attainable}" in record.message for record in caplog.records) == 1
+        assert any(f"row {name} " in line and f", and {text}" in line for line in told)
 
 
 def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path):

@@ -138,15 +138,6 @@ def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_
     assert shifts_labels(llama(), token) and not shifts_labels(masked, token)
 
 
-@pytest.mark.parametrize("name", ["layer_loss_fn", "compute_loss_func"])
-def test_a_loss_of_two_arguments_is_refused_at_once(tmp_path, name):
-    def loss(outputs, labels):
-        return F.cross_entropy(outputs["logits"], labels)
-
-    with pytest.raises(ValueError, match=r"takes other arguments .*num_items_in_batch.*given: `layer_loss_fn"):
-        DescentTrainer(bert(), config(tmp_path), train_dataset=classification_data(8), **{name: loss})
-
-
 def transcriptions(reduction):
     settings = AUDIO | {"layerdrop": 0.0, "apply_spec_augment": False, "pad_token_id": 0}
     settings |= {f"{part}_dropout": 0.0 for part in ("hidden", "attention", "feat_proj", "activation", "final")}

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_descent import layer_logits, layer_losses
+from hf_descent.losses.task import TaskLoss
 from hf_descent.readout.head import HeadReadout
 
 
@@ -68,6 +69,10 @@ def batch():
     return {"input_ids": input_ids, "labels": labels}
 
 
+def probe(model, inputs, **settings):
+    return HeadReadout.probe(model, inputs, TaskLoss.probe(model, inputs).shifts_labels, **settings)
+
+
 def train_step(readout, model, inputs, **kwargs):
     """The outputs, the layer losses read by `readout`, and the gradients of their weighted sum."""
     found = []
@@ -95,7 +100,7 @@ def test_losses_and_gradients_are_those_of_the_replay(name):
     (WEIGHTS * losses).sum().backward()
     expected = gradients(model)
 
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     assert readout.shifts_labels == (name.endswith("CausalLM") or name == "GPT2LMHeadModel")
     assert readout.num_layers == LAYERS
     outputs, means, found = train_step(readout, model, inputs)
@@ -110,12 +115,12 @@ def test_a_softcap_is_found_where_rounding_hides_it(name):
     model = build(name, final_logit_softcapping=30.0, logits_soft_cap=30.0).bfloat16()
     model.get_output_embeddings().weight.data.mul_(0.1)
     assert model(**batch())["logits"].abs().max() < 1
-    assert HeadReadout.probe(model, batch()).head_loss.softcap == 30.0
+    assert probe(model, batch()).head_loss.softcap == 30.0
 
 
 def test_label_smoothing_is_the_trainers():
     model, inputs = build(), batch()
-    readout = HeadReadout.probe(model, inputs, label_smoothing=0.1)
+    readout = probe(model, inputs, label_smoothing=0.1)
     logits = layer_logits(model, inputs)
     smoother = LabelSmoother(epsilon=0.1)
     losses = torch.stack([smoother({"logits": x}, inputs["labels"], shift_labels=True) for x in logits])
@@ -128,7 +133,7 @@ def test_label_smoothing_is_the_trainers():
 def test_labels_shifted_already(probed_shifted):
     model, inputs = build(), batch()
     shifted_inputs = {**inputs, "shift_labels": nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)}
-    readout = HeadReadout.probe(model, shifted_inputs if probed_shifted else inputs)
+    readout = probe(model, shifted_inputs if probed_shifted else inputs)
     assert readout.shifts_labels
     _, means, found = train_step(readout, model, inputs)
     _, shifted_means, shifted_found = train_step(readout, model, shifted_inputs)
@@ -141,7 +146,7 @@ def test_labels_shifted_already(probed_shifted):
 @pytest.mark.parametrize("keep_logits", [True, False])
 def test_logits_on_request(keep_logits):
     model, inputs = build(), batch()
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     with torch.no_grad():
         expected = model(**inputs)
         with readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum, keep_logits):
@@ -162,7 +167,7 @@ class PatchedByLiger(transformers.LlamaForCausalLM):
 
 def test_a_trainer_that_asks_liger_for_no_logits():
     model, inputs = PatchedByLiger(transformers.LlamaConfig(**SIZES)), batch()
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum):
         outputs = model(**inputs, skip_logits=True)  # as Trainer's evaluation calls it with `use_liger_kernel`
         expected = model(**inputs)
@@ -179,14 +184,14 @@ def test_lora(saved):
     (WEIGHTS * layer_losses(model, inputs)).sum().backward()
     expected = gradients(model)
     assert any("lm_head" in name for name in expected) == (saved is not None)
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     torch.testing.assert_close(train_step(readout, model, inputs)[2], expected)
 
 
 def test_reads_are_no_calls_of_the_norm():
     """FSDP would gather the shards of norm and head for each, and let go of them after it."""
     model, inputs, calls = build(), batch(), []
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     model.model.norm.register_forward_pre_hook(lambda *args: calls.append(args))
     train_step(readout, model, inputs)
     assert len(calls) == 1
@@ -196,7 +201,7 @@ def test_the_model_is_left_as_it_was():
     model, inputs = build(), batch()
     outputs = model(**inputs, output_hidden_states=True)  # transformers adds hooks the first time
     before = [(dict(vars(module)), len(module._forward_hooks)) for module in model.modules()]
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     with readout.attach(lambda *_: None):
         model(**inputs)
     with pytest.raises(ZeroDivisionError), readout.attach(lambda *_: 1 / 0):
@@ -235,7 +240,7 @@ class Plain(nn.Module):
 def test_a_model_without_a_config():
     model, inputs = Plain(), batch()
     losses = layer_losses(model, inputs)
-    _, means, _ = train_step(HeadReadout.probe(model, inputs), model, inputs)
+    _, means, _ = train_step(probe(model, inputs), model, inputs)
     torch.testing.assert_close(means, losses.detach())
 
 
@@ -286,8 +291,6 @@ def hooked(name, hook):
         (lambda: hooked("model.norm", lambda x: 2 * x), "replay"),
         (lambda: hooked("lm_head", lambda x: x + torch.arange(VOCAB)), "replay"),
         (lambda: Plain(tuple), "no loss by name"),
-        # Its loss leaves out labels that the attention mask hides; this batch hides none.
-        (lambda: build("BioGptForTokenClassification", num_labels=VOCAB), "attention mask"),
         (lambda: Biased(transformers.LlamaConfig(**SIZES)), "scaled or capped"),
     ],
 )
@@ -297,12 +300,12 @@ def test_other_tails_are_refused(make, match):
     if "Sequence" in type(model).__name__:
         inputs["labels"] = torch.tensor([0, 1])
     with pytest.raises(ValueError, match=match):
-        HeadReadout.probe(model, inputs)
+        probe(model, inputs)
 
 
 def test_a_batch_needs_labels():
     with pytest.raises(ValueError, match="labels"):
-        HeadReadout.probe(build(), {"input_ids": batch()["input_ids"]})
+        probe(build(), {"input_ids": batch()["input_ids"]})
 
 
 def test_mixed_precision_over_a_half_precision_model():
@@ -310,14 +313,14 @@ def test_mixed_precision_over_a_half_precision_model():
     forward = model.forward
     model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
     losses = layer_losses(model, inputs)
-    _, means, found = train_step(HeadReadout.probe(model, inputs), model, inputs)
+    _, means, found = train_step(probe(model, inputs), model, inputs)
     torch.testing.assert_close(means, losses.detach(), rtol=0.02, atol=0.0)
     assert {gradient.dtype for gradient in found.values()} == {torch.float16}
 
 
 def test_mixed_precision_casts_the_weight_of_the_head_once_in_a_forward():
     model, inputs, casts = build(), batch(), []
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
 
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -346,7 +349,7 @@ def test_a_dropout_module_before_the_head_drops_as_in_the_replay(name, overrides
     model, inputs = build(name, **overrides), batch()
     dropout = model.get_submodule(dropout)
     dropout.p = 0.5
-    readout = HeadReadout.probe(model, inputs)
+    readout = probe(model, inputs)
     assert dropout.training
 
     tokens, draws = readout.tokens(inputs), []

@@ -12,7 +12,6 @@ from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageMod
 from hf_descent import DescentTrainer, EmbeddingNoise
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.training import preparation
-from hf_descent.training.initial_loss import measure_chance
 
 
 class Afresh(IterableDataset):
@@ -58,11 +57,10 @@ def test_the_labels_are_the_collator_s_and_of_all_parts_of_the_data(tmp_path):
     assert 2_000 < sum(seen) <= 2_000 + 3 * 8  # the rest by the step of training
     assert measured(tmp_path, bert(), rows_of_classes(500), collate)[0] == pytest.approx(ENTROPY, rel=0.005)
     # A model that is only evaluated: from the data that it is evaluated on.
-    task = trainer._find_task(trainer.model, None)
-    batch = default_data_collator(classification_data(8))
     even = [{**row, "labels": index % 3} for index, row in enumerate(classification_data(300))]
-    chance = measure_chance(trainer, task, batch, trainer.model(**batch), lambda tensor: tensor, even)
-    assert chance == pytest.approx(math.log(3), rel=1e-3)
+    evaluating = DescentTrainer(bert(), config(tmp_path, descent_alpha=0.1, initial_loss_bound="auto"))
+    evaluating.evaluate(even)
+    assert evaluating.problem.chance_loss == pytest.approx(math.log(3), rel=1e-3)
 
 
 def test_a_vocabulary_is_measured_on_many_labels(tmp_path):

@@ -28,19 +28,15 @@ def choosing_trainer(tmp_path, metric, held_out, **settings):
 
 
 @pytest.mark.parametrize(
-    ("objective", "held_out", "metric", "match"),
+    ("objective", "held_out", "metric"),
     [
-        *(("erm", DATA, metric, "'erm'` reads no layers: choose by the loss")
-          for metric in ("feasible_score", "layer_loss_2", "max_violation")),
-        ("erm", {"a": DATA, "b": DATA}, "a_feasible_score", "reads no layers"),
-        ("descent", {"a": DATA, "b": DATA}, "eval_max_violation", "choose by 'a_max_violation' or 'b_max_violation'"),
+        *(("erm", DATA, metric) for metric in ("feasible_score", "layer_loss_2", "max_violation")),
+        ("descent", {"a": DATA, "b": DATA}, "eval_max_violation"),
     ],
-)  # fmt: skip
-def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(
-    tmp_path, objective, held_out, metric, match
-):
+)
+def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(tmp_path, objective, held_out, metric):
     trainer = choosing_trainer(tmp_path, metric, held_out, objective=objective)
-    with pytest.raises(ValueError, match=f"`metric_for_best_model` is '{metric}'.*{match}"):
+    with pytest.raises(ValueError, match=f"`metric_for_best_model` is '{metric}', which no evaluation will have"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -126,11 +126,6 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     # ---- one micro-batch ----
 
     @property
-    def packs_documents(self) -> bool:
-        sizes = [self.args.train_batch_size, *([self.args.eval_batch_size] if self.eval_dataset else [])]
-        return self.padding_free and (self.args.packing or max(sizes) > 1)
-
-    @property
     def _stock_scaling_is_right(self) -> bool:
         return not self._reads_layers  # TRL itself divides by the items of the whole step
 

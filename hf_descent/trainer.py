@@ -62,7 +62,6 @@ class DescentMixin:
     _paper = PAPER
     config_class = DescentConfig
     logs_tokens = False  # whether a subclass logs statistics of the last layer's tokens, by `_log_tokens`
-    packs_documents = False  # whether a batch may hold several documents in one row, though the first one did not
     command: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(

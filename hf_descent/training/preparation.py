@@ -58,8 +58,11 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
     labels = labels_of(inputs, trainer.label_names)
     if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
         return
-    length = min(positions.shape[1] // 2, PROBED_TOKENS)
-    if length == 0 or not (trainer.packs_documents or (positions.diff(dim=1) != 1).any()):
+    length, args = min(positions.shape[1] // 2, PROBED_TOKENS), trainer.args
+    # A later row may hold several documents, though the first one does not.
+    sizes = [args.train_batch_size, *([args.eval_batch_size] if trainer.eval_dataset else [])]
+    packs = getattr(trainer, "padding_free", False) and (args.packing or max(sizes) > 1)
+    if length == 0 or not (packs or (positions.diff(dim=1) != 1).any()):
         return
     order = torch.arange(3, device=positions.device, dtype=torch.int32)
     told = {

@@ -430,7 +430,7 @@ class DescentMixin:
         super()._save_rng_state(output_dir)
         # The trainer state comes next, by one process, and stands for a complete save by all.
         self.accelerator.wait_for_everyone()
-        checkpoints.save_sizes(self, output_dir)
+        checkpoints.save_checksums(self, output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         with checkpoints.own_names(self, resume_from_checkpoint):
@@ -456,7 +456,7 @@ class DescentMixin:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())
         if _internal_call and output_dir and self.args.save_only_model:  # a checkpoint without an optimizer
             self._save_dual_state(output_dir)
-            checkpoints.save_sizes(self, output_dir)
+            checkpoints.save_checksums(self, output_dir)
 
     def _run_summary(self) -> dict[str, Any]:
         """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""

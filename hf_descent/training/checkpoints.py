@@ -6,6 +6,7 @@ A process can be killed at any moment of a save; a run resumes from the newest c
 import glob
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,7 @@ logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model", "adapter_model", "pytorch_model")
 OPTIMIZERS = ("optimizer", "global_step")  # the beginnings of their names, the latter with DeepSpeed
-SIZES_NAME = "descent_sizes.json"
+CHECKSUMS_NAME = "descent_files.json"  # with the step, sizes and checksums of the other files
 CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming reads, beside JSON, which people may edit
 
 
@@ -105,15 +106,16 @@ def begin_save(trainer: Trainer, folder: str | None) -> None:
         Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
 
 
-def save_sizes(trainer: Trainer, folder: str) -> None:
-    """Write down the sizes of a checkpoint's files, once all but the trainer state are there."""
+def save_checksums(trainer: Trainer, folder: str) -> None:
+    """Write down the step, and size and checksum of a checkpoint's files, once all but the trainer state are there."""
     if not trainer.args.should_save:
         return
     paths = [
         path for path in sorted(Path(folder).rglob("*")) if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
     ]
-    with atomic_write(os.path.join(folder, SIZES_NAME)) as file:
-        json.dump({path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}, file, indent=2)
+    files = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
+    with atomic_write(os.path.join(folder, CHECKSUMS_NAME)) as file:
+        json.dump({"step": trainer.state.global_step, "files": files}, file, indent=2)
 
 
 def check_agreement(multipliers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor], process: int) -> None:
@@ -234,8 +236,8 @@ def check_complete(checkpoint: str) -> None:
 def faults(checkpoint: str) -> Iterator[str]:
     """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one.
 
-    That has its trainer state, which is written last, weights, and files of the sizes that were written down; plain
-    `Trainer` and older versions wrote down none.
+    That has its trainer state, which is written last, weights, and files as their checksums say; plain `Trainer` and
+    older versions wrote down none.
     """
     folder, contents = Path(checkpoint), {}
     for name in sorted({TRAINER_STATE_NAME, *(path.name for path in folder.glob("*.json"))}):
@@ -247,9 +249,21 @@ def faults(checkpoint: str) -> Iterator[str]:
     # The weights of FSDP and DeepSpeed lie in folders of their own.
     if not any(path.is_dir() or path.name.startswith(WEIGHTS) for path in folder.iterdir()):
         yield f"{folder} holds no model weights"
-    for name, size in contents.get(SIZES_NAME, {}).items():
-        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-            yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {SIZES_NAME})"
+    saved = contents.get(CHECKSUMS_NAME, {"files": {}})
+    if saved.get("step", step := contents[TRAINER_STATE_NAME].get("global_step")) != step:
+        yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
+    for name, known in saved["files"].items():
+        if not (folder / name).is_file() or size_and_checksum(folder / name) != known:
+            yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
+
+
+def size_and_checksum(path: Path) -> list[int]:
+    """Of a file. FSDP's shards, which no process could read all of in a short time, are known by their sizes alone."""
+    found = 0
+    with open(path, "rb") as file:
+        while chunk := path.suffix != ".distcp" and file.read(2**20):
+            found = zlib.crc32(chunk, found)
+    return [path.stat().st_size, found]
 
 
 def _saved_names(folder: str) -> set[str]:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
-from hf_descent.training.checkpoints import SIZES_NAME, newest_complete_checkpoint
+from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint
 
 
 DATA = classification_data(40)
@@ -116,10 +116,10 @@ def rewrite(path, tensors=None, state=None):
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """A checkpoint in the warm-up of "auto", without sizes, as older versions wrote it."""
+    """A checkpoint in the warm-up of "auto", without checksums, as older versions wrote it."""
     folder = tmp_path_factory.mktemp("two_steps")
     make(folder, max_steps=2, **AUTO).train()
-    (folder / "checkpoint-2" / SIZES_NAME).unlink()
+    (folder / "checkpoint-2" / CHECKSUMS_NAME).unlink()
     return folder / "checkpoint-2"
 
 

@@ -20,7 +20,7 @@ from hf_descent import DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.runs import RunFolder
 from hf_descent.training import checkpoints
-from hf_descent.training.checkpoints import SIZES_NAME, newest_complete_checkpoint
+from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint
 
 
 SETTINGS = {
@@ -58,7 +58,7 @@ def test_resumed_equals_straight(tmp_path, setting, stop):
         if other != folder:
             shutil.rmtree(other)
     if stop == 5:  # as by an older version
-        (folder / SIZES_NAME).unlink()
+        (folder / CHECKSUMS_NAME).unlink()
 
     resumed = trained(tmp_path, resume_from_checkpoint=True, **SETTINGS[setting])
     assert_equal_runs(straight, resumed)
@@ -118,7 +118,7 @@ def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, st
     tensors, path = load_file(folder / STATE_NAME), folder / STATE_NAME
     with safe_open(path, framework="pt") as file:
         meta = json.loads(file.metadata()["state"])
-    (folder / SIZES_NAME).unlink()
+    (folder / CHECKSUMS_NAME).unlink()
     measured, other = meta["problem"]["chance_loss"], 0.875
     assert measured == meta["problem"]["initial_loss_bound"] == pytest.approx(math.log(3), rel=0.02)
     changed = meta["problem"] | {"chance_loss": other, "initial_loss_bound": other}
@@ -200,7 +200,7 @@ def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_si
     saved = type(straight.model).from_pretrained(folder)
     assert not set(load_file(folder / "model.safetensors")) <= set(saved.state_dict())
     (folder / "model.safetensors").unlink()
-    (folder / SIZES_NAME).unlink()
+    (folder / CHECKSUMS_NAME).unlink()
     saved.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (folder / "model.safetensors").is_file() == (max_shard_size == "5GB")
     resumed = make_renamed(tmp_path, name)
@@ -281,7 +281,7 @@ def test_another_layer_count_is_refused(tmp_path, three_steps):
 
     four_layers().train()
     shutil.copy(three_steps / "checkpoint-1" / STATE_NAME, tmp_path / "checkpoint-1")
-    (tmp_path / "checkpoint-1" / SIZES_NAME).unlink()
+    (tmp_path / "checkpoint-1" / CHECKSUMS_NAME).unlink()
     with pytest.raises(ValueError, match="num_layers=3 but this run has 4"):
         four_layers().train(resume_from_checkpoint=True)
 
@@ -294,20 +294,32 @@ def three_steps(tmp_path_factory):
     return folder
 
 
+def flip(path):
+    """Change one bit in the midst of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-DAMAGES = {"missing": os.unlink, "cut": cut, "empty": lambda path: path.write_bytes(b"")}
+DAMAGES = {
+    "missing": os.unlink, "cut": cut, "empty": lambda path: path.write_bytes(b""), "flipped": flip,
+    "of another step": lambda path: shutil.copy(path.parents[1] / "checkpoint-2" / path.name, path),
+}  # fmt: skip
 TENSORS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", STATE_NAME)
 TEXTS = ("trainer_state.json", "config.json", RunFolder.SUMMARY)
 
 
 @pytest.mark.parametrize(
     ("victim", "damage"),
-    [(victim, damage) for victim in TENSORS for damage in DAMAGES]
+    [(victim, damage) for victim in TENSORS[:-1] for damage in ("missing", "cut", "empty", "flipped")]
+    + [(STATE_NAME, damage) for damage in DAMAGES]
     + [(victim, damage) for victim in TEXTS for damage in ("cut", "empty")]
-    + [("trainer_state.json", "missing"), (RunFolder.SUMMARY, "missing")],  # which holds the scale of the noise
+    + [("trainer_state.json", damage) for damage in ("missing", "of another step")]
+    + [("optimizer.pt", "of another step"), (RunFolder.SUMMARY, "missing")],  # which holds the scale of the noise
 )
 def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, damage):
     shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
@@ -317,8 +329,8 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     with pytest.raises(ValueError, match=victim.split(".")[0] if damage != "missing" else "not complete"):
         trained(tmp_path, str(checkpoint))
-    if (victim in TEXTS and damage != "missing") or (victim, damage) == ("model.safetensors", "missing"):
-        (checkpoint / SIZES_NAME).unlink()  # of an older version
+    if (victim in TEXTS and damage in ("cut", "empty")) or (victim, damage) == ("model.safetensors", "missing"):
+        (checkpoint / CHECKSUMS_NAME).unlink()  # of an older version
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
@@ -337,14 +349,14 @@ def adapted(args):
     ],
     ids=["sharded", "adapter", "model only"],
 )
-def test_a_cut_file_is_noticed_in_weights_of_any_kind(tmp_path, monkeypatch, make_trainer, save, victim):
+def test_a_flipped_bit_is_noticed_in_weights_of_any_kind(tmp_path, monkeypatch, make_trainer, save, victim):
     if "max_shard_size" in save:
         monkeypatch.setattr(PreTrainedModel, "save_pretrained", partialmethod(PreTrainedModel.save_pretrained, **save))
         save = {}
     make_trainer(arguments(tmp_path, max_steps=2, **save)).train()
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     (path,) = (tmp_path / "checkpoint-2").glob(victim)
-    cut(path)
+    flip(path)
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
 
 
@@ -355,7 +367,7 @@ def test_a_damaged_best_model_is_not_taken_for_the_best_one(tmp_path):
 
         def on_log(self, args, state, control, **kwargs):
             if state.global_step == 3 and "loss" in kwargs["logs"]:
-                cut(tmp_path / "checkpoint-1" / "model.safetensors")
+                flip(tmp_path / "checkpoint-1" / "model.safetensors")
 
     args = arguments(
         tmp_path, max_steps=3, load_best_model_at_end=True, greater_is_better=True, metric_for_best_model="eval_step",
@@ -410,7 +422,7 @@ def test_the_newest_complete_checkpoint_is_not_the_highest_number_of_an_older_ru
     for written, state in enumerate(states.values()):  # as a copy may have it
         os.utime(state, (written, written))
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    for name in (RunFolder.SUMMARY, SIZES_NAME):
+    for name in (RunFolder.SUMMARY, CHECKSUMS_NAME):
         (states[3].parent / name).unlink()  # like plain Trainer's, whose order is that of time
     assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
     os.utime(states[3])

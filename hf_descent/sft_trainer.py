@@ -16,7 +16,6 @@ from trl.data_utils import get_dataset_column_names
 from .loading import has_position_table, position_limit
 from .readout.labels import IGNORE_INDEX
 from .readout.stack import inner_model
-from .runs import RunFolder
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 
@@ -38,9 +37,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
             As for [`DescentTrainer`].
 
     Raises:
-        ValueError: a data set has none of the columns that TRL knows, no token with a label, or a sequence longer than
-            a table of positions; `loss_type` is not "nll" where layers are read, or documents packed into one row see
-            one another there.
+        ValueError: a data set has no token with a label, or a sequence longer than a table of positions; `loss_type`
+            is not "nll" where layers are read, or documents packed into one row see one another there.
 
     Example:
 
@@ -73,15 +71,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
                 self._check_positions(dataset, name)
 
     def preview(self) -> str:
-        """The first training example as the model sees it: its text, split where tokens with a label begin or end.
-
-        ValueError where it has no `input_ids`.
-        """
+        """The first training example as the model sees it: its text, split where tokens with a label begin or end."""
         example = next(iter(self.train_dataset))
-        if "input_ids" not in example:
-            raise ValueError(
-                f"The first training example has no `input_ids` but {sorted(example)}: nothing to preview."
-            )
         labels = example.get("labels", example["input_ids"])
         count = sum(label != IGNORE_INDEX for label in labels)
         lines = [f"First training example: {len(labels)} tokens, {count} with a label"]
@@ -93,14 +84,6 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     # ---- data ----
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        columns = set(get_dataset_column_names(dataset))
-        texts = ("input_ids", "messages", "conversations", args.dataset_text_field)
-        if not (formatting_func or columns.intersection(texts) or columns >= {"prompt", "completion"}):
-            raise ValueError(
-                f"The {dataset_name} dataset has the columns {sorted(columns)}; give `{args.dataset_text_field}` "
-                "(`dataset_text_field`), `messages`, `prompt` with `completion`, or `input_ids`; or a "
-                "`formatting_func`."
-            )
         dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
         if isinstance(dataset, Dataset) and not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
             raise ValueError(
@@ -198,20 +181,3 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return DataLoader(
             dataset, self.args.eval_batch_size, collate_fn=lambda rows: self._prepare_inputs(collate(rows))
         )
-
-    def _run_summary(self):
-        summary = super()._run_summary()
-        return summary | ({"num_tokens": self._total_train_tokens} if "training_started" in summary else {})
-
-    def _inner_training_loop(self, batch_size=None, *args, **kwargs):
-        # TRL would count from nothing.
-        saved = RunFolder(kwargs.get("resume_from_checkpoint") or "").summary
-        self._total_train_tokens = saved.get("num_tokens", self._total_train_tokens)
-        self._tokens_before = self._total_train_tokens  # of an earlier `train()`, or trial of a search
-        return super()._inner_training_loop(batch_size, *args, **kwargs)
-
-    def log(self, logs, start_time=None):
-        if "train_runtime" in logs:
-            tokens = self._total_train_tokens - self._tokens_before
-            logs.setdefault("train_tokens_per_second", round(tokens / logs["train_runtime"], 3))
-        super().log(logs, start_time)

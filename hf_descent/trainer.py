@@ -300,11 +300,7 @@ class DescentMixin:
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         if not self._reads_layers:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
-        # Hidden states asked for in the model's config would pile up as predictions.
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-        ignore_keys = [*ignore_keys, *evaluation.HIDDEN_OUTPUTS]
+        ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if not self._is_labelled(inputs):
             if self._given.readout is None:

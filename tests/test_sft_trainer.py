@@ -18,7 +18,6 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDescentTrainer
 from hf_descent.losses.layerwise import ReplayedLosses
-from hf_descent.readout.head import HeadReadout
 
 
 def trained(cls, folder, **given):
@@ -220,22 +219,6 @@ def test_what_offloads_activations_sees_no_backward_pass_in_the_forward(tmp_path
     assert [kind for kind, _ in itertools.groupby(events)] == ["pack", "unpack"] * 4
 
 
-def test_bfloat16_reads_the_layers_in_it(tmp_path):
-    dtypes = []
-    read = HeadReadout._read
-    trainer = make(SFTDescentTrainer, tmp_path, bf16=True, **CONSTRAINED)
-
-    def spy(self, *args, **kwargs):
-        with self._autocast:
-            dtypes.append((self._head.weight @ self._head.weight.T).dtype)
-        return read(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadReadout, "_read", spy)
-        trainer.train()
-    assert dtypes[-1] == torch.bfloat16
-
-
 # ---- what it says and refuses ----
 
 
@@ -251,30 +234,10 @@ def test_plain_arguments_are_taken(tmp_path):
     assert trainer.args.max_length == SFTConfig(str(tmp_path), use_cpu=True).max_length
 
 
-def test_preview_and_throughput(tmp_path):
-    trainer = make(SFTDescentTrainer, tmp_path, **CONSTRAINED)
-    assert trainer.preview() == (
+def test_preview(tmp_path):
+    assert make(SFTDescentTrainer, tmp_path).preview() == (
         "First training example: 12 tokens, 5 with a label\n[no label] 'Say c0:'\n[label] ' c0!</s>'"
     )
-    before = 0
-    for _ in range(2):  # TRL goes on counting
-        output = trainer.train()
-        tokens = trainer.state.log_history[-2]["num_tokens"]
-        rate = output.metrics["train_tokens_per_second"]
-        assert rate == pytest.approx((tokens - before) / output.metrics["train_runtime"], rel=1e-3)
-        before = tokens
-
-
-@pytest.mark.parametrize("objective", ["descent", "erm"])
-def test_a_resumed_run_goes_on_counting_tokens(tmp_path, objective):
-    given = {"objective": objective, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
-    straight, resumed = (make(SFTDescentTrainer, tmp_path, **given) for _ in range(2))
-    straight.train()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # between two logs
-    logs = [
-        {log["step"]: log["num_tokens"] for log in t.state.log_history if "loss" in log} for t in (straight, resumed)
-    ]
-    assert logs[0] == logs[1]
 
 
 def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog):
@@ -294,8 +257,6 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
-        ({"data": [{"question": "a", "answer": "b"}]}, "columns \\['answer', 'question'\\]"),
-        ({"data": [{"prompt": "a"}]}, "`prompt` with `completion`"),
         ({"max_length": 4}, "no token with a label after masking .* `max_length`=4"),
         ({"data": [{"input_ids": [5, 6], "labels": [-100, -100]}], "packing": True}, "no token with a label"),
         (
@@ -425,5 +386,3 @@ def test_rows_that_trl_leaves_to_the_collator_are_evaluated(tmp_path):
     trainer = make(SFTDescentTrainer, tmp_path, lambda: rows, keywords={"data_collator": collate}, **settings)
     loss = trainer.evaluate()["eval_loss"]
     assert trainer.evaluate_layers().losses[-1] == pytest.approx(loss, rel=1e-5)
-    with pytest.raises(ValueError, match="no `input_ids`"):
-        trainer.preview()

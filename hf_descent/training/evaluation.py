@@ -50,6 +50,13 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     return min(max(loader.remainder - args.process_index * rows, 0), rows)
 
 
+def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
+    """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
+    config = getattr(model, "config", None)
+    keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if keys is None else keys
+    return [*keys, *HIDDEN_OUTPUTS]
+
+
 def readout_without_labels(
     trainer: Trainer, layers: LayerLosses | None, readout: Callable, model: nn.Module, inputs
 ) -> Readout:

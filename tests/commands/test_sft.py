@@ -78,7 +78,6 @@ def test_smoke_recipes_run(sft, arm, capsys):
     printed = capsys.readouterr().out
     assert "[no label] 'Below is an instruction" in printed and "</s>'" in printed
     assert f"validation     {results['eval_mean_token_accuracy']:.4f}     {results['eval_loss']:.4f}" in printed
-    assert results["train_tokens_per_second"] > 0
 
 
 def test_the_saved_model_is_the_evaluated_one(sft, workplace):

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 ACCELERATE_CONFIGS = sorted((RECIPES / "accelerate_configs").glob("*.yaml"))
 JUDGES = (RECIPES / "alpaca-eval").rglob("*.yaml")  # configurations of another package
-CONFIGS = sorted(set(RECIPES.rglob("*.yaml")) - {*ACCELERATE_CONFIGS, *JUDGES})
+OTHERS = {*ACCELERATE_CONFIGS, *JUDGES, RECIPES / "reproduce" / "experiments.yaml"}
+CONFIGS = sorted(set(RECIPES.rglob("*.yaml")) - OTHERS)
 ARMS = [path.parent for path in CONFIGS if path.name == "descent.yaml"]
 
 

@@ -1,23 +1,28 @@
 """From ways of training to `hf-descent` commands: what is finished is not run again, what was interrupted goes on."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
+import os
+import platform
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
 from hf_descent import cli
 from hf_descent.files import atomic_write
 from hf_descent.training.checkpoints import newest_complete_checkpoint
 
-from .facts import digest, facts, fingerprints
-from .scales import ARMS, VIDEO, Scale
-from .tables import Panel, Way, searched
+from .experiments import ARMS, MODELS, Panel, Way, searched
 
 
 RECIPES = Path(__file__).parent.parent
@@ -28,42 +33,43 @@ class Options:
     """What the command line says.
 
     Attributes:
-        scale ([`Scale`]): the size.
+        scale (mapping): one of `SCALES`.
         folder (`Path`): for runs and results.
         models, data (mapping): name -> path, or paths (training, test and perhaps validation), in place of the Hub.
         seeds (`tuple[int, ...]`): of the training; the search has its recipe's.
         n_trials (`int`): runs of each search; 0 takes the recipes' settings.
-        settings (mapping): set over everything else but what an ablation fixes, and not searched: in every run, or,
-            as "ARM.NAME", in that arm's.
-        panels (`tuple[str, ...]`): only those with one of these as a part, or parts, of their name; empty for all.
+        settings (mapping): set over everything else but an ablation's own, and not searched: in every run, or, as
+            "ARM.NAME", in that arm's.
     """
 
-    scale: Scale
+    scale: Mapping[str, Any]
     folder: Path
     models: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Sequence[str]] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
     n_trials: int = 5
     settings: Mapping[str, Any] = field(default_factory=dict)
-    panels: tuple[str, ...] = ()
 
-    def run_folder(self, found: Way, seed: int) -> Path:
-        return self.folder / found.name / f"seed-{seed}"
+    def run_folder(self, way: Way, seed: int) -> Path:
+        return self.folder / way.name / f"seed-{seed}"
 
-    def study_folder(self, found: Way) -> Path:
-        return self.folder / searched(self.scale, found).name / "study"
+    def results_folder(self, way: Way, seed: int) -> Path:
+        return self.folder / way.name / "test" / f"seed-{seed}"
 
-    def set_for(self, found: Way) -> dict[str, Any]:
+    def study_folder(self, way: Way) -> Path:
+        return self.folder / searched(way, self.scale).name / "study"
+
+    def set_for(self, way: Way) -> dict[str, Any]:
         """What is set in this way of training; an arm's own value goes before that of all."""
         given = [(*name.rpartition("."), value) for name, value in self.settings.items()]
-        return {name: value for of in ("", found.arm) for arm, _, name, value in given if arm == of}
+        return {name: value for of in ("", way.arm) for arm, _, name, value in given if arm == of}
 
-    def missing(self, found: Way) -> str | None:
+    def missing(self, way: Way) -> str | None:
         """What the command line would have to give for this way of training, where it does not."""
-        if found.data not in self.data and (found.data in VIDEO or self.scale.needs_paths):
-            return f"--data {found.data}"
-        if found.model not in self.models and found.model not in ("ut", "dust") and self.scale.needs_paths:
-            return f"--model {found.model}"
+        if way.data not in self.data and (way.command == "denoise" or self.scale["needs_paths"]):
+            return f"--data {way.data}"
+        if way.model not in self.models and way.model not in ("ut", "dust") and self.scale["needs_paths"]:
+            return f"--model {way.model}"
         return None
 
 
@@ -73,179 +79,134 @@ class Job:
 
     Attributes:
         words (`list[str]`): after `hf-descent`.
-        folder (`Path`): where its record `<kind>.job.json` lies.
+        folder (`Path`): of the run or the search, where its record `<kind>.job.json` lies.
         kind (`str`): "tune", "train", "evaluate" or the name of the answers.
-        files (`list[str]`): the files that it reads, with the beginning of their SHA-256.
     """
 
     words: list[str]
     folder: Path
     kind: str
-    files: list[str]
-
-    @property
-    def record(self) -> Path:
-        return self.folder / f"{self.kind}.job.json"
 
     def __str__(self) -> str:
         return shlex.join(["hf-descent", *self.words])
 
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.kind}.job.json"
+
+    def record(self) -> dict[str, Any]:
+        """Of its last start: words, whether it ended, where and with what it was made; empty before the first."""
+        return json.loads(self.path.read_text()) if self.path.is_file() else {}
+
     def finished(self) -> bool:
-        """Whether it ran to its end, and an evaluation's results are still its own; ValueError where the folder holds
-        what another command made: checkpoints, trials or a model. Evaluations and answers are just made again."""
-        record = self.last()
-        if self.is_that_of(record):
-            return record["finished"] and ("measured" not in record or record["measured"] == self.measured())
-        if record and self.kind in ("tune", "train") and (record["finished"] or self.has_begun()):
-            made, would_be = (shlex.join([*each["words"], *each.get("files", ())]) for each in (record, vars(self)))
+        """Whether this very command ran to its end; ValueError where the folder holds another one's model or trials.
+        Evaluations and answers are just made again."""
+        record = self.record()
+        if record.get("finished") and record["words"] != self.words and self.kind in ("tune", "train"):
             raise ValueError(
-                f"{self.folder} was made by `{made}`, and this would be `{would_be}`: remove that folder, or name "
-                "another `--output_dir`."
+                f"{self.folder} was made by `{shlex.join(record['words'])}`, and this would be "
+                f"`{shlex.join(self.words)}`: remove that folder, or name another `--output_dir`."
             )
-        return False
-
-    def last(self) -> dict[str, Any]:
-        """What the record says; empty where nothing was started yet."""
-        return json.loads(self.record.read_text()) if self.record.is_file() else {}
-
-    def is_that_of(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record is of this command and these files. One of an earlier version says less of the files: it
-        lacks the last ones, or the end of what is said of each."""
-        if self.kind == "evaluate" and record.get("files") is None:
-            return False  # it may be of any rows
-        same = (now.startswith(then) for then, now in zip(record.get("files", ()), self.files))
-        return record.get("words") == self.words and all(same)
-
-    def has_begun(self) -> bool:
-        """Whether an unfinished command left something to go on from; a failed start did not, and binds no other."""
-        if self.kind == "tune":
-            return any(self.folder.glob("trial-*/noise_curve.json"))
-        return "--resume_from_checkpoint" in self.resumption()
+        return record.get("finished", False) and record["words"] == self.words
 
     def run(self) -> None:
-        """Runs the command from where it was; its record says with what it was last started and, in the end, how long
-        that took."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self.kind.startswith("answers"):  # `generate` writes over none
+        """Runs the command, a training from its last whole checkpoint on."""
+        more = []
+        if self.kind == "train":
+            more = ["--overwrite_output_dir", "true"]
+            if self.record().get("words") == self.words:
+                with contextlib.suppress(ValueError):  # there is none
+                    more = ["--resume_from_checkpoint", newest_complete_checkpoint(str(self.folder))]
+        elif self.kind.startswith("answers"):  # `generate` writes over none
             (self.folder / f"{self.kind}.json").unlink(missing_ok=True)
-        record = {"words": self.words, "files": self.files, "finished": False, **facts()}
-        _write(self.record, record)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {"words": self.words, "finished": False, **facts()}
+        self._write(record)
         start = time.perf_counter()
-        cli.main([*self.words, *self.resumption()])
-        record |= {"finished": True, "seconds": round(time.perf_counter() - start, 1)}
-        if self.kind == "evaluate":
-            record["measured"] = self.measured()
-        # Only now: until the record says so, a run that is killed goes on from its checkpoint.
-        _write(self.record, record)
+        cli.main([*self.words, *more])
+        self._write(record | {"finished": True, "seconds": round(time.perf_counter() - start, 1)})
         if self.kind in ("tune", "train"):
             for path in [*self.folder.rglob("checkpoint-*"), *self.folder.glob("trial-*/*.safetensors")]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def measured(self) -> str:
-        """Tells the results in the folder from those of an evaluation by hand."""
-        return digest(sorted([*self.folder.glob("noise_curve.json"), *self.folder.glob("layer_profile*.json")]))
-
-    def resumption(self) -> list[str]:
-        """Flags by which a training run goes on from its last whole checkpoint."""
-        if self.kind != "train":
-            return []
-        try:
-            return ["--resume_from_checkpoint", newest_complete_checkpoint(str(self.folder))]
-        except ValueError:  # there is none
-            return ["--overwrite_output_dir", "true"]
+    def _write(self, record: Mapping[str, Any]) -> None:
+        with atomic_write(self.path) as file:
+            json.dump(record, file, indent=1)
 
 
-def jobs(panels: Sequence[Panel], options: Options, answers: bool = False, search_only: bool = False) -> Iterator[Job]:
+def facts() -> dict[str, Any]:
+    """Commit (with a plus where the package or the recipes differ from it), date, versions and machine."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", RECIPES, *words], capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "-uno", "--", ".", "../hf_descent")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return {
+        "commit": (git("rev-parse", "--short", "HEAD") or "not a checkout") + ("+" if changed else ""),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "machine": machine,
+    }
+
+
+# ---- the commands ----
+
+
+def jobs(panels: Sequence[Panel], options: Options) -> Iterator[Job]:
     """All commands of the panels in order, each once. A training command is made only when it is asked for, since it
     takes its settings from the search before it."""
-    ways = list(dict.fromkeys(found for panel in panels for group in panel.groups.values() for found in group))
-    for found in dict.fromkeys(searched(options.scale, found) for found in ways):
-        if search_space(found, options):  # else trials would differ in nothing
-            yield tune_job(found, options)
-    if search_only:
-        return
+    ways = list(dict.fromkeys(way for panel in panels for way in panel.ways.values()))
+    for way in dict.fromkeys(searched(way, options.scale) for way in ways):
+        if search_space(way, options):  # else trials would differ in nothing
+            yield tune_job(way, options)
     for seed in options.seeds:  # outside, so that what is there after an interruption can be compared
-        for found in ways:
-            yield train_job(found, seed, options)
-            yield evaluate_job(found, seed, options)
-    if answers:
-        for found in ways:
-            for gamma in (0.0, options.scale.gammas["sft"][-1]):
-                yield answer_job(found, gamma, options)
+        for way in ways:
+            yield train_job(way, seed, options)
+            yield evaluate_job(way, seed, options)
+    for way in ways:
+        if way.command == "sft":
+            yield from (answer_job(way, gamma, options) for gamma in (0.0, way.scale(options.scale)["gammas"][-1]))
 
 
-def files(found: Way, options: Options, *more: str) -> list[str]:
-    """The data and the model that a way of training is given by path, and what `more` data names, each with a
-    fingerprint."""
-    given = {found.data: options.data.get(found.data, ())}
-    if found.model in options.models:
-        given[found.model] = [options.models[found.model]]
-    given |= {name: options.data.get(name, ()) for name in more}
-    return [f"{name}: {file}" for name, each in fingerprints(given).items() for file in each]
+def flags(way: Way, options: Options) -> dict[str, Any]:
+    """What is set beside the recipe, in any run of this way of training; later ones win.
 
-
-def recipe(found: Way) -> str:
-    path = RECIPES / found.spec.recipes[found.data] / f"{ARMS[found.arm][0]}.yaml"
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def flags(found: Way, options: Options) -> dict[str, Any]:
-    """What is set beside the recipe, in any run of this way of training; later ones win."""
-    given: dict[str, Any] = dict(options.scale.settings[found.spec.command])
-    given |= {"noise_gamma": found.gamma, "objective": ARMS[found.arm][1], **found.spec.settings}
-    if found.layers is not None:
-        given[found.spec.depth] = found.layers
-    if found.model in options.models:
-        given["model_name_or_path"] = options.models[found.model]
-    paths = list(options.data.get(found.data, ()))
-    if found.data not in VIDEO:
-        given |= dict(zip(("train_file", "test_file", "validation_file"), paths))
+    Raises:
+        ValueError: a setting is given that tells the runs of a table apart.
+    """
+    model, paths = MODELS[way.model], list(options.data.get(way.data, ()))
+    own = {"noise_gamma": way.gamma, "objective": ARMS[way.arm][1]}
+    if way.layers is not None:
+        own[model["depth"]] = way.layers
+    if way.model in options.models:
+        own["model_name_or_path"] = options.models[way.model]
+    if way.command != "denoise":
+        own |= dict(zip(("train_file", "test_file", "validation_file"), paths))
     else:
-        given |= dict(zip(("train_files", "test_files"), (path.split(",") for path in paths)))
-    return given | options.set_for(found)
+        own |= dict(zip(("train_files", "test_files"), (path.split(",") for path in paths)))
+    if fixed := {*own, "seed", "output_dir", "eval_gammas"} & options.set_for(way).keys():
+        raise ValueError(
+            f"`--set {min(fixed)}=...`: leave it out; the table and the other flags say which runs there are."
+        )
+    return {**way.scale(options.scale)["settings"], **own, **model.get("settings", {}), **options.set_for(way)}
 
 
-def tune_job(found: Way, options: Options) -> Job:
-    folder = options.study_folder(found)
-    given = flags(found, options) | {"n_trials": options.n_trials, "output_dir": folder}
-    given["search_space"] = json.dumps(search_space(found, options))
-    return Job(
-        ["tune", found.spec.command, "--config", recipe(found), *words(given)], folder, "tune", files(found, options)
-    )
-
-
-def search_space(found: Way, options: Options) -> dict[str, tuple[float, float]]:
+def search_space(way: Way, options: Options) -> dict[str, Sequence[float]]:
     """What is searched, with its ranges: nothing that `--set` fixes for this arm, nor anything without trials."""
     if not options.n_trials:
         return {}
-    space = {"learning_rate": found.spec.learning_rates, **options.scale.search[found.spec.command][found.arm]}
-    return {name: values for name, values in space.items() if name not in options.set_for(found)}
+    space = {"learning_rate": MODELS[way.model]["learning_rate"]}
+    space |= way.scale(options.scale)["search"].get(way.arm, {})
+    return {name: values for name, values in space.items() if name not in options.set_for(way)}
 
 
-def train_job(found: Way, seed: int, options: Options) -> Job:
-    folder = options.run_folder(found, seed)
-    given = flags(found, options) | chosen(found, options) | dict(found.overrides)
-    if found.spec.command != "denoise":  # which reports its RMSE on validation rows at these levels
-        # `evaluate` follows. A level makes a run without noise measure sigma before training, as those with noise do.
-        given["eval_gammas"] = "[]" if found.gamma else "[0.0]"
-    given |= {"seed": seed, "output_dir": folder}
-    return Job([found.spec.command, "--config", recipe(found), *words(given)], folder, "train", files(found, options))
-
-
-def evaluate_job(found: Way, seed: int, options: Options) -> Job:
-    """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
-    scale, command, folder = options.scale, found.spec.command, options.run_folder(found, seed)
-    given = {name: value for name, value in flags(found, options).items() if name in same_for_all(command)}
-    levels = scale.gammas[command]
-    trained = (found.gamma, levels[-1]) if found.gamma else levels  # runs without noise stand beside all others
-    given |= {
-        "eval_gammas": scale.eval_gammas[command],
-        "profile_gammas": sorted({0.0, *trained, scale.eval_gammas[command][-1]}),
-        "draws": scale.draws,
-    }
-    return Job(
-        ["evaluate", str(folder), "--config", recipe(found), *words(given)], folder, "evaluate", files(found, options)
-    )
+def study(way: Way, options: Options) -> dict[str, Any]:
+    """The search's trials on validation rows, the best first; empty where none is asked for, or made yet."""
+    path = options.study_folder(way) / "study.json"
+    return json.loads(path.read_text()) if search_space(way, options) and path.is_file() else {}
 
 
 def same_for_all(command: str) -> set[str]:
@@ -254,24 +215,48 @@ def same_for_all(command: str) -> set[str]:
     return {each.name for each in dataclasses.fields(data_arguments)} | {"per_device_eval_batch_size"}
 
 
-def answer_job(found: Way, gamma: float, options: Options) -> Job:
+def tune_job(way: Way, options: Options) -> Job:
+    folder = options.study_folder(way)
+    given = flags(way, options) | {"n_trials": options.n_trials, "output_dir": folder}
+    given["search_space"] = json.dumps(search_space(way, options))
+    return Job(["tune", way.command, "--config", recipe(way), *words(given)], folder, "tune")
+
+
+def train_job(way: Way, seed: int, options: Options) -> Job:
+    """With the settings of the best trial; without these as long as the search is still to be made."""
+    folder, trials = options.run_folder(way, seed), study(way, options).get("trials", [{"settings": {}}])
+    given = flags(way, options) | trials[0]["settings"] | dict(way.changes)
+    if way.command != "denoise":  # which reports its RMSE on validation rows at these levels
+        # `evaluate` follows. A level makes a run without noise measure sigma before training, as those with noise do.
+        given["eval_gammas"] = "[]" if way.gamma else "[0.0]"
+    given |= {"seed": seed, "output_dir": folder}
+    return Job([way.command, "--config", recipe(way), *words(given)], folder, "train")
+
+
+def evaluate_job(way: Way, seed: int, options: Options) -> Job:
+    """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
+    scale, folder = way.scale(options.scale), options.run_folder(way, seed)
+    given = {name: value for name, value in flags(way, options).items() if name in same_for_all(way.command)}
+    levels, last = scale["gammas"], scale["eval_gammas"][-1]
+    trained = (way.gamma, levels[-1]) if way.gamma else levels  # runs without noise stand beside all others
+    given |= {"eval_gammas": scale["eval_gammas"], "profile_gammas": sorted({0.0, *trained, last})}
+    given |= {"draws": scale["draws"], "results_dir": options.results_folder(way, seed).parent}
+    return Job(["evaluate", str(folder), "--config", recipe(way), *words(given)], folder, "evaluate")
+
+
+def answer_job(way: Way, gamma: float, options: Options) -> Job:
     """The answers of the first seed's model."""
-    folder = options.run_folder(found, options.seeds[0])
-    given = {"gamma": gamma, "output": folder / f"answers-{gamma:g}.json", "prompt_format": "alpaca"}
+    folder, kind = options.run_folder(way, options.seeds[0]), f"answers-{gamma:g}"
+    given = {"gamma": gamma, "output": folder / f"{kind}.json", "prompt_format": "alpaca"}
+    given |= way.scale(options.scale).get("answers", {})
     if "alpaca_eval" in options.data:
         given["instructions"] = options.data["alpaca_eval"][0]
-    if options.scale.answers is not None:
-        given |= {"max_samples": options.scale.answers, "max_new_tokens": 128}
-    read = files(found, options, "alpaca_eval")
-    return Job(["generate", str(folder), *words(given)], folder, f"answers-{gamma:g}", read)
+    return Job(["generate", str(folder), *words(given)], folder, kind)
 
 
-def chosen(found: Way, options: Options) -> dict[str, Any]:
-    """The settings of the best trial on validation rows; words that say so where the search is still to be made."""
-    space, path = search_space(found, options), options.study_folder(found) / "study.json"
-    if space and path.is_file():
-        return json.loads(path.read_text())["trials"][0]["settings"]
-    return dict.fromkeys(space, f"BEST_OF:{path}")
+def recipe(way: Way) -> str:
+    path = RECIPES / MODELS[way.model]["recipes"][way.data] / f"{ARMS[way.arm][0]}.yaml"
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def words(given: Mapping[str, Any]) -> list[str]:
@@ -281,8 +266,3 @@ def words(given: Mapping[str, Any]) -> list[str]:
         values = value if isinstance(value, list | tuple) else [value]
         found += [f"--{name}", *(str(each).lower() if isinstance(each, bool) else str(each) for each in values)]
     return found
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    with atomic_write(path) as file:
-        json.dump(values, file, indent=1)

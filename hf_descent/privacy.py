@@ -17,21 +17,19 @@ Which sums of a float and its noise can occur depends on the float (Mironov 2012
 token. So all is in float64, rounded to a grid of 2^-16 deviations and then to the model's dtype. Probabilities are a
 Gaussian's to about 2^-34, unless the deviation is far below the norm, with tails that end at 9.
 
+What it costs, `noise_curve(model, data, gammas, noise=PrivateEmbeddings(model, 1.0, clip_norm, seed=0))` measures.
+
 Source: Balle, Wang (2018), arXiv 1805.06530, as in Google's `dp-accounting` (`pip install hf_descent[privacy]`).
 """
 
 import math
 import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from .evaluation.robustness import noise_curve
-from .evaluation.scoring import Result, format_table
 from .noise.embedding_noise import EmbeddingNoise
 from .noise.lookups import look_up
 from .readout.stack import inner_model
@@ -143,56 +141,6 @@ def median_norm(model: nn.Module) -> float:
     lookup = inner_model(model).get_input_embeddings()  # which may scale what its table holds
     ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
     return torch.cat([rows.float().norm(dim=1) for rows in look_up(lookup, ids)]).quantile(0.5).item()
-
-
-@dataclass
-class PrivacyCurve(Result):
-    """A model's metric against the privacy of its input, at E noise levels."""
-
-    metric: str
-    epsilons: np.ndarray  # [E], decreasing, for `tokens` tokens together
-    gammas: np.ndarray  # [E], the noise levels that give them
-    values: np.ndarray  # [E], the metric, mean over the noise draws
-    radii: np.ndarray  # [E], half-widths of its 95 % intervals
-    clean: float  # the metric without noise and clipping
-    delta: float
-    clip_norm: float
-    tokens: int
-
-    def __str__(self) -> str:
-        rows = [["epsilon", "gamma", self.metric, "+- (95 %)"], ["inf", "0", f"{self.clean:.5g}", ""]]
-        columns = self.epsilons, self.gammas, self.values, self.radii
-        rows += [[f"{value:.4g}" for value in line] for line in zip(*columns)]
-        unit = "each token" if self.tokens == 1 else f"{self.tokens} tokens together"
-        below = f"epsilon at delta {self.delta:g} for {unit}, embeddings clipped to {self.clip_norm:.4g}"
-        return f"{format_table(rows)}\n{below}"
-
-
-def privacy_curve(
-    model: nn.Module,
-    dataset,
-    epsilons: Sequence[float],
-    delta: float = 1e-5,
-    clip_norm: float | None = None,
-    tokens: int = 1,
-    seed: int = 0,
-    sigma: float | None = None,
-    **settings,
-) -> PrivacyCurve:
-    """The metric of `model` with input embeddings clipped and noisy enough for each of `epsilons`, the privacy of
-    `tokens` tokens together. A measurement's `seed` is known: a release must not use it.
-
-    `clip_norm` is [`median_norm`] by default; for all else, and errors, see [`epsilon_of_gamma`] and [`noise_curve`].
-    """
-    epsilons = sorted(set(epsilons), reverse=True)
-    noise = PrivateEmbeddings(model, 1.0, 1.0 if clip_norm is None else clip_norm, seed, sigma)
-    if clip_norm is None:  # only now is it known that there are embeddings
-        noise.clip_norm = clip_norm = median_norm(model)
-    levels = [gamma_of_epsilon(epsilon, delta, clip_norm, noise.sigma, tokens) for epsilon in epsilons]
-    curve = noise_curve(model, dataset, [0.0, *levels], noise=noise, **settings)
-    radii = np.broadcast_to(curve.radius("mean"), curve.mean.shape)[1:]
-    measured = curve.mean[1:], radii, float(curve.mean[0])
-    return PrivacyCurve(curve.metric, epsilons, levels, *measured, delta, clip_norm, tokens)
 
 
 def _check_below(bound: float, **values: float):

@@ -13,14 +13,7 @@ from transformers import DynamicCache, MBartConfig, MBartForSequenceClassificati
 
 from hf_descent import noise_curve
 from hf_descent.evaluation.comparison import Run, check_comparable
-from hf_descent.privacy import (
-    PrivacyCurve,
-    PrivateEmbeddings,
-    epsilon_of_gamma,
-    gamma_of_epsilon,
-    median_norm,
-    privacy_curve,
-)
+from hf_descent.privacy import PrivateEmbeddings, epsilon_of_gamma, gamma_of_epsilon, median_norm
 
 
 def mbart():
@@ -60,10 +53,11 @@ def test_embeddings_are_clipped_then_perturbed():
     table = model.get_input_embeddings().weight
     with torch.no_grad():
         table *= torch.linspace(0.1, 3.0, len(table))[:, None] / table.norm(dim=1, keepdim=True)
-    ids = torch.arange(1, 37).view(4, 9)
-    sent = released(PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0), ids)
-    expected = table[ids] / table[ids].norm(dim=-1, keepdim=True).clamp(min=1.0)
-    torch.testing.assert_close(sent, expected, atol=1e-4, rtol=0)
+        table[38, 3], table[39, 3] = math.nan, math.inf
+    sent = released(PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0), torch.arange(1, 40)[:, None])
+    expected = table[1:38] / table[1:38].norm(dim=-1, keepdim=True).clamp(min=1.0)
+    torch.testing.assert_close(sent[:37, 0], expected, atol=1e-4, rtol=0)
+    assert (sent.norm(dim=-1) <= 1.0001).all()
 
 
 def test_no_attack_on_released_embeddings_beats_the_bound():
@@ -84,9 +78,8 @@ def test_no_attack_on_released_embeddings_beats_the_bound():
     assert delta > 0.03  # the bound is met, and not by far
 
 
-@pytest.mark.parametrize("seed", [None, 0], ids=["secret", "seeded"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_which_floats_are_reached_names_no_token(dtype, seed):
+def test_which_floats_are_reached_names_no_token(dtype):
     """A sum that cancels is a multiple of half the last place of its larger part: what is not, names the other token.
 
     The event E "near zero, and no such multiple" must obey P(E | one) <= e^epsilon P(E | other) + delta.
@@ -94,9 +87,7 @@ def test_which_floats_are_reached_names_no_token(dtype, seed):
     epsilon, delta, clip_norm, model = 1.0, 1e-5, 4.0, bert(num_layers=1)
     with torch.no_grad():
         model.get_input_embeddings().weight[5:7] = torch.tensor([1.0, 2.0**-12])[:, None]  # 16 coordinates: norm 4
-    noise = PrivateEmbeddings(
-        model.to(dtype), gamma_of_epsilon(epsilon, delta, clip_norm, 1.0), clip_norm, seed=seed, sigma=1.0
-    )
+    noise = PrivateEmbeddings(model.to(dtype), gamma_of_epsilon(epsilon, delta, clip_norm, 1.0), clip_norm, sigma=1.0)
     place = torch.finfo(dtype).eps / 2
     shares = []
     for token in (5, 6):
@@ -105,18 +96,6 @@ def test_which_floats_are_reached_names_no_token(dtype, seed):
         shares.append(off_lattice.any(-1).double().mean().item())
     assert shares[1] < math.exp(epsilon) * shares[0] + delta
     assert min(shares) > 0.01  # the event happens: the attack is no idle one
-
-
-@pytest.mark.parametrize("seed", [None, 0], ids=["secret", "seeded"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_no_embedding_is_longer_than_the_norm_in_any_dtype(dtype, seed):
-    """Noise as large as the last place is a dither: the mean of what is sent is what was clipped."""
-    model, clip_norm = bert(num_layers=1), 0.01
-    with torch.no_grad():
-        model.get_input_embeddings().weight *= 10 + torch.arange(40)[:, None] / 7
-    noise = PrivateEmbeddings(model.to(dtype), 1e-3, clip_norm, seed=seed, sigma=0.02)
-    lengths = released(noise, torch.arange(1, 9).expand(4000, 8)).double().mean(0).norm(dim=-1)
-    torch.testing.assert_close(lengths, torch.full_like(lengths, clip_norm), rtol=3e-4, atol=0)
 
 
 def test_no_embedding_is_longer_than_the_norm_to_the_last_bit():
@@ -142,14 +121,6 @@ def test_the_gradient_is_that_of_clipping():
     clipped = rows * (0.05 / rows.norm(dim=-1, keepdim=True).clamp(min=0.05))
     (expected,) = torch.autograd.grad((clipped * weights).sum(), table)
     torch.testing.assert_close(gradient, expected)
-
-
-def test_embeddings_that_are_no_numbers_are_bounded_too():
-    model = bert(num_layers=1)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[5, 3], model.get_input_embeddings().weight[6, 3] = math.nan, math.inf
-    sent = released(PrivateEmbeddings(model, 1e-6, clip_norm=1.0, seed=0, sigma=1.0), torch.tensor([[5, 6, 7]]))
-    assert (sent.norm(dim=-1) <= 1.00001).all()
 
 
 def test_hidden_positions_are_private_too():
@@ -218,25 +189,6 @@ def test_what_an_adapter_adds_to_embeddings_is_clipped_and_perturbed(target):
                 module.register_forward_pre_hook(lambda module, args: sent.append(args[0].norm(dim=-1).max()))
         model(**inputs)
     assert sent[0] < 1.001
-
-
-def test_accuracy_against_epsilon(tmp_path):
-    model, data = bert(), classification_data(40)
-    curve = privacy_curve(model, data, [1.0, 8.0, 100.0], tokens=10, seed=3, sigma=0.1, batch_size=8, draws=2)
-    assert curve.epsilons.tolist() == [100.0, 8.0, 1.0]
-    assert (np.diff(curve.gammas) > 0).all()
-    assert curve.clean == pytest.approx(noise_curve(model, data, [0.0]).mean[0])
-    assert curve.clip_norm == pytest.approx(
-        np.median(model.bert.embeddings.word_embeddings.weight.detach().norm(dim=1))
-    )
-    noise = PrivateEmbeddings(model, 1.0, curve.clip_norm, seed=3, sigma=0.1)
-    by_hand = noise_curve(model, data, curve.gammas, noise=noise, batch_size=8, draws=2)
-    np.testing.assert_array_equal(by_hand.mean, curve.values)
-    np.testing.assert_array_equal(by_hand.radius("mean"), curve.radii)
-    path = str(tmp_path / "privacy.json")
-    curve.to_json(path)
-    assert str(PrivacyCurve.from_json(path)) == str(curve)
-    assert "10 tokens together" in str(curve)
 
 
 def test_noise_is_told_apart_by_what_it_clips_to():

@@ -4,8 +4,8 @@ The task is read off the models' architecture; the data comes from flags, from a
 these do not say, from the records of the models' training. All models see the same batches and, per batch and level,
 the same noise, so that `hf-descent compare` can pair them. Results go into each model's folder: `noise_curve.json` and
 `layer_profile.json` and, of a constrained run, `verdict.json`, both also at noise levels
-(`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation, with `--epsilons`
-`privacy_curve.json`. A results folder elsewhere also gets the model's `descent_config.json`.
+(`..._gamma_<level>.json`); with `--perturbation_rates` a curve named after the perturbation. A results folder
+elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
@@ -29,7 +29,6 @@ from ..evaluation import layer_profiles, noise_curve
 from ..evaluation.perturbations import Typos, salt_and_pepper
 from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
-from ..privacy import privacy_curve
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
 from .arguments import models_of, parse_models, record_of
@@ -53,11 +52,6 @@ class EvaluateArguments:
     perturbation_rates: list[float] | None = HfArg(
         default=None, help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."
     )
-    epsilons: list[float] | None = HfArg(
-        default=None, help="Also measure the metric where the embeddings are noisy enough for these epsilons."
-    )
-    delta: float = HfArg(default=1e-5, help="Delta of that (epsilon, delta) privacy.")
-    private_tokens: int = HfArg(default=1, help="Tokens that an epsilon protects together.")
     confidence: float = HfArg(default=0.95, help="Confidence of the certificates.")
     per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
     results_dir: str | None = HfArg(
@@ -66,7 +60,7 @@ class EvaluateArguments:
 
     def __post_init__(self):
         check_confidence(self.confidence)
-        check_arguments(self, dict.fromkeys(("draws", "private_tokens", "per_device_eval_batch_size"), 1))
+        check_arguments(self, dict.fromkeys(("draws", "per_device_eval_batch_size"), 1))
         check_arguments(self, {"noise_seed": 0, "noise_sigma": SMALLEST, "perturbation_rates": (0, 1)})
         check_arguments(self, dict.fromkeys(("eval_gammas", "profile_gammas"), (0, LARGEST)))
 
@@ -178,10 +172,6 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     shared = task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
 
     results = {}
-    if args.epsilons is not None:  # first, since it refuses the most
-        results["privacy_curve"] = privacy_curve(
-            model, task.rows, args.epsilons, args.delta, tokens=args.private_tokens, draws=args.draws, **shared
-        )
     run = RunFolder(folder)
     run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones
     if os.path.abspath(folder) != os.path.abspath(name):

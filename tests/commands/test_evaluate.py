@@ -22,7 +22,6 @@ from hf_descent.commands import evaluate
 from hf_descent.data.alpaca import completion_labels, format_prompt
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve
 from hf_descent.evaluation.comparison import Run
-from hf_descent.privacy import PrivacyCurve
 from hf_descent.readout.labels import IGNORE_INDEX
 
 
@@ -65,8 +64,7 @@ def workplace(tmp_path_factory):
 
 def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     names = [str(workplace / f"run-{seed}") for seed in (0, 1)]
-    flags = ["--draws", "2", "--perturbation_rates", "0", "0.5", "--epsilons", "50", "--private_tokens", "8"]
-    flags += ["--delta", "1e-4", "--noise_seed", "3", "--confidence", "0.9"]
+    flags = ["--draws", "2", "--perturbation_rates", "0", "0.5", "--noise_seed", "3", "--confidence", "0.9"]
     cli.main(["evaluate", *names, "--config", str(workplace / "recipe.yaml"), *flags])
     printed = capsys.readouterr().out
     curves = [NoiseCurve.from_json(f"{name}/noise_curve.json") for name in names]
@@ -88,8 +86,6 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     typos = NoiseCurve.from_json(f"{names[1]}/typos_curve.json")
     assert typos.losses[0, 0] == pytest.approx(expected.losses[0, 0], rel=1e-5)
     assert typos.losses[1, 0] != typos.losses[0, 0]
-    private = PrivacyCurve.from_json(f"{names[0]}/privacy_curve.json")
-    assert (private.tokens, private.delta) == (8, 1e-4)
     clean = LayerProfile.from_json(f"{names[1]}/layer_profile.json")
     assert clean.losses[-1] == pytest.approx(expected.losses[0, 0], rel=1e-5)
     assert clean.problem["initial_loss_bound"] == 0.7  # as in its training
@@ -151,7 +147,8 @@ def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, t
 def test_an_evaluation_leaves_no_curve_of_another(workplace, tmp_path):
     results = tmp_path / "results" / "run-0"
     flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
-    cli.main(["evaluate", str(workplace / "run-0"), *flags, "--perturbation_rates", "0.5", "--epsilons", "50"])
+    cli.main(["evaluate", str(workplace / "run-0"), *flags, "--perturbation_rates", "0.5"])
+    (results / "privacy_curve.json").write_text("{}")  # of an earlier version
     names = {"noise_curve.json", "typos_curve.json", "privacy_curve.json"}
     assert {file.name for file in results.glob("*_curve.*")} == names
     cli.main(["evaluate", str(workplace / "run-0"), *flags])
@@ -233,7 +230,6 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
     [
         ("confidence", 95.0),
         ("draws", 0),
-        ("private_tokens", 0),
         ("per_device_eval_batch_size", 0),
         ("noise_seed", -1),
         ("noise_sigma", 0.0),

@@ -100,12 +100,8 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """A name for the way of training: objective and noise."""
-        if not self.arguments:
-            return os.path.basename(os.path.normpath(self.folder))
-        name = "neftune" if self.arguments.get("neftune_noise_alpha") else self.arguments["objective"]
-        gamma = self.arguments.get("noise_gamma")
-        return f"{name}+noise {gamma}" if upper_level(gamma) else name
+        """A name for the way of training: its objective, or the folder's where none is recorded."""
+        return self.arguments.get("objective") or os.path.basename(os.path.normpath(self.folder))
 
 
 def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
@@ -174,7 +170,7 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
         differing = [
             f"{name} {value}"
             for name, value in sorted(first.settings.items())
-            if len({str(other.get(name)) for other in settings}) > 1
+            if value is not None and len({str(other.get(name)) for other in settings}) > 1
         ]
         groups[", ".join([first.arm, *differing])] = [first, *others]
     return groups
@@ -255,40 +251,32 @@ class Comparison:
         return max((level for level in levels if level is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: each group's folders, seeds and summaries (mean, deviation over seeds); verdicts; a note."""
+        """Plain values: each group's folders, seeds and summaries (mean, deviation over seeds), and the verdicts."""
         groups = {name: self._summary(runs) for name, runs in self.groups.items()}
         verdicts = [{**vars(found), "verdict": found.verdict, "text": str(found)} for found in self.differences]
-        return {"groups": groups, "differences": verdicts, "note": self.note}
+        return {"groups": groups, "differences": verdicts}
 
     def __str__(self) -> str:
-        rows = [["", "runs", *SUMMARIES.values(), "feasible"]]
+        rows = [["", "runs", *SUMMARIES.values(), "sigma", "feasible"]]
         for name, runs in self.groups.items():
             found = self._summary(runs)
             feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
-            rows.append([name, str(len(runs)), *(_format(*found[each]) for each in SUMMARIES), feasible])
+            rows.append([name, str(len(runs)), *(_format(*found[each]) for each in (*SUMMARIES, "sigma")), feasible])
         levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
-        title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}"
-        return "\n".join([title, format_table(rows), self.note, *map(str, self.differences)])
+        title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}; in units of sigma"
+        return "\n".join([title, format_table(rows), "", *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
         """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem)."""
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
         found = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
-        for name in SUMMARIES:
-            values = np.array([getattr(curve, name) for curve in curves], dtype=float)  # of None: not a number
+        columns = {name: [getattr(curve, name) for curve in curves] for name in SUMMARIES}
+        columns["sigma"] = [curve.settings.get("sigma") for curve in curves]
+        for name, column in columns.items():
+            values = np.array(column, dtype=float)  # of None: not a number
             found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
         feasible = [run.feasible for run in runs if run.feasible is not None]
         return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None}
-
-    @property
-    def note(self) -> str:
-        """That the unit of the noise levels differs between runs; empty where it does not."""
-        sigmas = [run.curve.settings.get("sigma") or 0.0 for runs in self.groups.values() for run in runs]
-        least, greatest = min(filter(None, sigmas), default=0.0), max(sigmas)
-        if greatest <= 1.01 * least:
-            return ""
-        words = f"which is {least:.4g} in some runs and {greatest:.4g} in others"
-        return f"A noise level is in units of sigma, {words}. For one sigma: `evaluate --noise_sigma`."
 
 
 def compare(

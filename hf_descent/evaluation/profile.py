@@ -1,4 +1,4 @@
-"""The layer profile: loss and metric of the shared readout at every layer, and whether each sample descends."""
+"""The layer profile: loss and metric of the shared readout at every layer."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -59,18 +59,6 @@ class LayerProfile(Result):
         """Of the name of its file among those of other noise levels: `layer_profile`, `layer_profile_gamma_0.5`."""
         return f"_gamma_{self.gamma:g}" if self.gamma else ""
 
-    @property
-    def ratios(self) -> np.ndarray:
-        """rho_l(x_n) = f_l(x_n) / f_{l-1}(x_n) for l = 2..L (0 / 0 counts as 1), `[samples, L - 1]`."""
-        before, after = self.sample_losses[:, :-1], self.sample_losses[:, 1:]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(after == before, 1.0, after / before)
-
-    @property
-    def descending_share(self) -> float:
-        """Share of (sample, layer) steps whose loss falls, rho < 1; not a number for a single layer."""
-        return float(np.mean(self.ratios < 1.0)) if self.ratios.size else float("nan")
-
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
         """What each row of the problem asked, and whether it is met; `facts` as for [`certify`]. ValueError without a
         problem."""
@@ -103,8 +91,6 @@ class LayerProfile(Result):
         found = {"largest_rise": largest_rise(torch.from_numpy(self.losses)), "descent_share": self.descent_share}
         for layer, (loss, value) in enumerate(zip(self.losses, self.values), start=1):
             found |= {f"layer_loss_{layer}": loss, f"layer_{self.metric}_{layer}": value}
-        if self.ratios.size:
-            found |= {"ratio_median": np.median(self.ratios), "descending_share": self.descending_share}
         if self.problem is not None:
             verdict = self.certificate()
             found |= {"max_violation": verdict.max_violation, "feasible": verdict.feasible}
@@ -118,8 +104,6 @@ class LayerProfile(Result):
         text, share = format_table(rows), self.descent_share
         if share is not None:
             text += f"\ndescent share {share:.2f}, at f_L = {self.losses[-1]:.5g}"
-        if self.ratios.size:
-            text += f"\n{self.descending_share:.1%} of the steps from layer to layer lower the loss of a sample"
         return text
 
 

@@ -1,4 +1,4 @@
-"""Sums over blocks of the data, the error of figures made of them, and fingerprints of data and weights.
+"""Sums over blocks of the data, the error of figures made of them, and fingerprints of data.
 
 Batch i goes to block i modulo `BLOCKS`, so the memory of the sums does not grow with the data. Any statistic of sums
 (a ratio over tokens, a root, an area under a curve, the difference of two models on the same batches) gets its
@@ -19,8 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from scipy import stats
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 BLOCKS = 32
@@ -94,9 +92,3 @@ def fingerprint_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
-
-
-def weights_fingerprint(model: nn.Module) -> str:
-    """A short text that differs for other weights or buffers; with sharded ones all processes call."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return fingerprint_of_tensors((name, x.full_tensor() if isinstance(x, DTensor) else x) for name, x in named)

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..configs import DescentArguments, levels_of
 from ..constraints.objectives import UNCONSTRAINED
-from ..constraints.problem import as_python, largest_rise
+from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
 from ..losses.constant import ConstantPredictor, chance_of
@@ -33,19 +33,8 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     args, loader = trainer.args, trainer.accelerator.gradient_state
     if args.world_size == 1 or not loader.end_of_dataloader:
         return None
-    if loader.remainder < 0 and not args.dataloader_drop_last:
-        logger.warning_once(
-            "The evaluation data has no length and is split without `dispatch_batches`: rows that are repeated to "
-            "fill its last batch may count twice."
-        )
-    if loader.remainder <= 0:
-        return None
-    if isinstance(trainer.data_collator, DataCollatorWithFlattening):
-        logger.warning_once(
-            "Batches are padding-free: rows that are repeated to fill the last batch of the evaluation data may count "
-            "twice."
-        )
-        return None
+    if loader.remainder <= 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
+        return None  # of data without a length, or in batches without padding, repeats cannot be told
     rows = find_batch_size(inputs)
     return min(max(loader.remainder - args.process_index * rows, 0), rows)
 
@@ -144,9 +133,6 @@ def is_of_training(trainer: Trainer, dataset) -> bool:
 
 def chosen_dataset(known, dataset):
     """The data set that `evaluate(dataset)` would take, of the trainer's own `known`; ValueError where it is none."""
-    numbers = as_python(dataset)
-    if isinstance(numbers[0] if isinstance(numbers, list) and numbers else numbers, int | float):
-        raise ValueError(f"`eval_dataset` is {numbers}; give a data set. Noise levels go by their name, `gammas`.")
     if isinstance(known, dict) and (dataset is None or isinstance(dataset, str)):
         if dataset not in known:
             raise ValueError(f"`eval_dataset` is {dataset!r}; give one of {', '.join(map(repr, known))}.")

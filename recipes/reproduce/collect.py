@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_descent.evaluation import LayerProfile
 from hf_descent.evaluation.comparison import Run, compare, descent_level
 from hf_descent.evaluation.plots import save_comparison
 
@@ -52,7 +53,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
     if len(folders) > 1:  # `--arms` may leave one
         comparison = compare(folders)
         figures = [name for name in save_comparison(comparison, str(folder)) if name.endswith(".png")]
-        verdicts = [str(each) for each in comparison.differences] + [comparison.note] * bool(comparison.note)
+        verdicts = [str(each) for each in comparison.differences]
     level, first = descent_level(runs), next(iter(panel.ways.values()))
     summary, title = SUMMARIES[first.command]
     rows = {}
@@ -67,8 +68,8 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
             "average": [run.curve.auc_over_range for run in runs[row]],
             "feasible": [run.feasible for run in runs[row]],
             "layer_losses": [profile.losses.tolist() for profile in profiles],
-            "descending_share": [profile.descending_share for profile in profiles],
-            "median_ratio": [float(np.median(profile.ratios)) for profile in profiles],
+            "descending_share": [float(np.mean(ratios(profile) < 1)) for profile in profiles],
+            "median_ratio": [float(np.median(ratios(profile))) for profile in profiles],
             "step_seconds": [run.summary.get("step_seconds") for run in runs[row]],
             "published": None if options.scale["needs_paths"] else published(way),
         }
@@ -76,6 +77,13 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         "name": panel.name, "summary": title, "metric": runs[row][0].curve.metric, "profile_gamma": level,
         "rows": rows, "verdicts": verdicts, "figures": figures,
     }  # fmt: skip
+
+
+def ratios(profile: LayerProfile) -> np.ndarray:
+    """f_l(x_n) / f_(l-1)(x_n) of each sample at l = 2..L (0 / 0 counts as 1), `[samples, L - 1]`."""
+    before, after = profile.sample_losses[:, :-1], profile.sample_losses[:, 1:]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(after == before, 1.0, after / before)
 
 
 def published(way: Way) -> float | None:

@@ -1,6 +1,4 @@
 import json
-import logging
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
 from transformers import (
-    DataCollatorWithFlattening,
     GPT2Config,
     GPT2LMHeadModel,
     default_data_collator,
@@ -16,7 +13,6 @@ from transformers import (
 
 from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
-from hf_descent.training.evaluation import rows_counted_once
 
 
 DATA = classification_data()
@@ -102,22 +98,6 @@ def test_hidden_states_do_not_pile_up_as_predictions(tmp_path):
     trainer = DescentTrainer(model, config(tmp_path), train_dataset=DATA)
     trainer.train()
     assert trainer.predict(DATA_TEST).predictions.shape == (32, 3)
-
-
-@pytest.mark.parametrize(
-    ("remainder", "collator", "warned"),
-    [(-1, None, True), (0, None, False), (3, None, False), (3, DataCollatorWithFlattening(), True)],
-)
-def test_rows_of_a_last_batch_that_cannot_be_told_from_repeats_are_said(
-    caplog, monkeypatch, remainder, collator, warned
-):
-    monkeypatch.setattr(logging.getLogger("hf_descent"), "propagate", True)
-    loader = SimpleNamespace(end_of_dataloader=True, remainder=remainder)
-    args = SimpleNamespace(world_size=2, process_index=0, dataloader_drop_last=False)
-    process = SimpleNamespace(args=args, accelerator=SimpleNamespace(gradient_state=loader), data_collator=collator)
-    rows = rows_counted_once(process, {"input_ids": torch.zeros(4, 2)})
-    assert rows == (3 if remainder == 3 and not warned else None)
-    assert ("may count twice" in caplog.text) == warned
 
 
 def test_a_collator_of_one_s_own_gets_the_columns_that_it_needs(tmp_path):

@@ -175,10 +175,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     run = RunFolder(folder)
     run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones
     if os.path.abspath(folder) != os.path.abspath(name):
-        if summary:
-            run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
-        else:
-            (run.path / run.SUMMARY).unlink(missing_ok=True)  # of another model of this name
+        run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
     settings = shared | {"draws": args.draws}
     results["noise_curve"] = noise_curve(model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings)
     if args.perturbation_rates is not None:

@@ -25,7 +25,7 @@ from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
 from ..files import atomic_write
 from ..runs import training_arguments
-from ..training.search import RANGES, check_range, hp_space
+from ..training.search import RANGES, hp_space
 from .arguments import parse_recipe
 
 
@@ -113,7 +113,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         json.dump({"gamma": gamma, "search": "bayes", "trials": trials}, file, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
-        shown = ", ".join(f"{name} {value:.3g}" for name, value in trial["settings"].items())
+        settings = trial["settings"].items()
+        shown = ", ".join(f"{name} {value:{'.3g' if type(value) is float else ''}}" for name, value in settings)
         print(f"{trial['trial']:6d} {trial['value']:10.4g} {trial['clean']:10.4g} {trial['feasible']!s:>9}  {shown}")
     print(f"The last is the best (validation rows, noise level {gamma:g}). Written to {args.output_dir}")
 
@@ -131,10 +132,10 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
             names.append("descent_strength" if args.follows else "descent_alpha")
         return {name: (RANGES | BASELINES)[name] for name in names}
     ranges = json.loads(tune_args.search_space)
-    if not isinstance(ranges, dict) or not ranges:
-        raise ValueError(f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to ranges.")
+    if not isinstance(ranges, dict) or not ranges or not all(isinstance(values, list) for values in ranges.values()):
+        raise ValueError(f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists.")
     for name, values in ranges.items():
-        for value in check_range(name, values):
+        for value in values:
             replace(args, **{name: value})  # raises here what a trial would
     return ranges
 

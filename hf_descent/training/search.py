@@ -4,10 +4,10 @@ The paper tuned alpha, f_0, both learning rates and the resilience (section 4, a
 f_0 is measured, and the share of the descent stands for alpha.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from typing import Any
 
 from ..configs import JSON_ARGUMENTS, DescentArguments
 from ..constraints.objectives import UNCONSTRAINED
@@ -22,40 +22,24 @@ RANGES = {
 }
 
 
-def hp_space(trial, ranges: Mapping[str, Sequence[float]] | None = None) -> dict[str, float]:
+def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, Any]:
     """A search space for `hyperparameter_search(hp_space=hf_descent.hp_space)` by Optuna.
 
     Args:
         trial (`optuna.Trial`): suggests the values.
         ranges (mapping, *optional*): setting -> (least, greatest) on a logarithmic scale, of whole numbers where both
-            are `int`, or more than two values, of which one is taken. `RANGES` where not given.
-
-    Raises:
-        ValueError: a range of fewer than two values, of two in descending order, or with one that is no positive
-            number.
+            are `int`; or other values, of which one is taken. `RANGES` where not given.
     """
     space = {}
     for name, values in (RANGES if ranges is None else ranges).items():
-        values = check_range(name, values)
-        if len(values) > 2:
+        values = as_python(values)
+        kinds = {type(value) for value in values}
+        if len(values) != 2 or not kinds <= {int, float}:
             space[name] = trial.suggest_categorical(name, values)
         else:
-            suggest = trial.suggest_int if all(isinstance(value, int) for value in values) else trial.suggest_float
+            suggest = trial.suggest_int if kinds == {int} else trial.suggest_float
             space[name] = suggest(name, *values, log=True)
     return space
-
-
-def check_range(name: str, values: Sequence[float]) -> list[float]:
-    """The values of a range in Python's own numbers; ValueError where it cannot be searched."""
-    found = as_python(values)
-    positive = isinstance(found, list) and all(
-        isinstance(value, int | float) and 0 < value < math.inf for value in found
-    )
-    if not positive or len(set(found)) < 2 or (len(found) == 2 and found[0] > found[1]):
-        raise ValueError(
-            f"The range of `{name}` is {values}; give two positive numbers, the least first, or more to choose from."
-        )
-    return found
 
 
 def default_objective(objective: str, eval_dataset, direction: str | None) -> tuple[Callable[..., float], str]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,9 +40,9 @@ def test_values_lie_in_their_ranges():
     name = "gradient_accumulation_steps"
     steps = [hp_space(study.ask(), {name: np.array([1, 3])})[name] for _ in range(9)]
     assert {type(value) for value in steps} == {int} and set(steps) <= {1, 2, 3}
-    for values in ([0.0, 0.2], ["adam", "sgd"], "adam", 3):
-        with pytest.raises(ValueError, match=f"The range of `resilience` is {re.escape(str(values))}; give two pos"):
-            hp_space(study.ask(), {"resilience": values})
+    assert hp_space(study.ask(), {"optim": ["adamw_torch", "sgd"]})["optim"] in ("adamw_torch", "sgd")
+    with pytest.raises(ValueError, match="low > 0"):
+        hp_space(study.ask(), {"resilience": [0.0, 0.2]})
 
 
 def test_trainers_search_takes_space_and_objective(tmp_path):
@@ -216,12 +215,9 @@ def test_spaces_suit_the_objective(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        *((text, "give a JSON mapping") for text in ("[1]", "{}")),
-        ('{"lr": [1e-4, 1e-3]}', "unexpected keyword argument 'lr'"),
+        *((text, "give a JSON mapping") for text in ("[1]", "{}", '{"learning_rate": 3}')),
         ("fast", "Expecting value"),
-        ('{"learning_rate": 3}', "The range of `learning_rate` is 3"),
-        ('{"learning_rate": [1e-4]}', "The range of `learning_rate` is"),
-        ('{"learning_rate": [1e-3, 1e-4]}', "the least first"),
+        ('{"lr": [1e-4, 1e-3]}', "unexpected keyword argument 'lr'"),
         ('{"descent_alpha": [0.1, 2]}', "`descent_alpha` is 2"),
     ],
 )

@@ -20,7 +20,7 @@ COMMON = (
 # Given one of these, a command takes none of the others from a record: together they say which rows are measured.
 SOURCES = (
     "dataset_name", "dataset_config_name", "train_split", "validation_split", "test_split", "train_file",
-    "validation_file", "test_file", "data_layout", "data_dir", "train_files", "test_files",
+    "validation_file", "test_file", "train_files", "test_files",
 )  # fmt: skip
 HELP = {"-h", "--help", "--help_all"}
 

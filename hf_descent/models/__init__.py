@@ -8,18 +8,6 @@ from .ut import UTConfig, UTForSequenceClassification, UTForVideoDenoising
 from .vit_denoiser import ViTDenoiserConfig, ViTForDenoising
 
 
-__all__ = [
-    "DustConfig",
-    "DustForVideoDenoising",
-    "LinearReadoutConfig",
-    "LinearReadoutForSequenceClassification",
-    "UTConfig",
-    "UTForSequenceClassification",
-    "UTForVideoDenoising",
-    "ViTDenoiserConfig",
-    "ViTForDenoising",
-]
-
 for config_class in (DustConfig, LinearReadoutConfig, UTConfig, ViTDenoiserConfig):
     AutoConfig.register(config_class.model_type, config_class)
 for model_class in (LinearReadoutForSequenceClassification, UTForSequenceClassification):

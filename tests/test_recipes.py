@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -15,6 +14,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file
+from smoke import ROOT, results_of, smoke_command
 from tiny import bert, llama
 from tiny_files import save_tiny_model, write_rows
 from transformers import (
@@ -27,7 +27,6 @@ from hf_descent import cli
 from hf_descent.commands.launch import launch_arguments
 
 
-ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 ACCELERATE_CONFIGS = sorted((RECIPES / "accelerate_configs").glob("*.yaml"))
 JUDGES = (RECIPES / "alpaca-eval").rglob("*.yaml")  # configurations of another package
@@ -144,14 +143,6 @@ def test_the_arms_differ_only_where_it_matters():
         assert erm["noise_gamma"] == 0 < noise["noise_gamma"] == descent["noise_gamma"], folder
 
 
-def test_published_numbers():
-    bounds = {
-        task: yaml.safe_load((RECIPES / f"{task}-distilbert/descent.yaml").read_text()) for task in ("imdb", "mnli")
-    }
-    assert bounds["imdb"]["initial_loss_bound"] == 1.07
-    assert bounds["mnli"]["initial_loss_bound"] == 1.99
-
-
 @pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=relative)
 def test_accelerate_configs_load(path):
     config = load_config_from_file(str(path))
@@ -183,18 +174,13 @@ def smoke(workplace, tmp_path):
     """Runs the README's command of a smoke recipe, on the tiny model and rows, and gives its output folder."""
 
     def run(name, *flags, kind="distilbert"):
-        line = next(line for line in COMMANDS if line.startswith("hf-descent") and f"smoke/{name}.yaml" in line)
-        argv = without_launcher(line)
+        argv = smoke_command(f"{name}.yaml")
         rows = workplace / argv[argv.index("--train_file") + 1]
         argv += ["--model_name_or_path", str(workplace / kind), "--train_file", str(rows)]
         cli.main([*argv, "--output_dir", str(tmp_path / "out"), *flags])
         return tmp_path / "out"
 
     return run
-
-
-def results_of(folder, name="all_results"):
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "roberta"])

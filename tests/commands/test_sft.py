@@ -1,18 +1,13 @@
 """The `sft` command through the smoke recipes, as their README gives them."""
 
 import json
-import os
-import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import datasets
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from smoke import ROOT, SMOKE, results_of, smoke_command
 from tiny import tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -21,9 +16,6 @@ from hf_descent import cli
 from hf_descent.data.alpaca import format_prompt
 
 
-ROOT = Path(__file__).parents[2]
-SMOKE = ROOT / "recipes/smoke"
-COMMANDS = re.findall(r"^.* sft --config .*$", (SMOKE / "README.md").read_text(), re.MULTILINE)
 ROWS = [{"instruction": f"Add {i}.", "input": "to 1" if i % 2 else "", "output": str(i + 1)} for i in range(32)]
 
 
@@ -51,17 +43,12 @@ def sft(workplace, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
 
     def run(arm, *flags, model="plain"):
-        (line,) = (line for line in COMMANDS if line.startswith(f"hf-descent sft --config recipes/smoke/alpaca/{arm}"))
-        words = [*shlex.split(line)[1:], "--model_name_or_path", str(workplace / model)]
+        words = [*smoke_command(f"alpaca/{arm}.yaml"), "--model_name_or_path", str(workplace / model)]
         words += ["--train_file", str(workplace / "train.json"), "--output_dir", str(tmp_path / "out")]
         cli.main([*words, "--max_length", "320", "--report_to", "none", "--disable_tqdm", "true", *flags])
         return tmp_path / "out"
 
     return run
-
-
-def results_of(folder, name="all_results"):
-    return json.loads((folder / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("arm", ["erm", "noise", "descent"])
@@ -129,31 +116,6 @@ def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsy
     assert "[no label] '<user>Add" in printed
 
 
-def test_an_interrupted_run_ends_like_a_straight_one(sft):
-    folder = sft("descent")
-    straight = load_file(folder / "model.safetensors")
-    with pytest.raises(ValueError, match="is not empty"):
-        sft("descent")
-    (folder / "checkpoint-16").rename(folder / "gone")
-    (folder / "model.safetensors").unlink()
-    sft("descent", "--resume_from_checkpoint", "true")
-    resumed = load_file(folder / "model.safetensors")
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-
-
 def test_a_model_must_be_named(sft):
     with pytest.raises(ValueError, match="`model_name_or_path` is not given"):
         cli.main(["sft", "--output_dir", "unused", "--use_cpu", "--bf16", "false"])
-
-
-@pytest.mark.slow
-def test_two_processes_on_a_cpu(workplace, tmp_path):
-    (line,) = (line for line in COMMANDS if line.startswith("accelerate"))
-    words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *shlex.split(line)[1:]]
-    words += ["--model_name_or_path", str(workplace / "plain"), "--train_file", str(workplace / "train.json")]
-    words += ["--max_length", "320", "--report_to", "none", "--per_device_eval_batch_size", "4"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    subprocess.run([*words, "--output_dir", str(tmp_path / "out")], check=True, env=environment, cwd=ROOT, timeout=300)
-    results, curve = results_of(tmp_path / "out"), results_of(tmp_path / "out", "noise_curve")
-    assert results["eval_layer_loss_3"] == pytest.approx(results["eval_loss"], rel=1e-4)
-    assert curve["losses"][0][0] == pytest.approx(results["eval_loss"], rel=1e-4)

@@ -5,13 +5,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tiny import bert
 
 from hf_descent import cli
-from hf_descent.configs import DescentConfig
 
 
 @dataclass
@@ -87,34 +85,6 @@ def test_wrong_types_and_missing_arguments_end_with_usage(recipe, capsys):
             parse(*argv)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("yaml_text", "flags", "expected"),
-    [
-        ("descent_alpha: 0.2", ["--descent_alpha", "0.2"], 0.2),
-        ("descent_alpha: [0.1, 0.2]", ["--descent_alpha", "[0.1, 0.2]"], [0.1, 0.2]),
-        ("descent_alpha: auto", ["--descent_alpha", "auto"], "auto"),
-    ],
-)
-def test_numbers_lists_and_auto_read_alike_in_recipes_and_flags(recipe, tmp_path, yaml_text, flags, expected):
-    common = ["--output_dir", str(tmp_path)]
-    (by_file,) = cli.parse_recipe((DescentConfig,), ["--config", recipe(yaml_text), *common])
-    (by_flag,) = cli.parse_recipe((DescentConfig,), [*flags, *common])
-    assert by_file.descent_alpha == by_flag.descent_alpha == expected
-
-
-def test_main_calls_the_command_with_its_arguments(monkeypatch):
-    calls = []
-    job = SimpleNamespace(argument_types=(Arguments,), run=lambda *arguments: calls.append(arguments))
-    tool = SimpleNamespace(
-        add_arguments=lambda parser: parser.add_argument("--seed", type=int), run=lambda args: calls.append(args.seed)
-    )
-    modules = {"hf_descent.commands.classify": job, "hf_descent.commands.demo": tool}
-    monkeypatch.setattr(cli, "importlib", SimpleNamespace(import_module=modules.__getitem__))
-    cli.main(["classify", "--name", "a", "--steps", "4"])
-    cli.main(["demo", "--seed", "3"])
-    assert calls == [(Arguments("a", steps=4),), 3]
 
 
 def test_unknown_command_and_help(capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny import bert, llama
+from tiny import bert, llama, word_tokenizer
 from tiny_files import WORDS, save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -144,29 +144,13 @@ def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, t
     assert Run.load(str(tmp_path / "results" / "run-1")).arm == "run-1"
 
 
-def test_an_evaluation_leaves_no_curve_of_another(workplace, tmp_path):
-    results = tmp_path / "results" / "run-0"
-    flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
-    cli.main(["evaluate", str(workplace / "run-0"), *flags, "--perturbation_rates", "0.5"])
-    (results / "privacy_curve.json").write_text("{}")  # of an earlier version
-    names = {"noise_curve.json", "typos_curve.json", "privacy_curve.json"}
-    assert {file.name for file in results.glob("*_curve.*")} == names
-    cli.main(["evaluate", str(workplace / "run-0"), *flags])
-    assert {file.name for file in results.glob("*_curve.*")} == {"noise_curve.json"}
-    with pytest.raises(ValueError, match="no typos_curve.json"):
-        Run.load(str(results), "typos_curve")
-
-
 def test_completions_of_a_language_model(tmp_path):
-    tokenizer = Tokenizer(
-        models.WordLevel({"[UNK]": 0, "</s>": 1, **{w: i + 2 for i, w in enumerate(WORDS)}}, "[UNK]")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="</s>")
+    tokenizer = word_tokenizer()
+    tokenizer.eos_token = "w0"
     tokenizer.save_pretrained(tmp_path / "model")
     model = llama().eval()
     model.save_pretrained(tmp_path / "model")
-    rows = [{"instruction": f"the {word}", "input": "", "output": f"a {word} film"} for word in WORDS]
+    rows = [{"instruction": f"w7 w{i}", "input": "", "output": f"w8 w{i} w9"} for i in range(1, 11)]
     (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--train_file", str(tmp_path / "rows.json"), "--test_file", str(tmp_path / "rows.json")]
     flags += ["--eval_gammas", "0", "1", "--results_dir", str(tmp_path / "results")]
@@ -179,7 +163,7 @@ def test_completions_of_a_language_model(tmp_path):
     right = count = 0
     for row in rows:
         prompt = format_prompt(row["instruction"])
-        ids = tokenizer(prompt)["input_ids"] + tokenizer(f"{row['output']}</s>")["input_ids"]
+        ids = tokenizer(prompt)["input_ids"] + tokenizer(f"{row['output']} w0")["input_ids"]
         ids, start = ids[:64], len(tokenizer(prompt)["input_ids"])
         with torch.no_grad():
             predicted = model(torch.tensor([ids])).logits[0].argmax(-1)[start - 1 : -1]
@@ -188,8 +172,6 @@ def test_completions_of_a_language_model(tmp_path):
     assert curve.metric == "accuracy"
     assert curve.blocks[:, 0, 0, 1].sum() == count
     assert curve.values[0, 0] == pytest.approx(right / count)
-    with pytest.raises(ValueError, match="no typing errors for completions"):
-        cli.main(["evaluate", str(tmp_path / "model"), *flags, "--perturbation_rates", "0.1"])
 
 
 def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):

@@ -273,14 +273,6 @@ def test_refusals_name_the_remedy(tmp_path, given, message):
         make(SFTDescentTrainer, tmp_path, **given | rows)
 
 
-def test_noise_leaves_trained_prompts_clean(tmp_path):
-    trainer = make(SFTDescentTrainer, tmp_path, noise_gamma=1.0, **SETTINGS["prompt tuning"], **CONSTRAINED)
-    seen, layers = [], trainer.model.get_base_model().model
-    layers.register_forward_pre_hook(lambda _, __, given: seen.append(given["inputs_embeds"]), with_kwargs=True)
-    trainer.train()
-    assert seen and all((embeds[:, :3] == embeds[:1, :3]).all() for embeds in seen)  # noise would differ by row
-
-
 def test_rotations_go_on_beyond_the_positions_of_pretraining(tmp_path):
     data = {"data": lambda *_: Dataset.from_list([{"text": "ab" * 100}] * 8), "max_steps": 2}
     ours = trained(SFTDescentTrainer, tmp_path, **data, objective="erm")

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,11 +244,13 @@ def test_the_progress_bar_leaves_single_layers_out_and_ones_own_stays(tmp_path, 
     class Own(ProgressCallback):
         pass
 
-    trainer = DescentTrainer(bert(), config(tmp_path, disable_tqdm=False), train_dataset=DATA)
+    args = config(tmp_path, disable_tqdm=False, exit_targets={1: 0.1}, loss_targets={2: 0.5})
+    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     assert not {ProgressCallback, PrinterCallback} & {*kinds(trainer)}
     trainer.train()
+    assert "violation_bound_2" in trainer.state.log_history[0]
     printed = "".join(capsys.readouterr())
-    assert "max_violation" in printed and "layer_loss_1" not in printed
+    assert "max_violation" in printed and not re.search("layer_loss_1|exit_1|bound_2", printed)
     own = kinds(DescentTrainer(bert(), config(tmp_path, disable_tqdm=False), callbacks=[Own]))
     assert own.count(Own) == 1 and ProgressCallback not in own
     args = config(tmp_path, objective="erm", disable_tqdm=False)

@@ -25,15 +25,6 @@ def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(
     assert model.config.num_hidden_layers == 3
 
 
-def test_speeds_are_tokens_per_second_of_the_turns(monkeypatch):
-    """Of the draft and the whole model together, and of the whole one."""
-    monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *args: np.array([4.0, 2.0]))
-    model = spread(llama(num_layers=2))
-    model.generation_config.eos_token_id = None
-    profile = speculation_profile(model, [torch.tensor([[3, 4, 5]])] * 2, max_new_tokens=12, repeats=1)
-    assert (profile.tokens_per_second.tolist(), profile.greedy_tokens_per_second) == ([12.0], 6.0)
-
-
 def test_the_four_exits_whose_drafts_should_pay_most_are_timed():
     model = spread(llama(num_layers=8))
     model.generation_config.eos_token_id = None

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from matplotlib.colors import to_rgb
 from runs import GAMMAS, make_run
 
 from hf_descent.evaluation import plots
@@ -60,13 +59,6 @@ def test_the_loss_that_each_row_asks_for_is_drawn_and_the_interval_of_a_single_r
     np.testing.assert_allclose(asked.get_ydata(), bounds, rtol=1e-6)
     _, ends = bars(axes, 0)
     np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.radius("losses"))
-
-
-def test_styles_differ_in_grey():
-    assert all(len(set(to_rgb(style["color"]))) == 1 for style in plots.STYLES)
-    assert len(plots.STYLES) >= 8  # the paper's two arms and the baselines
-    lines = {(style["color"], style["linestyle"]) for style in plots.STYLES}
-    assert len(lines) == len({style["marker"] for style in plots.STYLES}) == len(plots.STYLES)
 
 
 def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):

@@ -1,5 +1,4 @@
 import math
-import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,16 +6,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import T5, ByPlace, build
-from peft import MultitaskPromptTuningConfig, get_peft_model
+from architectures import ByPlace
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import (
     BertConfig,
     BertForQuestionAnswering,
     BertForTokenClassification,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
     XLNetConfig,
@@ -80,49 +77,6 @@ def test_the_scale_of_a_loss_of_ones_own_does_not_tell_which_tokens_are_predicte
     assert found.values[-1] == pytest.approx(expected.item())
     np.testing.assert_array_equal(found.values, own.values)
     np.testing.assert_allclose(found.losses, scale * own.losses, rtol=1e-5)
-
-
-class Silent(LlamaForCausalLM):
-    """Takes labels, and makes no loss of them."""
-
-    def forward(self, input_ids, labels=None, **kwargs):
-        return super().forward(input_ids, **kwargs)
-
-
-@pytest.mark.parametrize("given", ["readout", "no loss"])
-def test_a_loss_in_the_place_of_the_models_tells_which_tokens_are_predicted(given):
-    def unshifted(outputs, labels, num_items_in_batch):
-        assert labels.ne(-100).any()  # as of one that cannot do without
-        losses = F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
-        return losses / num_items_in_batch
-
-    model, data = spread(llama()), language_data(8)
-    batch = default_data_collator(data)
-    with torch.no_grad():
-        logits = model(batch["input_ids"]).logits
-    hits = (logits.argmax(-1) == batch["labels"]).sum() / (batch["labels"] != -100).sum()
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).item()
-    if given == "no loss":
-        silent = Silent(model.config)
-        silent.load_state_dict(model.state_dict())
-        found = layer_profile(silent, data, layer_loss_fn=unshifted)
-    else:
-        found = layer_profile(
-            model, data, layer_loss_fn=unshifted, readout=lambda _, x, inputs: model.lm_head(model.model.norm(x))
-        )
-    assert found.values[-1] == pytest.approx(hits.item())
-    assert found.losses[-1] == pytest.approx(loss, rel=1e-5)
-
-
-def test_prompts_in_a_decoder_are_left_out():
-    model = build("T5ForConditionalGeneration", T5)
-    prompts = MultitaskPromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3, num_tasks=2)
-    rows = [
-        {"input_ids": row["input_ids"], "labels": row["input_ids"], "task_ids": 0}
-        for row in language_data(8, ragged=False)
-    ]
-    found = layer_profile(get_peft_model(model, prompts).eval(), rows, remove_unused_columns=False)
-    np.testing.assert_allclose(found.sample_losses.mean(0), found.losses, rtol=1e-5)
 
 
 def test_clean_level_equals_a_naive_loop_and_stock_evaluation(tmp_path):
@@ -260,20 +214,6 @@ def test_metrics_are_named_after_their_function_or_class():
 
 
 @pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
-def test_a_stream_with_a_length_is_scored_as_its_rows(evaluate):
-    class Rows(IterableDataset):
-        def __iter__(self):
-            return iter(rows)
-
-        def __len__(self):
-            return len(rows)
-
-    rows = classification_data(10)
-    found, expected = (evaluate(bert(), data, batch_size=4) for data in (Rows(), rows))
-    np.testing.assert_array_equal(found.losses, expected.losses)
-
-
-@pytest.mark.parametrize("evaluate", [partial(noise_curve, gammas=[0.0]), layer_profile])
 def test_bad_data_and_settings_are_refused(evaluate):
     data = classification_data(8)
     unlabelled = [{name: value for name, value in row.items() if name != "labels"} for row in data]
@@ -288,32 +228,6 @@ def test_bad_data_and_settings_are_refused(evaluate):
             evaluate(bert(), rows, **settings)
     with pytest.raises(ValueError, match="'accuracy'"):
         evaluate(bert(num_labels=1), [{**row, "labels": 0.5} for row in data])
-
-
-def test_data_is_collated_once_for_all_levels():
-    collated = []
-
-    def collate(rows):
-        collated.append(len(rows))
-        return default_data_collator(rows)
-
-    noise_curve(bert(), classification_data(20), [0.0, 0.5, 1.0], draws=3, batch_size=8, data_collator=collate)
-    assert collated == [8, 8, 4]
-
-
-@pytest.mark.parametrize("evaluate", [lambda *a, **k: noise_curve(*a, [0.0, 1.0], **k), layer_profile])
-def test_batches_are_dropped_once_scored(evaluate):
-    batches, alive = [], []
-
-    def collate(rows):
-        alive.append(sum(batch() is not None for batch in batches))
-        batch = default_data_collator(rows)
-        batches.append(weakref.ref(batch["input_ids"]))
-        return batch
-
-    evaluate(bert(), classification_data(40), batch_size=4, data_collator=collate)
-    assert len(alive) == 10
-    assert max(alive) <= 1
 
 
 def test_columns_that_the_model_does_not_take_are_dropped():

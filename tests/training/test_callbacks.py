@@ -1,5 +1,4 @@
 import logging
-import re
 
 import pytest
 from tiny import bert, classification_data, config
@@ -16,16 +15,6 @@ DATA = classification_data(32)
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(DATA)
-
-
-def test_the_progress_bar_leaves_the_numbers_of_single_rows_out(tmp_path, capsys):
-    targets = {"exit_targets": {1: 0.1}, "loss_targets": {2: 0.5}}
-    args = config(tmp_path, max_steps=1, disable_tqdm=False, **targets)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
-    trainer.train()
-    shown = capsys.readouterr()
-    assert "violation_bound_2" in trainer.state.log_history[0] and "max_violation" in shown.out + shown.err
-    assert not re.search("exit_1|bound_2", shown.out + shown.err)
 
 
 @pytest.mark.parametrize("data", [DATA, Stream()], ids=["sized", "stream"])

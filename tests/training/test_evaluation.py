@@ -203,13 +203,6 @@ def multiplied(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(logits @ torch.eye(3, dtype=logits.dtype), labels)  # a product that autocast would round
 
 
-def test_an_evaluation_in_inference_mode_leaves_the_next_one_alone(tmp_path):
-    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST)
-    with torch.inference_mode():
-        first = trainer.evaluate()["eval_layer_loss_1"]
-    assert trainer.evaluate()["eval_layer_loss_1"] == pytest.approx(first, rel=1e-6)
-
-
 @pytest.mark.parametrize("loss", [None, multiplied])
 def test_mixed_precision_holds_for_layers_and_levels_before_the_first_evaluation_too(tmp_path, loss):
     """That of the model alone: losses and metrics are computed as `evaluate` does, on its float32 logits."""

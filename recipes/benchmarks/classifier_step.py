@@ -1,97 +1,97 @@
-"""Time of a training step of each objective, layers read by replay, against the stock Trainer's, on one classifier.
+"""Time of a training step of each objective, layers read by replay, on a classifier or a video denoiser.
 
     python recipes/benchmarks/classifier_step.py [--arms descent] [--layers 12 --hidden 384 --batch 16 --length 128]
+    python recipes/benchmarks/classifier_step.py --model ut --layers 7 --batch 64 --arms erm+noise descent+noise
 
-All arms take turns in one process, a few steps each, so that a noisy machine slows all of them; the figure is the
-ratio of the median step times. Random weights: the cost does not depend on them.
+All arms take turns, a few steps each, so that a noisy machine slows all of them; the figure is the ratio to the first
+arm in the same round (without noise, the stock Trainer). Random weights and data: the cost does not depend on them.
+The start is the very first step beyond the others, in steps: the search for the readout, and what any first step has.
 """
 
-import argparse
 import statistics
 import tempfile
-import time
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from harness import Clock, parser, report, take_turns
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising
 
 
-NOISE = {"noise_gamma": 1.0, "noise_sigma": 0.02}
+NOISE = {
+    "bert": {"noise_gamma": 1.0, "noise_sigma": 0.02},
+    "ut": {"noise_gamma": 0.15},
+    "dust": {"noise_gamma": 0.15},
+}
+OBJECTIVES = ("erm", "descent", "deep_supervision", "hinge", "quadratic", "fixed")
 ARMS = {
-    "erm": {"objective": "erm"},
-    "descent": {"objective": "descent"},
+    "stock Trainer": None,
+    **{name: {"objective": name} for name in ("erm", "descent")},
     "descent, compiled": {"objective": "descent", "torch_compile": True},
-    "erm+noise": {"objective": "erm", **NOISE},
     "neftune": {"objective": "erm", "neftune_noise_alpha": 5.0},
-    "deep_supervision+noise": {"objective": "deep_supervision", **NOISE},
-    "hinge+noise": {"objective": "hinge", **NOISE},
-    "quadratic+noise": {"objective": "quadratic", **NOISE},
-    "fixed+noise": {"objective": "fixed", **NOISE},
-    "descent+noise": {"objective": "descent", **NOISE},
+    **{f"{name}+noise": {"objective": name} for name in OBJECTIVES},
 }
 
 
-class Clock(TrainerCallback):
-    """Seconds from the start of a step to its end, the optimizer's and the dual step included."""
-
-    def __init__(self):
-        self.seconds = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self.start)
+def model_and_data(options):
+    """A new model, and rows for a run's steps."""
+    count = options.batch * options.steps
+    if options.model != "bert":
+        classes = {"ut": (UTForVideoDenoising, UTConfig), "dust": (DustForVideoDenoising, DustConfig)}
+        model_class, config_class = classes[options.model]
+        clips = torch.rand(count, 10, 256)  # [clips, frames, pixels]
+        return model_class(config_class(num_hidden_layers=options.layers)), [
+            {"pixel_values": clip, "labels": clip} for clip in clips
+        ]
+    config = BertConfig(
+        vocab_size=1000, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
+        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 32,
+    )  # fmt: skip
+    mask = torch.ones(options.length, dtype=torch.long)
+    ids = torch.randint(5, 1000, (count, options.length))
+    rows = [{"input_ids": row, "attention_mask": mask, "labels": index % 2} for index, row in enumerate(ids)]
+    return BertForSequenceClassification(config), rows
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    sizes = {"layers": 12, "hidden": 384, "batch": 16, "length": 128, "steps": 4, "rounds": 5, "threads": 2}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
-    options = parser.parse_args()
+    command = parser(__doc__, layers=12, hidden=384, batch=16, length=128, steps=4)
+    command.add_argument("--model", choices=NOISE, default="bert")
+    command.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    options = command.parse_args()
     torch.set_num_threads(options.threads)
-
-    data = [
-        {
-            "input_ids": torch.randint(5, 1000, (options.length,)),
-            "attention_mask": torch.ones(options.length, dtype=torch.long),
-            "labels": index % 2,
-        }
-        for index in range(options.batch * options.steps)
-    ]
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no", "use_cpu": True,
-        "log_level": "error",
+        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
+        "use_cpu": not torch.cuda.is_available(), "log_level": "error", "learning_rate": 1e-5,
     }  # fmt: skip
     problem = {
         "descent_alpha": 0.05, "initial_loss_bound": 0.7, "dual_warmup_steps": 0, "negative_weights": "keep",
         "fixed_multipliers": [1.0] * options.layers,
     }  # fmt: skip
-    arms = {"stock Trainer": (Trainer, TrainingArguments(**settings))}
-    for name in options.arms:
-        arms[name] = DescentTrainer, DescentConfig(**settings, **problem, **ARMS[name])
-    model_config = BertConfig(
-        vocab_size=1000, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
-        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 32,
-    )  # fmt: skip
-    trainers, clocks = {}, {name: Clock() for name in arms}
-    for name, (trainer_class, args) in arms.items():
-        model = BertForSequenceClassification(model_config)
-        trainers[name] = trainer_class(model, args, train_dataset=data, callbacks=[clocks[name]])
-        trainers[name].train()
-        clocks[name].seconds.clear()
-    for _ in range(options.rounds):
-        for name, trainer in trainers.items():
+    names = options.arms if all("noise" in name for name in options.arms) else ["stock Trainer", *options.arms]
+    arms, starts = {}, {}
+    for name in dict.fromkeys(names):
+        torch.manual_seed(0)
+        (model, data), clock = model_and_data(options), Clock()
+        if ARMS[name] is None:
+            trainer = Trainer(model, TrainingArguments(**settings), train_dataset=data, callbacks=[clock])
+        else:
+            noise = NOISE[options.model] if "noise" in name else {}
+            args = DescentConfig(**settings, **problem, **ARMS[name], **noise)
+            trainer = DescentTrainer(model, args, train_dataset=data, callbacks=[clock])
+
+        def step(name=name, trainer=trainer, clock=clock):
             trainer.train()
-            del clocks[name].seconds[-options.steps]  # the first step of a run, which also looks for the readout
-    stock = statistics.median(clocks["stock Trainer"].seconds)
-    for name, clock in clocks.items():
-        low, middle, high = statistics.quantiles(clock.seconds, n=4)
-        print(f"{name:24} {middle:.3f} s a step (quartiles {low:.3f} to {high:.3f}), ratio {middle / stock:.3f}")
+            first, *others = [wall for wall, _ in clock.steps[-options.steps :]]
+            starts.setdefault(name, first / statistics.median(others) - 1)
+            return statistics.median(others)
+
+        arms[name] = step
+    seconds = take_turns(arms, options.rounds)
+    for name, steps in starts.items():
+        print(f"{name:28} starts in {steps:.1f} steps")
+    report(seconds, next(iter(arms)), options.output, options=vars(options), starts=starts)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@
 
 All figures come from one run. Every arm trains the same model, of random weights where none is given, in a process of
 its own, so that its peak memory is its own; the arms take turns round by round, so that a noisy machine slows all of
-them. A figure is the median over all timed steps, from the trainer's `on_step_begin` to its `on_step_end`: forward,
-backward, optimizer and dual step. Processor time of the same steps stands below wall time: a busy machine disturbs it
-less (with `--threads 1` least). The floor is the count of operations in matrix products divided by the rate of the
-largest one, measured in the same rounds.
+them. A figure is the median over all timed steps: forward, backward, optimizer and dual step. Processor time of the
+same steps stands below wall time: a busy machine disturbs it less (with `--threads 1` least). The floor is the count
+of operations in matrix products divided by the rate of the largest one, measured in the same rounds. The start is the
+first step beyond the others, in steps.
 """
 
 import argparse
@@ -22,11 +22,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 
 import torch
 import torch.nn.functional as F
 import transformers
+from datasets import Dataset, load_dataset
+from harness import Clock, parser, quartiles, write
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -47,76 +48,52 @@ CHUNK = 32768  # classes at once in TRL's chunked loss, as TRL has it
 DESCENT = {"descent_alpha": 0.05, "initial_loss_bound": 10.0, "dual_warmup_steps": 0, "negative_weights": "keep"}
 
 
-class Clock(transformers.TrainerCallback):
-    """Wall and processor seconds of each step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter(), time.process_time()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.steps.append((time.perf_counter() - self.start[0], time.process_time() - self.start[1]))
-
-
-def parts(model):
-    """The layers, and the loss of a hidden state."""
+def by_head(model, hidden, labels):
+    """The loss of a layer as the model's own of the last one, with all logits."""
     if hasattr(model, "bert"):
-        return model.bert.encoder.layer, lambda hidden, labels: F.cross_entropy(
-            model.classifier(model.dropout(model.bert.pooler(hidden))), labels
-        )
-    return model.model.layers, lambda hidden, labels: model.loss_function(
-        logits=model.lm_head(model.model.norm(hidden)), labels=labels, vocab_size=model.config.vocab_size
-    )
+        return F.cross_entropy(model.classifier(model.dropout(model.bert.pooler(hidden))), labels)
+    logits = model.lm_head(model.model.norm(hidden))
+    return model.loss_function(logits=logits, labels=labels, vocab_size=model.config.vocab_size)
+
+
+def rows_of(model, hidden, labels):
+    """[tokens, hidden], the head's weight, and the label of each of these tokens."""
+    return model.model.norm(hidden)[:, :-1].flatten(0, 1), model.lm_head.weight, labels[:, 1:].flatten()
+
+
+def by_torch(model, hidden, labels):
+    return F.linear_cross_entropy(*rows_of(model, hidden, labels), options=torch.nn.LinearCrossEntropyOptions())
+
+
+def by_trl(model, hidden, labels):
+    from trl.kernels import ChunkedLogProbFunction
+
+    rows, weight, labels = rows_of(model, hidden, labels)
+    return -ChunkedLogProbFunction.apply(rows, weight, None, labels, 1.0, CHUNK, None, 1.0, ())[0].mean()
 
 
 class NaiveTrainer(transformers.Trainer):
-    """The constrained objective as anyone would write it: all hidden states, all logits."""
+    """The constrained objective as anyone would write it: all hidden states, each read by `read`."""
+
+    read = staticmethod(by_head)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        layers, read = parts(model)
-        hidden_states = []
-        hooks = [
-            layer.register_forward_hook(lambda module, args, output: hidden_states.append(output)) for layer in layers
-        ]
-        outputs = model(**inputs)
+        body, hidden_states = getattr(model, "bert", None) or model.model, []
+        layers = body.encoder.layer if hasattr(body, "encoder") else body.layers
+        hooks = [layer.register_forward_hook(lambda module, args, out: hidden_states.append(out)) for layer in layers]
+        body(**{name: value for name, value in inputs.items() if name != "labels"})
         for hook in hooks:
             hook.remove()
-        losses = [read(state, inputs["labels"]) for state in hidden_states[:-1]]
-        losses = torch.stack([*losses, outputs.loss])  # [layers]
+        losses = torch.stack([self.read(model, state, inputs["labels"]) for state in hidden_states])  # [layers]
         return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses
 
 
-class FusedTrainer(transformers.Trainer):
-    """As [`NaiveTrainer`], with a loss that makes no logits at once in the place of head and cross-entropy."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels, head, hidden_states = inputs["labels"][:, 1:].flatten(), model.lm_head.weight, []
-        hooks = [
-            layer.register_forward_hook(lambda module, args, output: hidden_states.append(output))
-            for layer in model.model.layers
-        ]
-        model.model(**{name: value for name, value in inputs.items() if name != "labels"})
-        for hook in hooks:
-            hook.remove()
-        states = [model.model.norm(state)[:, :-1].flatten(0, 1) for state in hidden_states]  # [tokens, hidden] each
-        losses = torch.stack([self.loss(state, head, labels) for state in states])  # [layers]
-        return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses
+class TorchTrainer(NaiveTrainer):
+    read = staticmethod(by_torch)
 
 
-class TorchTrainer(FusedTrainer):
-    def loss(self, hidden, head, labels):
-        return F.linear_cross_entropy(hidden, head, labels, options=torch.nn.LinearCrossEntropyOptions())
-
-
-class TRLTrainer(FusedTrainer):
-    def loss(self, hidden, head, labels):
-        from trl.kernels import ChunkedLogProbFunction
-
-        return -ChunkedLogProbFunction.apply(hidden, head, None, labels, 1.0, CHUNK, None, 1.0, ())[0].mean()
+class TRLTrainer(NaiveTrainer):
+    read = staticmethod(by_trl)
 
 
 class StatisticsTrainer(DescentTrainer):
@@ -129,22 +106,19 @@ def build_model(options):
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if options.bf16 else torch.float32
-    if options.classes:
-        config = transformers.BertConfig(
-            vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.intermediate,
-            num_hidden_layers=options.layers, num_attention_heads=options.heads, num_labels=options.classes,
-            max_position_embeddings=options.length,
-        )  # fmt: skip
-        model = transformers.BertForSequenceClassification(config).to(device, dtype)
-    elif options.model:
+    sizes = {
+        "vocab_size": options.vocab, "hidden_size": options.hidden, "intermediate_size": options.intermediate,
+        "num_hidden_layers": options.layers, "num_attention_heads": options.heads,
+        "max_position_embeddings": options.length,
+    }  # fmt: skip
+    if options.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
+    elif options.classes:
+        config = transformers.BertConfig(**sizes, num_labels=options.classes)
+        model = transformers.BertForSequenceClassification(config).to(device, dtype)
     else:
-        config = transformers.LlamaConfig(
-            vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=options.intermediate,
-            num_hidden_layers=options.layers, num_attention_heads=options.heads, num_key_value_heads=options.kv_heads,
-            max_position_embeddings=options.length,
-        )  # fmt: skip
         with device:
+            config = transformers.LlamaConfig(**sizes, num_key_value_heads=options.kv_heads)
             model = transformers.LlamaForCausalLM(config).to(dtype)
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -154,8 +128,6 @@ def build_model(options):
 
 
 def build_trainer(name, options, callbacks):
-    from datasets import Dataset
-
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
@@ -169,7 +141,7 @@ def build_trainer(name, options, callbacks):
         from trl import SFTConfig, SFTTrainer
 
         kwargs = {"bf16": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        return SFTTrainer(args=SFTConfig(**settings, **kwargs), processing_class=tokenizer(options.vocab), **common)
+        return SFTTrainer(args=SFTConfig(**settings, **kwargs), processing_class=tokenizer(), **common)
     stock = {"erm": transformers.Trainer, "naive": NaiveTrainer, "torch": TorchTrainer, "trl": TRLTrainer}
     if trainer_class := stock.get(name):
         return trainer_class(args=transformers.TrainingArguments(**settings), **common)
@@ -182,8 +154,6 @@ def token_ids(options, rows):
     """Rows of tokens, random or of the text given."""
     if not options.text_file:
         return torch.randint(options.vocab, (rows, options.length)).tolist()
-    from datasets import load_dataset
-
     kind = options.text_file.rsplit(".", 1)[-1].replace("jsonl", "json").replace("txt", "text")
     texts = load_dataset(kind, data_files=options.text_file, split="train")[options.text_column]
     encode, ids = transformers.AutoTokenizer.from_pretrained(options.model), []
@@ -194,7 +164,7 @@ def token_ids(options, rows):
     raise SystemExit(f"{options.text_file} has {len(ids)} tokens; {rows * options.length} are needed.")
 
 
-def tokenizer(vocab):
+def tokenizer():
     """SFTTrainer wants one; nothing is tokenised here."""
     from tokenizers import Tokenizer, models
 
@@ -205,19 +175,20 @@ def tokenizer(vocab):
 
 
 def run_arm(name, options):
-    """Seconds of the steps after the first two, and the peak memory of the process in bytes."""
+    """(wall, processor) seconds of the steps after the first two; the start in steps; the peak of memory in bytes."""
     clock = Clock()
-    trainer = build_trainer(name, options, [clock])
-    trainer.train()
+    build_trainer(name, options, [clock]).train()
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     else:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"steps": clock.steps[2:], "peak": peak}
+    steps = clock.steps[2:]
+    start = clock.steps[0][0] / statistics.median(wall for wall, _ in steps) - 1
+    return {"steps": steps, "start": start, "peak": peak}
 
 
 def run_floor(options):
-    """Operations of the plain step, operations of the largest product (with a language model's head), and its rate."""
+    """Operations of the plain step and of the largest product (with a language model's head), and its seconds."""
     model = build_model(options)
     ids = torch.randint(options.vocab, (options.batch, options.length), device=model.device)
     with FlopCounterMode(display=False) as counter:
@@ -226,57 +197,54 @@ def run_floor(options):
     rows = torch.randn(tokens, options.hidden, device=model.device, dtype=model.dtype)
     largest = model.bert.encoder.layer[0].intermediate.dense if options.classes else model.get_output_embeddings()
     weight = largest.weight.detach()
-    scores, product, seconds = rows @ weight.t(), 2 * tokens * weight.numel(), []
+    scores, clock = rows @ weight.t(), Clock()
     for _ in range(10):
-        start = time.perf_counter(), time.process_time()
+        clock.on_step_begin(None, None, None)
         torch.mm(rows, weight.t(), out=scores)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    return {"erm": counter.get_total_flops(), "product": product, "seconds": seconds}
+        clock.on_step_end(None, None, None)
+    return {"erm": counter.get_total_flops(), "product": 2 * tokens * weight.numel(), "steps": clock.steps}
 
 
-def report(options, arms, floors):
-    plain, product = floors[0]["erm"], floors[0]["product"]
+def report(options, runs):
+    plain, product = runs["floor"][0]["erm"], runs["floor"][0]["product"]
     # With the head, beyond those of the plain step; that of a classifier is too small to count.
     products = 0 if options.classes else (options.layers - 1) * (2 if options.lora else 3)
-    peak = {name: statistics.median(run["peak"] for run in runs) for name, runs in arms.items()}
+    arms = [name for name in runs if name != "floor"]
+    baselines = [name for name in ("erm", "sft", "naive") if name in arms]
+    peak = {name: statistics.median(run["peak"] for run in runs[name]) for name in arms}
     for clock, title in enumerate(("wall time", "processor time")):
-        rate = product / statistics.median(pair[clock] for floor in floors for pair in floor["seconds"])
-        floor = {name: (plain + (0 if name in ("erm", "sft") else products * product)) / rate for name in arms}
-        print(f"{title}: largest product at {rate / 1e9:.0f} GFLOP/s, so the floor of reading all layers is "
-              f"{(plain + products * product) / rate:.3f} s")  # fmt: skip
-        columns = "  / ERM  / SFT /naive floor/  peak MB  / ERM  / SFT"
-        print(f"{'':42} {'s a step (quartiles)':>22} {columns}")
-        seconds = {name: [step[clock] for run in runs for step in run["steps"]] for name, runs in arms.items()}
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        for name, values in seconds.items():
-
-            def ratio(figures, other, name=name):
-                return f"{figures[name] / figures[other]:6.2f}" if other in figures else f"{'':6}"
-
-            low, _, high = statistics.quantiles(values, n=4)
-            share = f"{'':6}" if "subsampled" in name else f"{floor[name] / medians[name]:6.2f}"
-            print(f"{ARMS[name]:42} {medians[name]:8.3f} ({low:.3f}-{high:.3f}) {ratio(medians, 'erm')} "
-                  f"{ratio(medians, 'sft')} {ratio(medians, 'naive')} {share} {peak[name] / 2**20:8.0f} "
-                  f"{ratio(peak, 'erm')} {ratio(peak, 'sft')}")  # fmt: skip
+        seconds = {name: [step[clock] for run in found for step in run["steps"]] for name, found in runs.items()}
+        median = {name: statistics.median(values) for name, values in seconds.items()}
+        rate = product / median["floor"]
+        print(f"{title}: largest product at {rate / 1e9:.0f} GFLOP/s; /NAME: against that arm")
+        columns = "".join(f"{f'/{name}':>7}" for name in baselines)
+        print(f"{'':40} {'s a step (quartiles)':>22}{columns}  floor  start  peak MB{columns}")
+        for name in arms:
+            low, middle, high = quartiles(seconds[name])
+            operations = plain + (0 if name in ("erm", "sft") else products * product)
+            floor = " " * 7 if "subsampled" in name else f"{operations / rate / middle:7.2f}"
+            start = statistics.median(run["start"] for run in runs[name])
+            times, peaks = (
+                "".join(f"{figures[name] / figures[other]:7.2f}" for other in baselines) for figures in (median, peak)
+            )
+            print(f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}{start:7.1f} "
+                  f"{peak[name] / 2**20:8.0f}{peaks}")  # fmt: skip
+    write(options.output, options=vars(options), runs=runs)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     sizes = {"layers": 8, "hidden": 256, "intermediate": 688, "heads": 4, "kv_heads": 4, "vocab": 32000, "batch": 4,
-             "length": 256, "steps": 6, "rounds": 3, "threads": 2}  # fmt: skip
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--model", help="a folder or name on the Hub; its sizes win over those above")
-    parser.add_argument("--text_file", help="parquet, json, jsonl, csv or txt, for --model")
-    parser.add_argument("--text_column", default="text")
+             "length": 256, "steps": 6, "classes": 0}  # fmt: skip
+    command = parser(__doc__, **sizes)
+    command.set_defaults(rounds=3)
+    command.add_argument("--model", help="a folder or name on the Hub; its sizes win over those above")
+    command.add_argument("--text_file", help="parquet, json, jsonl, csv or txt, for --model")
+    command.add_argument("--text_column", default="text")
     for name in ("bf16", "lora", "checkpointing"):
-        parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--classes", type=int, default=0, help="of a BERT classifier in the language model's place")
-    parser.add_argument("--arms", nargs="+", choices=[*ARMS, "floor"])
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+        command.add_argument(f"--{name}", action="store_true")
+    command.add_argument("--arms", nargs="+", choices=[*ARMS, "floor"])
+    command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = command.parse_args()
     torch.set_num_threads(options.threads)
     if options.arms is None:
         options.arms = ["erm", "naive", "exact"] if options.classes else list(ARMS)
@@ -292,14 +260,14 @@ def main():
 
     runs = {name: [] for name in ["floor", *options.arms]}
     for _ in range(options.rounds):
-        for name in runs:
+        for name, found in runs.items():
             command = [sys.executable, *sys.argv, "--child", "--arms", name]  # the last --arms counts
             done = subprocess.run(command, capture_output=True, text=True)
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
                 raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
-            runs[name].append(json.loads(lines[-1].removeprefix("RESULT ")))
-    report(options, runs, runs.pop("floor"))
+            found.append(json.loads(lines[-1].removeprefix("RESULT ")))
+    report(options, runs)
 
 
 if __name__ == "__main__":

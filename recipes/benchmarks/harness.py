@@ -1,0 +1,72 @@
+"""What the benchmarks share: what is compared takes turns in one process, and a figure is a ratio within one turn."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+
+class Clock(TrainerCallback):
+    """Wall and processor seconds of each step of training, the optimizer's and the dual step included."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.start = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.steps.append((time.perf_counter() - self.start[0], time.process_time() - self.start[1]))
+
+
+def parser(description: str, **sizes: int) -> argparse.ArgumentParser:
+    """Of a benchmark with these sizes, whose defaults are given, and with rounds, threads and a file for results."""
+    found = argparse.ArgumentParser(description=description.split("\n")[0])
+    for name, default in {**sizes, "rounds": 5, "threads": 2}.items():
+        found.add_argument(f"--{name}", type=int, default=default, help=f"({default})")
+    found.add_argument("--output", type=Path, help="JSON file for the results")
+    return found
+
+
+def take_turns(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each arm in each round, as the arm measures them, after a round that warms up."""
+    seconds = {name: [] for name in arms}
+    for number in range(rounds + 1):
+        for name, measure in arms.items():
+            found = measure()
+            if number:
+                seconds[name].append(found)
+    return seconds
+
+
+def report(seconds: Mapping[str, Sequence[float]], baseline: str, output: Path | None = None, **facts: Any) -> None:
+    """Prints median and quartiles of each arm's seconds, and of their ratios to the baseline's of the same round; with
+    an `output`, writes every number and the `facts` as JSON."""
+    for name, values in seconds.items():
+        low, middle, high = quartiles(values)
+        least, ratio, most = quartiles([value / other for value, other in zip(values, seconds[baseline])])
+        print(
+            f"{name:28} {middle:.3f} s (quartiles {low:.3f} to {high:.3f}), ratio {ratio:.3f} ({least:.3f} to "
+            f"{most:.3f}) in {len(values)} rounds"
+        )
+    write(output, seconds=seconds, **facts)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return float(low), float(middle), float(high)
+
+
+def write(output: Path | None, **facts: Any) -> None:
+    """Writes the facts as JSON, with the device and the version of torch."""
+    if output is not None:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        output.write_text(json.dumps({"device": device, "torch": torch.__version__, **facts}, indent=1, default=str))

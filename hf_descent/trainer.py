@@ -54,7 +54,7 @@ class DescentMixin:
 
     Attributes:
         command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
-            in `descent_config.json`, by which [`compare`] tells groups of runs apart.
+            in `descent_config.json`.
     """
 
     _name = "Descent"

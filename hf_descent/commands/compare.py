@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser):
         "runs",
         nargs="+",
         metavar="[GROUP=]RUN",
-        help="folders of evaluated runs; grouped by what they were trained with, or by the names given before `=`",
+        help="folders of evaluated runs; grouped by the names before `=`, or by their own without the seed at the end",
     )
     parser.add_argument("--baseline", help="the group to compare with; the first one where not given")
     parser.add_argument("--confidence", type=float, default=0.95, help="level at which all verdicts hold together")

@@ -1,4 +1,4 @@
-"""Whether one way of training is better than another: runs grouped by their training, paired tests, a verdict.
+"""Whether one way of training is better than another: groups of runs, paired tests, a verdict.
 
 Seeds and blocks of held-out data are crossed, as readers and cases are in a reader study, and the test is that of
 reader studies: the variance of the difference is the seeds' part, plus the blocks' part beyond the interaction of
@@ -10,11 +10,10 @@ Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hill
 596-619, for the degrees of freedom.
 """
 
-import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,6 @@ PRIMARY = "auc_over_range"
 # Columns of the table: summary of the curve -> heading.
 SUMMARIES = {"clean": "clean", PRIMARY: "average", "auc_id": "ID", "auc_ood": "OOD"}
 COMMON = ("seed", "perturbation", "batch_size", "samples", "data")  # settings of a curve that fix rows and noise
-# Of a run's summary, beside its arguments.
-TRAINED = ("model", "parameters", "train_rows", "pooling", "encoder", "readout")
 
 
 @dataclass
@@ -60,14 +57,9 @@ class Run:
         return cls(folder, curves[0], profiles, run.summary)
 
     @property
-    def arguments(self) -> dict[str, Any]:
-        """The recorded arguments of the training."""
-        return self.summary.get("arguments", {})
-
-    @property
     def seed(self) -> int | None:
         """The seed of the training, where it is recorded."""
-        return self.arguments.get("seed")
+        return self.summary.get("arguments", {}).get("seed")
 
     @property
     def feasible(self) -> bool | None:
@@ -82,26 +74,6 @@ class Run:
     def gamma_train(self) -> float | None:
         """The (largest) level of the training noise, also where the curve is of another perturbation."""
         return upper_level(self.summary.get("noise_gamma", self.curve and self.curve.gamma_train))
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What it was trained with, apart from the seed, the levels of later tests, the folder of frozen multipliers
-        (each seed has its own) and the place of the encoder's folder."""
-        left_out = {"seed", "eval_gammas"}
-        if self.arguments.get("data_seed") == self.seed:  # the default
-            left_out.add("data_seed")
-        if isinstance(self.arguments.get("fixed_multipliers"), str):
-            left_out.add("fixed_multipliers")
-        settings = {name: value for name, value in self.arguments.items() if name not in left_out}
-        settings |= {name: self.summary[name] for name in TRAINED if name in self.summary}
-        if os.path.isabs(settings.get("encoder", "")):  # seeds of one training may start from anywhere
-            settings["encoder"] = os.path.basename(os.path.normpath(settings["encoder"]))
-        return settings | self.summary.get("command", {})
-
-    @property
-    def arm(self) -> str:
-        """A name for the way of training: its objective, or the folder's where none is recorded."""
-        return self.arguments.get("objective") or os.path.basename(os.path.normpath(self.folder))
 
 
 def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
@@ -156,24 +128,6 @@ class Difference:
             radius, how = self.data_radius, "over the choice of the data alone. Train at least two seeds of each"
         figure = f"{self.metric} averaged over the noise levels, {self.estimate:+.4g} +- {radius:.2g}, {how}"
         return f"{names}: {verdict} at {level} ({figure})."
-
-
-def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that were trained alike but for the seed, by a name for their training: the arm, and the settings in which
-    groups of one arm differ."""
-    alike: dict[str, list[Run]] = {}
-    for run in runs:
-        alike.setdefault(json.dumps([run.arm, run.settings], sort_keys=True), []).append(run)
-    groups = {}
-    for first, *others in alike.values():
-        settings = [other.settings for other, *_ in alike.values() if other.arm == first.arm]
-        differing = [
-            f"{name} {value}"
-            for name, value in sorted(first.settings.items())
-            if value is not None and len({str(other.get(name)) for other in settings}) > 1
-        ]
-        groups[", ".join([first.arm, *differing])] = [first, *others]
-    return groups
 
 
 def check_comparable(runs: Sequence[Run]):
@@ -288,29 +242,31 @@ def compare(
     """Reads runs and tests every group of them against a baseline.
 
     Args:
-        runs (sequence of `str`, or mapping): folders of evaluated runs, grouped by what they were trained with; or the
-            groups themselves, name -> folders.
+        runs (sequence of `str`, or mapping): folders of evaluated runs, grouped by their names without the number at
+            the end, the seed (`descent-1`, `descent-2`); or the groups themselves, name -> folders.
         baseline (`str`, *optional*): name of the group to compare with; the first where not given.
         confidence (`float`): level at which all verdicts hold together (Bonferroni over the groups).
         curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
 
     Raises:
-        ValueError: a folder was not evaluated, or is given twice (or a copy of it); fewer than two groups; runs that
-            were not evaluated alike; a bad confidence.
+        ValueError: a folder was not evaluated; two runs of a group have the same seed; fewer than two groups; runs
+            that were not evaluated alike; a bad confidence.
     """
     check_confidence(confidence)
-    if isinstance(runs, Mapping):
-        groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
-    else:
-        groups = group_runs([Run.load(folder, curve) for folder in runs])
+    if not isinstance(runs, Mapping):
+        folders, runs = runs, {}
+        for folder in folders:
+            name = os.path.basename(os.path.normpath(folder))
+            runs.setdefault(re.sub(r"[-_=]\d+$", "", name), []).append(folder)
+    groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
     check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():
-        for first, second in combinations(group, 2):
-            if np.array_equal(first.curve.blocks, second.curve.blocks):
-                raise ValueError(
-                    f"{first.folder} and {second.folder} in {name!r} have the same results to the last digit: the "
-                    "same run, or a copy, would count as another seed. Give one of them."
-                )
+        seeds = [run.seed for run in group if run.seed is not None]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(
+                f"The runs of {name!r} have the seeds {seeds}: the same run, or one of another training, would count "
+                "as another seed. Give each once, and say which belong together by GROUP=RUN."
+            )
     baseline = next(iter(groups)) if baseline is None else baseline
     if baseline not in groups or len(groups) < 2:
         raise ValueError(

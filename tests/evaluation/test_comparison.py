@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs import GAMMAS, make_curve, make_profile, make_run, save_run
+from runs import GAMMAS, make_profile, make_run, save_run
 from scipy import stats
-from tiny import bert, classification_data, config
 
-from hf_descent import DescentTrainer
-from hf_descent.evaluation.comparison import Run, compare, difference, group_runs
+from hf_descent.evaluation.comparison import Run, compare, difference
 
 
 def groups_of(before, after, **options):
@@ -157,60 +155,6 @@ def test_verdicts_in_words():
     assert difference(errors, "erm", "descent").verdict == "worse"
 
 
-def test_runs_are_grouped_by_all_but_their_seed_and_the_levels_of_their_tests():
-    blocks = np.full(4, 0.5)
-    ways = [("erm", 0.0, "auto", 1), ("erm", 1.0, "auto", 1), ("erm", 0.0, "auto", 2)]
-    ways += [("descent", 1.0, 0.1, 1), ("descent", 1.0, 0.2, 1), ("descent", 1.0, 0.1, 2)]
-    runs = [
-        make_run(blocks, seed=seed, objective=objective, noise_gamma=gamma, descent_alpha=alpha, folder=str(index))
-        for index, (objective, gamma, alpha, seed) in enumerate(ways)
-    ]
-    runs[2].summary["arguments"]["eval_gammas"] = [0.0]
-    groups = group_runs(runs)
-    assert {name: [run.folder for run in group] for name, group in groups.items()} == {
-        "erm, noise_gamma 0.0": ["0", "2"],
-        "erm, noise_gamma 1.0": ["1"],
-        "descent, descent_alpha 0.1": ["3", "5"],
-        "descent, descent_alpha 0.2": ["4"],
-    }
-    assert [*group_runs([runs[0], Run("somewhere/mine", make_curve(blocks))])] == ["erm", "mine"]
-
-
-def test_runs_of_other_models_and_training_are_no_seeds_of_one_another(tmp_path):
-    """What a real run writes tells its way of training from others, and nothing but the seed is left out."""
-    runs, data = [], classification_data(16)
-    for seed, layers, rows, options in (
-        (1, 2, 16, {}),
-        (2, 2, 16, {}),
-        (1, 3, 16, {}),
-        (1, 2, 8, {}),
-        (1, 2, 16, {"per_device_train_batch_size": 4}),
-        (1, 2, 16, {"weight_decay": 0.1}),
-    ):
-        folder = tmp_path / str(len(runs))
-        args = config(folder, objective="erm", max_steps=1, seed=seed, **options)
-        trainer = DescentTrainer(bert(num_layers=layers), args, train_dataset=data[:rows])
-        trainer.train()
-        trainer.save_model()
-        summary = json.loads((folder / "descent_config.json").read_text())
-        runs.append(Run(folder.name, make_curve([0.5, 0.6]), summary=summary))
-    found = [[run.folder for run in group] for group in group_runs(runs).values()]
-    assert found == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
-    for name, values, count in (
-        ("pooling", ("cls", "mean"), 2),
-        ("command", ({"max_seq_length": 32}, {"max_seq_length": 64}), 2),
-        ("encoder", ("/a/base", "/home/b/base/"), 1),
-        ("encoder", ("/a/base", "/a/other"), 2),
-        ("encoder", ("a/base", "b/base"), 2),  # on the Hub
-    ):
-        alike = [make_run([0.5, 0.6], seed=seed) for seed in (1, 2)]
-        for run, value in zip(alike, values):
-            run.summary[name] = value
-        assert len(group_runs(alike)) == count
-    frozen = [make_run([0.5], objective="fixed", seed=seed, fixed_multipliers=f"runs/{seed}") for seed in (1, 2)]
-    assert list(group_runs(frozen)) == ["fixed"]
-
-
 def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
     generator = np.random.default_rng(5)
     folders = [save_run(tmp_path / name, make_run(generator.random(6), objective=name)) for name in ("erm", "descent")]
@@ -246,10 +190,10 @@ def test_what_proves_nothing_is_refused_or_said(tmp_path):
     for confidence in (95, 0, -1):
         with pytest.raises(ValueError, match=f"`confidence` is {confidence}"):
             compare(folders, confidence=confidence)
-    shutil.copytree(folders[0], tmp_path / "copy")
-    for again in (folders[0], f"{tmp_path}/./erm-0", str(tmp_path / "copy")):
-        with pytest.raises(ValueError, match="erm-0 and .* in 'a' have the same results .*Give one of them"):
-            compare({"a": [folders[0], again], "b": folders[3:5]})
+    shutil.copytree(folders[0], tmp_path / "erm-7")
+    for again in (f"{tmp_path}/./erm-0", str(tmp_path / "erm-7")):
+        with pytest.raises(ValueError, match=r"'erm' have the seeds \[0, 1, 2, 0\].*Give each once"):
+            compare([*folders[:3], again, *folders[3:5]])
     save_run(tmp_path / "erm-1", make_run([0.5, np.nan, 0.5, 0.6, 0.7, 0.4], objective="erm", seed=1))
     comparison = compare(folders)
     assert comparison.differences[0].verdict == "open" and "accuracy that is not finite" in str(comparison)
@@ -288,7 +232,7 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     runs = [make_run([0.5, 0.6], objective="erm"), make_run([0.5, 0.6], objective="descent")]
     for run, level in zip(runs, (0.0, 1.0)):
         run.curve.gamma_train, run.curve.settings["sigma"] = level, 0.5 + level
-    comparison = compare([save_run(tmp_path / run.arm, run) for run in runs])
+    comparison = compare([save_run(tmp_path / run.summary["objective"], run) for run in runs])
     groups = comparison.to_dict()["groups"]
     for name in ("erm", "descent"):
         assert (groups[name]["auc_id"][0], groups[name]["auc_ood"][0]) == pytest.approx((0.5, 0.4))
@@ -296,7 +240,7 @@ def test_all_groups_are_in_distribution_up_to_the_same_level(tmp_path):
     assert groups["descent"]["sigma"][0] == 1.5 and "0.5" in str(comparison)  # the unit of the levels
     assert comparison.groups["erm"][0].curve.gamma_train == 0.0
     runs = [make_run([0.5, 0.6], objective=name, gammas=GAMMAS + 0.5) for name in ("erm", "descent")]
-    found = compare([save_run(tmp_path / run.arm, run) for run in runs]).to_dict()
+    found = compare([save_run(tmp_path / run.summary["objective"], run) for run in runs]).to_dict()
     assert np.isnan(found["groups"]["erm"]["clean"][0])  # without level 0
 
 
@@ -308,7 +252,9 @@ def test_the_table_counts_feasible_runs_at_the_training_level(tmp_path):
     # Its profile is of the problem that "auto" would have given it; it was trained to meet none.
     supervised = make_run([0.5, 0.6], 0, "deep_supervision")
     supervised.profiles[1.0] = make_profile([0.9, 0.6, 0.4], 1.0, True)
-    comparison = compare([save_run(tmp_path / f"{run.arm}-{run.seed}", run) for run in (erm, *runs, supervised)])
+    comparison = compare(
+        [save_run(tmp_path / f"{run.summary['objective']}-{run.seed}", run) for run in (erm, *runs, supervised)]
+    )
     rows = str(comparison).splitlines()
     row, other = (next(line for line in rows if line.startswith(arm)) for arm in ("descent ", "deep_supervision"))
     assert row.split()[-3:] == ["1", "of", "2"] and "of" not in other.split()

@@ -187,6 +187,7 @@ class DescentMixin:
         finally:
             self.loss_is_scaled_for_ga = of_class  # a subclass may say it of its own loss
         if not self._reads_layers:
+            self._step.micro_batches += 1
             return objective
         if self._step.micro_batches == micro_batches:
             raise checks.without_layers(self)
@@ -253,8 +254,7 @@ class DescentMixin:
         if not is_noisy:
             return contextlib.nullcontext()
         # Keyed by where training stands, the noise of a resumed run needs no saved generator.
-        self._noise.reseed(self.args.process_index, self.state.global_step, self._step.noise_draws)
-        self._step.noise_draws += 1
+        self._noise.reseed(self.args.process_index, self.state.global_step, self._step.micro_batches)
         return self._noise
 
     def noise_sigma(self, model=None) -> float:

@@ -293,7 +293,6 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
         ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values; give one per row"),
         ({"objective": "fixed", "fixed_multipliers": [0.1, -0.1, 0.0]}, "finite and not negative"),
         ({"objective": "fixed", "fixed_multipliers": "nowhere"}, "nowhere"),
-        ({"objective": "fixed", "fixed_multipliers": [1, 1, 0], "constrained_layers": [2]}, r"layers \[1\] have no"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_the_first_step(tmp_path, arguments, match):

@@ -27,9 +27,6 @@ class Multipliers:
         slack_learning_rate (`float`): step size eta_u > 0 of the slacks; c in its place where "sgd" would not settle.
         maximum (`float`, *optional*): cap on every multiplier.
         device (`torch.device` or `str`): where the multipliers live.
-
-    Raises:
-        ValueError: a rate or a cap that is not positive, a negative `resilience`, an unknown `optim` or form.
     """
 
     BETAS = (0.9, 0.999)
@@ -47,17 +44,6 @@ class Multipliers:
         maximum: float | None = None,
         device: torch.device | str = "cpu",
     ):
-        rates = {"learning_rate": learning_rate, "slack_learning_rate": slack_learning_rate, "maximum": maximum}
-        for name, value in rates.items():
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` is {value}; it must be positive.")
-        if not resilience >= 0:
-            raise ValueError(f"`resilience` is {resilience}; it must not be negative.")
-        if optim not in ("adam", "sgd") or resilience_form not in ("weight_decay", "slack"):
-            raise ValueError(
-                f"`optim` is {optim!r} and `resilience_form` {resilience_form!r}; choose 'adam' or 'sgd', and "
-                "'weight_decay' or 'slack'."
-            )
         self.learning_rate = learning_rate
         self.optim = optim
         self.resilience = resilience

@@ -257,14 +257,11 @@ class DescentState:
             self.multipliers.values = torch.tensor(summary["multipliers"], dtype=torch.float32, device=self.device)
 
     def _set_fixed_multipliers(self, values: Sequence[float]) -> None:
-        problem = self.problem
-        if len(values) != problem.num_rows:
-            raise ValueError(f"`fixed_multipliers` has {len(values)} values; give one per row, {problem.num_rows}.")
+        rows = self.problem.num_rows
+        if len(values) != rows:
+            raise ValueError(f"`fixed_multipliers` has {len(values)} values; give one per row, {rows}.")
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
-        constrained = {row.index for row in problem.rows}
-        if free := [index + 1 for index, value in enumerate(values) if value and index not in constrained]:
-            raise ValueError(f"`fixed_multipliers` is {values}, but layers {free} have no constraint; set 0 there.")
         self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
 
     # ---- logs ----

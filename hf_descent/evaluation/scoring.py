@@ -24,7 +24,7 @@ from transformers.utils import find_labels
 from ..files import atomic_write, read_json
 from ..losses.label_checks import check_labels
 from ..losses.task import TaskLoss
-from ..readout.labels import IGNORE_INDEX, with_named_outputs
+from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.stack import inner_model
 from .sums import fingerprint_of_tensors
@@ -138,8 +138,7 @@ class Evaluation:
             yield index, batch if as_rows else self._prepare(batch)
 
     def _prepare(self, batch):
-        batch = send_to_device(batch, next(self.model.parameters()).device)
-        inputs = with_named_outputs(self._inner, batch)
+        inputs = send_to_device(batch, next(self.model.parameters()).device)
         name = next((name for name in self.label_names if inputs.get(name) is not None), None)
         if self.layer_loss_fn is None and self.readout is None and name is not None:
             check_labels(self._inner, name, inputs[name])

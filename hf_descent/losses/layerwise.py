@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..constraints.objectives import StepObjective
 from ..readout.head import HeadReadout
-from ..readout.labels import IGNORE_INDEX, with_named_outputs
+from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.replay import Readout, has_router_loss, output_loss
 from .task import TaskLoss
@@ -62,9 +62,9 @@ class ReplayedLosses:
         readout ([`Readout`]): the replay that was found on the model.
     """
 
-    def __init__(self, readout: Readout, task: TaskLoss, accepts_items: bool = False, token_statistics: bool = False):
+    def __init__(self, readout: Readout, task: TaskLoss, token_statistics: bool = False):
         self.num_layers, self.task, self.readout = readout.num_layers, task, readout
-        self._accepts_items, self._token_statistics = accepts_items, token_statistics
+        self._token_statistics = token_statistics
 
     def step(
         self,
@@ -95,7 +95,7 @@ class ReplayedLosses:
             losses.append(self.task(outputs, inputs, items))
 
         given = self.task.model_inputs(inputs)
-        if items is not None and self._accepts_items:
+        if items is not None and self.task.accepts_items:
             given["num_items_in_batch"] = items
         unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
         with self.readout.attach(read, no_grad_layers=unweighted):
@@ -238,7 +238,6 @@ def find_layer_losses(
     readout: Callable | None = None,
     token_fraction: float | None = None,
     token_statistics: bool = False,
-    accepts_items: bool = False,
     trains: bool = False,
     needs_logits: bool = False,
     seed: int = 0,
@@ -251,7 +250,6 @@ def find_layer_losses(
         token_fraction, seed: share of the labelled tokens on which layers below the last are read in training (by
             default 1/8 from a vocabulary of 8192 on, else all), and the seed of their draw.
         token_statistics: whether to give the [`TokenStatistics`] of the last layer.
-        accepts_items: whether the model's forward takes `num_items_in_batch`.
         trains: whether to train on the losses.
         needs_logits: whether each layer's logits are needed, for a custom metric.
 
@@ -270,8 +268,8 @@ def find_layer_losses(
             raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason
         logger.info(f"Layers are read by replay; reading in tiles is for other models ({reason})")
         if trains:
-            task.takes_items = task.divides_by_items(inputs, accepts_items)
-        return ReplayedLosses(replay, task, accepts_items, token_statistics)
+            task.takes_items = task.divides_by_items(inputs)
+        return ReplayedLosses(replay, task, token_statistics)
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
     logger.info(
@@ -294,5 +292,4 @@ def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
             raise ValueError("`inputs` give no loss; add `labels`.")
         return loss
 
-    inputs = with_named_outputs(model, inputs)
     return torch.stack(Readout.probe(model, inputs).read(inputs, loss_of)).float()  # [layers]

@@ -37,6 +37,7 @@ class TaskLoss:
     smoother: Callable[..., torch.Tensor] | None = None  # Trainer's label smoother
     has_custom_readout: bool = False  # whether the model's loss function scores the logits of a custom readout
     shifts_labels: bool = False  # whether position t predicts label t+1
+    accepts_items: bool = False  # whether the model's forward takes `num_items_in_batch`
     # Whether the loss is divided by the `num_items_in_batch` that it is given; `None` before a batch has shown it.
     takes_items: bool | None = None
 
@@ -50,6 +51,7 @@ class TaskLoss:
         loss_fn: Callable | None = None,
         readout: Callable | None = None,
         shifts_labels: bool = False,
+        accepts_items: bool = False,
     ) -> "TaskLoss":
         """The task loss of `model`, whose shift of the labels is found out on `batch`, a dict for `model(**batch)`;
         where that fails it is `shifts_labels`. `loss_fn` may be Trainer's label smoother."""
@@ -57,7 +59,7 @@ class TaskLoss:
         loss_fn, smoother = (None, loss_fn) if isinstance(loss_fn, LabelSmoother) else (loss_fn, None)
         if isinstance(smoother, ShiftingSmoother):  # which shifts as the model of an earlier run did
             smoother = LabelSmoother(smoother.epsilon)
-        task = cls(model, names, loss_fn, smoother, readout is not None)
+        task = cls(model, names, loss_fn, smoother, readout is not None, accepts_items=accepts_items)
         found = task._find_shift(task.short(batch), readout)
         task.shifts_labels = shifts_labels if found is None else found
         return task
@@ -163,14 +165,13 @@ class TaskLoss:
         """Whether the loss is the one that the model's forward returns."""
         return self.loss_fn is None and self.smoother is None and not self.has_custom_readout
 
-    def divides_by_items(self, batch: Mapping[str, Any], accepts_items: bool) -> bool:
-        """Whether the loss is divided by the items that it is given, found out on `batch`; `accepts_items` is whether
-        the model's forward takes `num_items_in_batch`."""
-        if not accepts_items and self.loss_fn is None and self.smoother is None:
+    def divides_by_items(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the loss is divided by the items that it is given, found out on `batch`."""
+        if not self.accepts_items and self.loss_fn is None and self.smoother is None:
             return False
         values, batch = [], self.short(batch)
         for items in (torch.tensor(1.0), torch.tensor(2.0)):
-            given = self.model_inputs(batch) | ({"num_items_in_batch": items} if accepts_items else {})
+            given = self.model_inputs(batch) | ({"num_items_in_batch": items} if self.accepts_items else {})
             # From the same random state, or the loss of a model that draws would seem to depend on them.
             with probing(self.model):
                 values.append(self(self.model(**given), batch, items))

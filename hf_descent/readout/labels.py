@@ -64,7 +64,7 @@ def _own_loss(model, inputs, name, labels) -> torch.Tensor:
     # MBart, for one, makes no decoder input of a row without labels.
     kept = with_decoder_inputs(model, inputs)
     kept = {key: value for key, value in kept.items() if key != "shift_labels"}  # which the loss would prefer
-    return output_loss(model(**with_named_outputs(model, {**kept, name: labels})))
+    return output_loss(model(**kept | {name: labels}))
 
 
 @torch.no_grad()
@@ -88,9 +88,3 @@ def with_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[
     if make is None or given or inputs.get("labels") is None or not model.config.is_encoder_decoder:
         return inputs
     return {**inputs, "decoder_input_ids": make(inputs["labels"])}
-
-
-def with_named_outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`inputs` with `return_dict=True` where the model's config asks for tuples."""
-    returns_tuples = getattr(getattr(model, "config", None), "return_dict", True) is False
-    return {**inputs, "return_dict": True} if returns_tuples else inputs

@@ -31,7 +31,6 @@ class LayerStack:
     ancestors: list[nn.Module]  # that contain the stack, without the model itself; they run for real in a replay
     neighbours: list[nn.Module]  # the ancestors' children, the layers included; their calls are recorded and answered
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules: replays need copies
-    reads_first_token: bool = False  # whether the model is a classifier whose head reads the first token alone
 
     def hidden_state(self, layer_output) -> torch.Tensor:
         """The hidden state in a layer's whole output, usually `[batch, seq, width]`."""

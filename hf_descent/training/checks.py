@@ -114,15 +114,15 @@ def check_data(trainer: Trainer, given: Given) -> None:
 
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
-    """Log after warm-up where a head on the first token finds nothing in the early layers of an encoder."""
-    reads_first = readout.readout is None and readout.stack.reads_first_token
-    if step + 1 != dual.active_from or dual.problem is None or not reads_first:
+    """Log after warm-up where the head of a classifier of texts finds nothing in the early layers."""
+    has_head = readout.readout is None and type(inner_model(readout.model)).__name__.endswith("SequenceClassification")
+    if step + 1 != dual.active_from or dual.problem is None or not has_head:
         return
     at_chance = (dual.mean_losses >= 0.98 * dual.problem.chance).tolist()
     if any(at_chance) and not at_chance[-1]:
         logger.info(
-            f"After warm-up {sum(at_chance)} of {len(at_chance)} layers are still at chance, read at the first token "
-            '([CLS]), which early layers hardly use: `readout="mean"` reads the mean of the tokens.'
+            f"After warm-up {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head reads one "
+            'token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
         )
 
 

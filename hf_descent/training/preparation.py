@@ -104,13 +104,14 @@ def find_task(trainer: Trainer, model: nn.Module, inputs, readout: Callable | No
         loss_fn=trainer.compute_loss_func or trainer.label_smoother,
         readout=readout,
         shifts_labels=shifts_labels,
+        accepts_items=trainer.model_accepts_loss_kwargs,
     )
 
 
 def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
     """Whether the loss of plain training is divided by the items that it is given; found out on the first batch."""
     if task.takes_items is None:
-        task.takes_items = task.divides_by_items(shared_batch(inputs, trainer), trainer.model_accepts_loss_kwargs)
+        task.takes_items = task.divides_by_items(shared_batch(inputs, trainer))
         if not task.takes_items:
             logger.info("The loss ignores `num_items_in_batch`: micro-batches are weighted by their items.")
     return task.takes_items
@@ -142,7 +143,6 @@ def find_layers(
         trains=trainer.is_in_train,
         token_fraction=trainer.args.readout_token_fraction,
         token_statistics=token_statistics,
-        accepts_items=trainer.model_accepts_loss_kwargs,
         seed=trainer.args.seed,
     )
     compiler = TorchDynamoPlugin(backend=trainer.args.torch_compile_backend, mode=trainer.args.torch_compile_mode)

@@ -34,14 +34,12 @@ class StepSums:
         layer_losses (`torch.Tensor` of shape `[L]`, *optional*): this process's part of f_1..f_L.
         final (`torch.Tensor`, *optional*): the last micro-batch's part of f_L.
         micro_batches (`int`): those that were read so far.
-        noise_draws (`int`): those that were given noise so far.
     """
 
     items: torch.Tensor | None = None
     layer_losses: torch.Tensor | None = None
     final: torch.Tensor | None = None
     micro_batches: int = 0
-    noise_draws: int = 0
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
         """The share that a micro-batch of `count` items has in those of the step, a scalar tensor."""

@@ -121,19 +121,3 @@ def test_state_round_trip_and_its_checks():
     ):
         with pytest.raises(ValueError, match=match):
             resumed.load_state_dict(bad)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"learning_rate": 0.0},
-        {"slack_learning_rate": -0.1},
-        {"maximum": 0.0},
-        {"resilience": float("nan")},
-        {"optim": "lion"},
-        {"resilience_form": "none"},
-    ],
-)
-def test_bad_arguments_are_named(bad):
-    with pytest.raises(ValueError, match=f"`{next(iter(bad))}`"):
-        Multipliers(3, **{"learning_rate": 0.1, **bad})

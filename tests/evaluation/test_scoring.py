@@ -143,9 +143,7 @@ def test_question_answering_scores_both_positions():
     np.testing.assert_allclose(result.sample_losses[:, -1], losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8)), (answerer, answers())]
-)
+@pytest.mark.parametrize(("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))])
 def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(build, data):
     """By its config, or as a custom model."""
     models = [build(), build(return_dict=False), *([ByPlace(build())] if build is not answerer else [])]

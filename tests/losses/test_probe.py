@@ -44,13 +44,13 @@ KINDS = ["plain", "padded", "padded on the left", "long prompts", "packed"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_found_on_beginnings_have_the_losses_of_the_whole_batch(kind):
     made, inputs = model(), batch(kind)
-    task = TaskLoss.probe(made, inputs)
+    task = TaskLoss.probe(made, inputs, accepts_items=True)
     short = task.short(inputs)
     assert short["labels"][:, 1:].ne(-100).any() and short["labels"].numel() <= 2 * 32
     if "padded" in kind:
         assert {20, 32} == set(short["attention_mask"].sum(1).tolist())
     layers = find_layer_losses(made, inputs, task)
-    assert task.shifts_labels and task.divides_by_items(inputs, True)
+    assert task.shifts_labels and task.divides_by_items(inputs)
     torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
 
 

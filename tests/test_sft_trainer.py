@@ -10,6 +10,7 @@ import torch
 import transformers
 from architectures import MODELS
 from datasets import Dataset
+from peft import PromptTuningConfig
 from tiny import spread
 from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
 from torch import nn
@@ -73,9 +74,9 @@ CONSTRAINED = {
 
 
 @pytest.mark.parametrize("completions", [True, False])
-@pytest.mark.parametrize("setting", ["packed", "lora checkpointing", "experts", "prompt tuning"])
+@pytest.mark.parametrize("setting", ["packed", "lora checkpointing", "experts"])
 def test_evaluation_of_a_constrained_model_has_the_stock_metrics(tmp_path, setting, completions):
-    given = {**SETTINGS[setting], "completion_only_loss": completions}  # a trained prompt predicts the first, too
+    given = {**SETTINGS[setting], "completion_only_loss": completions}
     ours = trained(SFTDescentTrainer, tmp_path, **given, **CONSTRAINED)
     assert ours.multipliers.values.gt(0).all()
     # Sure of itself, or what it predicts for one token could not be told from what it predicts for the next.
@@ -253,10 +254,14 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
+PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
+        ({"peft_config": PROMPTS}, "PromptTuningConfig puts trained embeddings before the tokens"),
         ({"max_length": 4}, "no token with a label after masking .* `max_length`=4"),
         ({"data": [{"input_ids": [5, 6], "labels": [-100, -100]}], "packing": True}, "no token with a label"),
         (
@@ -302,7 +307,7 @@ def language_model(name, **config):
 
 
 @pytest.mark.parametrize("given", [PACKED, STRUNG, {**PACKED, "bf16": True}], ids=["packed", "strung", "bf16"])
-@pytest.mark.parametrize("name", ["OPT", "Bloom", "Falcon", "Mamba", "GptOss", "prompt tuning", "prefix tuning"])
+@pytest.mark.parametrize("name", ["OPT", "Bloom", "Falcon", "Mamba", "GptOss", "prefix tuning"])
 def test_refuses_models_in_which_packed_documents_see_one_another(tmp_path, name, given):
     """Trained prompts stand before the first document alone."""
     model = SETTINGS[name] if name in SETTINGS else {"model": lambda: language_model(f"{name}ForCausalLM")}

@@ -4,7 +4,7 @@ import copy
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig
+from peft import LoraConfig, PrefixTuningConfig
 from tiny import tokenizer
 from transformers import (
     GPT2Config,
@@ -106,6 +106,5 @@ SETTINGS = {
     "tied": {"model": lambda: llama(tie_word_embeddings=True)},
     "experts": {"model": mixtral},
     "bf16": {"bf16": True},
-    "prompt tuning": {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
     "prefix tuning": {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
 }

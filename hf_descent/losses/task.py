@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
-from ..readout.labels import IGNORE_INDEX, aligned, are_token_labels, labels_of, shifts_labels
+from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, shifts_labels
 from ..readout.replay import Readout, output_logits, output_loss, probing
 from ..readout.stack import inner_model
 
@@ -118,12 +118,12 @@ class TaskLoss:
             labels = torch.stack(positions, dim=1).clamp(min=0)  # [batch, 2]
             return logits.transpose(1, 2), labels.where(labels < logits.shape[1], IGNORE_INDEX)
         if inputs.get("shift_labels") is not None:
-            return aligned(self.model, logits, inputs["shift_labels"], shifts_labels=False)
+            return logits, inputs["shift_labels"]
         labels = labels_of(inputs, self.label_names)
         if labels is None:
             raise self._no_loss(inputs)
         if are_token_labels(labels) and logits.dim() == 3:
-            return aligned(self.model, logits, labels, self.shifts_labels)
+            return (logits[:, :-1], labels[:, 1:]) if self.shifts_labels else (logits, labels)
         # A single logit is a number to models, though labels are whole: as a class it would always be the first.
         return logits, labels.float() if torch.is_tensor(labels) and logits.shape[-1] == 1 else labels
 

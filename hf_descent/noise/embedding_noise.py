@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..configs import levels_of
-from ..readout.labels import num_virtual_tokens
 from ..readout.stack import inner_model
 from ..readout.tape import noise_is_disabled
 from .lookups import find_lookups, is_time_first, look_up
@@ -46,8 +45,8 @@ class EmbeddingNoise:
 
     In text models (`main_input_name == "input_ids"`) the output of `get_input_embeddings()` is perturbed wherever
     tokens are looked up, in the decoder and in each step of `generate`, too; so are `inputs_embeds`. Padding, as a 2-D
-    attention mask `[batch, past + seq]` gives it, and PEFT's trained prompts stay clean. Without such a mask every
-    position counts as a token.
+    attention mask `[batch, past + seq]` gives it, stays clean. Without such a mask every position
+    counts as a token.
 
     The noise is drawn in float32 from its own generator on the tensor's device: one (seed, key, shape) always gives
     the same noise on one kind of device. Nothing is drawn at `gamma=0`, outside the model's own forward, or while the
@@ -71,7 +70,7 @@ class EmbeddingNoise:
     def __init__(
         self, model: nn.Module, gamma: float | Sequence[float], seed: int | None = None, sigma: float | None = None
     ):
-        self._whole, self._model = model, inner_model(model)
+        self._model = inner_model(model)
         self._main_input = getattr(self._model, "main_input_name", "input_ids")
         self._lookups = find_lookups(self._model) if self._main_input == "input_ids" else []
         self.gamma = gamma
@@ -161,9 +160,7 @@ class EmbeddingNoise:
             mask = given.get("decoder_attention_mask" if name.startswith("decoder") else "attention_mask")
             if not is_text and torch.is_tensor(mask) and mask.shape != signal.shape[:2]:
                 mask = None  # it belongs to another input, such as CLIP's text
-            prompts = num_virtual_tokens(self._whole, name)
-            tokens = self._perturb(signal[:, prompts:], mask, self._calls[0])
-            noisy[name] = torch.cat([signal[:, :prompts], tokens], dim=1) if prompts else tokens
+            noisy[name] = self._perturb(signal, mask, self._calls[0])
         named = tuple(noisy.pop(name, value) for name, value in zip(names, args))
         return (*named, *args[len(names) :]), {**kwargs, **noisy}
 

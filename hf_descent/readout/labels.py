@@ -6,17 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from .replay import output_loss
 
 
 IGNORE_INDEX = -100
-PROMPTED = {  # PEFT's prompts that are embeddings; prefixes and cartridges are keys and values
-    "inputs_embeds": ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"),
-    "decoder_inputs_embeds": ("MULTITASK_PROMPT_TUNING",),
-}
 
 
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
@@ -28,25 +23,6 @@ def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | No
 def are_token_labels(labels: Any) -> bool:
     """Whether labels are classes `[batch, seq]`."""
     return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-
-
-def num_virtual_tokens(model: nn.Module, name: str) -> int:
-    """Trained embeddings that the PEFT wrapper of `model` puts before the tokens' in the input `name`."""
-    adapter = getattr(extract_model_from_parallel(model, keep_torch_compile=False), "active_peft_config", None)
-    return adapter.num_virtual_tokens if getattr(adapter, "peft_type", None) in PROMPTED.get(name, ()) else 0
-
-
-def aligned(
-    model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, shifts_labels: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits `[batch, n, classes]` that predict labels of tokens, and these labels `[batch, n]`; `model` may be a
-    `PeftModel`."""
-    shifted = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    prompt = num_virtual_tokens(model, "inputs_embeds" if shifted else "decoder_inputs_embeds")
-    if prompt and logits.shape[1] == prompt + labels.shape[1]:
-        # The last position of a trained prompt predicts the first token, but in a decoder that has the tokens shifted.
-        return (logits[:, prompt - 1 : -1] if shifted else logits[:, prompt:]), labels
-    return (logits[:, :-1], labels[:, 1:]) if shifts_labels else (logits, labels)
 
 
 def shifts_labels(

@@ -62,11 +62,17 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             "FSDP1 keeps no parameter whole where the layers are read; set `fsdp_version: 2` in the accelerate config "
             "(or in `fsdp_config`)."
         )
-    if any(getattr(adapter, "orth_reg_weight", 0) for adapter in getattr(trainer.model, "peft_config", {}).values()):
-        raise ValueError(
-            "AdaLoRA adds a penalty on its matrices to the loss, which would count as a loss of every layer; set "
-            "`orth_reg_weight=0` in its config, or use LoRA."
-        )
+    for adapter in getattr(trainer.model, "peft_config", {}).values():
+        if getattr(adapter, "orth_reg_weight", 0):
+            raise ValueError(
+                "AdaLoRA adds a penalty on its matrices to the loss, which would count as a loss of every layer; set "
+                "`orth_reg_weight=0` in its config, or use LoRA."
+            )
+        if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
+            raise ValueError(
+                f"{type(adapter).__name__} puts trained embeddings before the tokens, which no layer's loss knows of: "
+                "use LoRA, or prefix tuning."
+            )
     sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     if split := [name for name, size in sizes.items() if size > 1]:
         raise ValueError(

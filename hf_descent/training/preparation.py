@@ -64,19 +64,14 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
     packs = getattr(trainer, "padding_free", False) and (args.packing or max(sizes) > 1)
     if length == 0 or not (packs or (positions.diff(dim=1) != 1).any()):
         return
-    order = torch.arange(3, device=positions.device, dtype=torch.int32)
-    told = {
-        "position_ids": torch.arange(length, device=positions.device).repeat(2)[None],
-        "seq_idx": order[:2].repeat_interleave(length)[None],
-        **{f"cu_seq_lens_{side}": order * length for side in "qk"},
-        **{f"max_length_{side}": length for side in "qk"},
-    }
     batch = {
         name: value[:1, : 2 * length] if getattr(value, "shape", ())[:2] == positions.shape else value
         for name, value in inputs.items()
-        if value is not labels
+        if value is not labels and not name.startswith(("cu_seq_lens", "max_length"))  # which positions tell, too
     }
-    batch |= {name: value for name, value in told.items() if name in batch}
+    batch["position_ids"] = torch.arange(length, device=positions.device).repeat(2)[None]
+    if "seq_idx" in batch:
+        batch["seq_idx"] = torch.arange(2, device=positions.device).repeat_interleave(length)[None].int()
     tokens, logits = batch["input_ids"], []
     with probing(model):
         for first in (tokens[:, :length], tokens[:, length:].flip(1)):

@@ -146,7 +146,7 @@ def test_question_answering_scores_both_positions():
 @pytest.mark.parametrize(("build", "data"), [(bert, classification_data(8)), (token_classifier, language_data(8))])
 def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(build, data):
     """By its config, or as a custom model."""
-    models = [build(), build(return_dict=False), *([ByPlace(build())] if build is not answerer else [])]
+    models = [build(), build(return_dict=False), ByPlace(build())]
     for evaluate in (layer_profile, partial(noise_curve, gammas=[0.0, 1.0])):
         expected, *results = (evaluate(model, data) for model in models)
         for found in results:

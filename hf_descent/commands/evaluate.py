@@ -9,11 +9,10 @@ elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.hf_argparser import HfArg
@@ -101,15 +100,7 @@ def denoising_task(name: str, args: VideoArguments) -> Task:
     model, task = load_denoiser(name)
     rows = args.draw("test", task.rows(_held_out(load_clips(args))))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
-    return Task(model, rows, settings, rows, dead_pixels)
-
-
-def dead_pixels(row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
-    """[`salt_and_pepper`] in what a denoiser is given; what it is to restore stays clean."""
-    return {**salt_and_pepper(row, level, generator), "labels": row["pixel_values"]}
-
-
-dead_pixels.name = "salt_and_pepper"
+    return Task(model, rows, settings, rows, salt_and_pepper)
 
 
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
@@ -181,7 +172,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     if args.perturbation_rates is not None:
         settings["perturbation"] = task.perturbation
         curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)
-        results[f"{task.perturbation.name}_curve"] = curve
+        results[f"{curve.settings['perturbation']}_curve"] = curve
 
     problem = DescentProblem.saved_in(summary)
     gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))

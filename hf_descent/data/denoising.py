@@ -1,15 +1,15 @@
-"""Converts videos to the inputs of a denoiser."""
+"""The clips of a video as the inputs of a denoiser: patches at one place over time, or whole frames."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Array2D, Dataset, Features
 from transformers import AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel
 
 from ..models import ViTForDenoising
-from .patches import frame_rows, patch_rows
+from .video import CLIPS_AT_ONCE
 
 
 class DenoisingTask:
@@ -68,3 +68,39 @@ def load_denoiser(name: str) -> tuple[PreTrainedModel, DenoisingTask]:
     if isinstance(model, ViTForDenoising):
         return model, ImageTask(name)
     return model, PatchTask(math.isqrt(model.config.hidden_size))
+
+
+def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Clips `[..., frames, height, width]` -> their patches `[..., places, frames, patch_size ** 2]`, row by row."""
+    patches = frames.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))  # [..., T, rows, p, columns, p]
+    return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)  # [..., rows * columns, T, p * p]
+
+
+def patch_rows(clips: Dataset, patch_size: int) -> Dataset:
+    """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
+
+    def cut(batch):
+        patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), patch_size)  # [clips, places, T, values]
+        return {"pixel_values": patches.flatten(0, 1).numpy()}
+
+    return _expand(clips, cut, (clips.features["frames"].shape[0], patch_size**2))
+
+
+def frame_rows(clips: Dataset) -> Dataset:
+    """One row per frame: `pixel_values`, uint8 `[height, width]`, in torch format."""
+
+    def cut(batch):
+        return {"pixel_values": np.concatenate(batch["frames"])}
+
+    return _expand(clips, cut, clips.features["frames"].shape[1:])
+
+
+def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:
+    rows = clips.with_format("numpy").map(
+        cut,
+        batched=True,
+        batch_size=CLIPS_AT_ONCE,
+        remove_columns=clips.column_names,
+        features=Features({"pixel_values": Array2D(shape, "uint8")}),
+    )
+    return rows.with_format("torch")

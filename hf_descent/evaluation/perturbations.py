@@ -46,8 +46,9 @@ def misspell(text: str, rate: float, generator: np.random.Generator) -> str:
 
 
 def salt_and_pepper(row: Mapping[str, Any], level: float, generator: np.random.Generator) -> dict[str, Any]:
-    """Dead pixels: a share `level` of the values in `pixel_values` becomes the image's least or greatest one."""
+    """Dead pixels: a share `level` of the values in `pixel_values` becomes the image's least or greatest one. What a
+    denoiser is to restore, the `labels`, stays clean."""
     pixels = np.asarray(row["pixel_values"]).copy()
     dead = generator.random(pixels.shape) < level
     pixels[dead] = np.where(generator.random(pixels.shape) < 0.5, pixels.min(), pixels.max())[dead]
-    return {**row, "pixel_values": pixels}
+    return {"labels": row["pixel_values"], **row, "pixel_values": pixels}

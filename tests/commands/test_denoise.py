@@ -10,8 +10,7 @@ from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor,
 
 from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, measure_sigma
-from hf_descent.data.denoising import PatchTask, load_denoiser
-from hf_descent.data.patches import patch_rows
+from hf_descent.data.denoising import PatchTask, load_denoiser, patch_rows
 from hf_descent.data.video import VideoArguments, load_clips
 from hf_descent.evaluation.perturbations import salt_and_pepper
 from hf_descent.evaluation.scoring import noise_key

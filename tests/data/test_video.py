@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hf_descent.data.denoising import PatchTask
-from hf_descent.data.patches import frame_rows, patch_rows, to_patches
+from hf_descent.data.denoising import PatchTask, frame_rows, patch_rows, to_patches
 from hf_descent.data.video import VideoArguments, find_videos, load_clips, read_frames, split_videos
 
 

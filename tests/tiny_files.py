@@ -71,16 +71,23 @@ def write_rows(folder):
     (folder / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *pairs]))
 
 
-def write_video(path, count, seed):
-    """A bright square that moves over a smooth ground, one pixel in six frames."""
-    rows, columns = np.mgrid[:32, :32]
+def encode_video(path, frames):
+    """A lossless video of gray frames, uint8 `[height, width]` each."""
     import av
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream("ffv1", rate=10)
-        stream.height, stream.width, stream.pix_fmt = 32, 32, "gray"
-        for number in range(count):
-            frame = 40 + 3 * rows + seed * columns
-            frame[8:16, number // 6 + seed : number // 6 + seed + 8] = 220
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame.astype(np.uint8), format="gray")))
+        (stream.height, stream.width), stream.pix_fmt = frames[0].shape, "gray"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="gray")))
         container.mux(stream.encode())
+    return str(path)
+
+
+def write_video(path, count, seed):
+    """A bright square that moves over a smooth ground, one pixel in six frames."""
+    rows, columns = np.mgrid[:32, :32]
+    frames = np.repeat((40 + 3 * rows + seed * columns)[None].astype(np.uint8), count, axis=0)
+    for number, frame in enumerate(frames):
+        frame[8:16, number // 6 + seed : number // 6 + seed + 8] = 220
+    return encode_video(path, frames)

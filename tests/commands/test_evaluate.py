@@ -1,7 +1,6 @@
 """`hf-descent evaluate` on saved models: the numbers are those of the library's functions, the files are all there."""
 
 import json
-import re
 import shutil
 
 import numpy as np
@@ -18,7 +17,6 @@ from transformers import (
 )
 
 from hf_descent import cli, noise_curve
-from hf_descent.commands import evaluate
 from hf_descent.data.alpaca import completion_labels, format_prompt
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve
 from hf_descent.evaluation.comparison import Run
@@ -205,21 +203,3 @@ def test_what_cannot_be_evaluated_is_said(tmp_path, workplace):
     run = str(workplace / "run-0")
     with pytest.raises(ValueError, match="overwrite each other"):
         cli.main(["evaluate", run, f"{run}/", "--config", str(workplace / "recipe.yaml"), "--results_dir", "results"])
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("confidence", 95.0),
-        ("draws", 0),
-        ("per_device_eval_batch_size", 0),
-        ("noise_seed", -1),
-        ("noise_sigma", 0.0),
-        ("eval_gammas", [0.0, -1.0]),
-        ("profile_gammas", [-1.0]),
-        ("perturbation_rates", [0.5, 2.0]),
-    ],
-)
-def test_bad_arguments_are_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=rf"`{name}` is {re.escape(str(value))}; give "):
-        evaluate.EvaluateArguments(**{name: value})

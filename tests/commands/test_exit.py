@@ -140,13 +140,3 @@ def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(tmp_p
         "exit_profile.json",
         *(["speculation_profile.json"] if drafts else []),
     }
-
-
-COUNTS = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "max_eval_samples", "max_seq_length")
-
-
-@pytest.mark.parametrize(("name", "value"), [*((name, 0) for name in COUNTS), ("max_loss", -0.1)])
-def test_numbers_out_of_range_are_refused_by_name_before_anything_is_loaded(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}; give "):
-        cli.main(["exit", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"), f"--{name}", str(value)])
-    assert not (tmp_path / "out").exists()

@@ -89,19 +89,6 @@ def test_a_prompt_has_one_answer_whatever_the_model_returns_by_default(answers, 
     assert answers("other.json", model=other) == answers()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        *((name, value, "give at least 1") for name in ("max_samples", "batch_size") for value in (-1, 0)),
-        *((name, -1, "give at least 0") for name in ("gamma", "seed")),
-    ],
-)
-def test_numbers_out_of_range_are_refused_by_name_and_leave_nothing(answers, tmp_path, name, value, remedy):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}.*; {remedy}"):
-        answers("new/a.json", **{name: value})
-    assert not (tmp_path / "new").exists()
-
-
 def test_chat_templates_and_inputs_are_used(tmp_path, monkeypatch):
     seen = []
     path = tmp_path / "rows.json"

@@ -79,5 +79,3 @@ def test_rows_that_are_no_texts_are_refused(tmp_path, row, message):
     path.write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=message):
         load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer())
-    with pytest.raises(ValueError, match="`prompt_format` is 'llama'"):
-        AlpacaArguments(prompt_format="llama")

@@ -9,7 +9,6 @@ from tiny import bert, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_descent.data.splits import hold_out
 from hf_descent.data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 
 
@@ -59,14 +58,6 @@ def test_validation_is_drawn_from_train_once_for_all_seeds(train_file):
     assert (len(splits["train"]), len(splits["validation"])) == (30, 10)
     assert rows_of(splits["validation"]) == rows_of(again["validation"]) != rows_of(other["validation"])
     assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(row["text"] for row in ROWS)
-
-
-@pytest.mark.parametrize(("count", "percentage"), [(1, 5), (10, 99)])
-def test_too_few_rows_to_hold_some_out_are_refused(tmp_path, count, percentage):
-    rows = Dataset.from_dict({"text": ["a"] * count})
-    args = DataArguments(train_file="rows.csv", validation_split_percentage=percentage)
-    with pytest.raises(ValueError, match=f"n_samples={count}.* train set will be empty|invalid|should be"):
-        hold_out({"train": rows}, args)
 
 
 def test_limits_draw_at_random_and_spare_the_test_split_from_training(tmp_path):
@@ -219,8 +210,6 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
         ({"train_file": "rows.xlsx"}, "ends in one of .csv"),
         ({"dataset_name": "a/b", "test_file": "test.csv"}, "need `train_file`"),
         ({"train_file": "TRAIN", "text_column": "review"}, "no column \\['review'\\]; it has \\['text', 'label'\\]"),
-        ({"train_file": "TRAIN", "max_train_samples": 0}, "`max_train_samples` is 0"),
-        ({"train_file": "TRAIN", "max_seq_length": 0}, "`max_seq_length` is 0"),
         ({"train_file": "TRAIN", "text_column": "label", "label_column": "text"}, "40 rows whose text is not a str"),
     ],
 )

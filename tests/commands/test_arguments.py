@@ -1,0 +1,52 @@
+"""What an argument must be is said by name before anything is loaded."""
+
+import math
+import re
+
+import pytest
+
+from hf_descent import cli
+from hf_descent.commands import denoise, evaluate, exit, generate, tune
+from hf_descent.data.alpaca import AlpacaArguments
+from hf_descent.data.text import DataArguments
+from hf_descent.data.video import VideoArguments
+
+
+COUNTS = ("batch_size", "max_new_tokens")
+LEVELS = {"eval_gammas": [0.0, -1.0], "profile_gammas": [-1.0], "perturbation_rates": [0.5, 2.0], "confidence": 95.0}
+NOISE = {"draws": 0, "per_device_eval_batch_size": 0, "noise_seed": -1, "noise_sigma": 0.0}
+DENOISER = {"architecture": "unet", "loss_gamma": 0.0, "noise_draws": 0}
+VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "refused"),
+    [
+        (evaluate.EvaluateArguments, {}, LEVELS | NOISE),
+        (exit.ExitArguments, {}, dict.fromkeys((*COUNTS, "repeats", "prompts", "prompt_length"), 0)),
+        (exit.ExitArguments, {}, {"max_loss": -0.1}),
+        (generate.GenerateArguments, {"output": "a"}, dict.fromkeys((*COUNTS, "max_samples"), 0)),
+        (generate.GenerateArguments, {"output": "a"}, {"gamma": -1.0, "seed": -1}),
+        (tune.TuneArguments, {}, {"n_trials": 0, "tune_gamma": math.nan}),
+        (tune.TuneArguments, {}, {"tune_gamma": -0.5}),
+        (
+            denoise.ModelArguments,
+            {"architecture": "ut"},
+            {"architecture": "unet", "loss_gamma": 0.0, "noise_draws": 0},
+        ),
+        (VideoArguments, {"train_files": ["x"]}, VIDEO),
+        (DataArguments, {}, {"max_train_samples": 0, "max_eval_samples": 0, "max_seq_length": 0}),
+        (AlpacaArguments, {}, {"prompt_format": "llama"}),
+    ],
+)
+def test_what_is_out_of_range_is_refused(arguments, given, refused):
+    for name, value in refused.items():
+        with pytest.raises(ValueError, match=rf"`{name}` is {re.escape(repr(value))}; (give|choose) "):
+            arguments(**given | {name: value})
+
+
+def test_nothing_is_written_before(tmp_path):
+    for command, flag in (("exit", "--output_dir"), ("generate", "--output")):
+        with pytest.raises(ValueError, match="`batch_size` is 0; give at least 1"):
+            cli.main([command, str(tmp_path / "none"), flag, str(tmp_path / "out"), "--batch_size", "0"])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,130 @@
+"""`hf-descent plan RECIPE`: the memory and operations that a recipe's training will take, and what settings change.
+
+The recipe is one of `sft` or `classify`, whose flags the command takes as well. Of the model its config alone is read,
+from the Hub or a folder, and there need be no GPU (`training/planning.py`).
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+from accelerate.utils.modeling import convert_file_size_to_int
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.hf_argparser import HfArg
+
+from ..data.splits import check_arguments
+from ..training.planning import PARTS, PlannedModel, StepCost
+from .arguments import HELP, models_of, parse_recipe
+
+
+COMMANDS = ("sft", "classify")
+USABLE = 0.95  # of a GPU's memory; its context, the libraries' workspaces and fragmentation take the rest
+
+
+@dataclass
+class PlanArguments:
+    """Where the training is to run."""
+
+    processes: int = HfArg(default=8, help="GPUs to share the work.")
+    gpu_memory: str = HfArg(default="80GiB", help="Memory of each.")
+
+    def __post_init__(self):
+        check_arguments(self, {"processes": 1})
+        convert_file_size_to_int(self.gpu_memory)  # ValueError where it is no size
+
+
+def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
+    """The command that the recipe is for, then the arguments of the plan and those of the command."""
+    recipes, usage = models_of(argv), f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
+    if len(recipes) != 1 and not HELP & {*argv}:
+        raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
+    names = {name for path in recipes for name in yaml.safe_load(Path(path).read_text(encoding="utf-8"))}
+    for command in COMMANDS:
+        module = importlib.import_module(f"hf_descent.commands.{command}")
+        if names <= {field.name for each in module.argument_types for field in fields(each)}:
+            break
+    flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true"] if recipes else argv  # whatever GPU is here
+    return module, *parse_recipe(
+        (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description
+    )
+
+
+def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args: Any) -> None:
+    """Prints the plan: a step as configured, and with other settings."""
+    if getattr(model_args, "load_in_4bit", False) or getattr(model_args, "load_in_8bit", False):
+        raise ValueError("Quantised weights cannot be planned: leave `load_in_4bit` and `load_in_8bit` out.")
+    is_lm, rows = hasattr(args, "max_length"), args.per_device_train_batch_size
+    if not (length := args.max_length if is_lm else data_args.max_seq_length):
+        raise ValueError(f"Say how long rows are: set `{'max_length' if is_lm else 'max_seq_length'}`.")
+
+    def batch(rows: int) -> dict[str, Any]:
+        ids = torch.arange(rows * length).view(rows, length) % 7  # whatever tokens
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return given | ({"labels": ids, "use_cache": False} if is_lm else {"labels": torch.arange(rows) % 2})
+
+    def planned(model_args: Any) -> PlannedModel:
+        return PlannedModel(partial(load, module, model_args), batch(rows), token_statistics=is_lm)
+
+    model, other_args = planned(model_args), replace(model_args, use_peft=not model_args.use_peft)
+    cost, plain = (model.step(batch(rows), each) for each in (args, replace(args, objective="erm")))
+    costs = {f"as configured ({rows} x {length} tokens)": cost, "plain training (`objective: erm`)": plain}
+    changes = {"activation_checkpointing": not args.activation_checkpointing}
+    if (fraction := getattr(model.layers, "token_fraction", None)) is not None:
+        changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else 0.125
+    for name, value in changes.items():
+        costs[f"`{name}: {value}`"] = model.step(batch(rows), replace(args, **{name: value}))
+    costs[f"`per_device_train_batch_size: {2 * rows}`"] = model.step(batch(2 * rows), args)
+    costs[f"`use_peft: {other_args.use_peft}`"] = planned(other_args).step(batch(rows), args)
+    for names, shares_weights in (("zero2", False), ("fsdp2` or `zero3", True)):
+        name = f"`--launch {names}`, {plan_args.processes} processes"
+        costs[name] = model.sharded(cost, plan_args.processes, shares_weights)
+
+    weights = Counter()
+    for weight in model.model.parameters():
+        weights[weight.requires_grad] += weight.numel() / 1e6
+    print(
+        f"{type(model.model).__name__}: {model.layers.num_layers} layers, {weights.total():,.1f} million weights, "
+        f"{weights[True]:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
+        f"10^12 operations of a step.\n\n{table(costs, plan_args.gpu_memory)}\n\n"
+        f"The step takes {cost.operations.total() / plain.operations.total():.2f} times the operations of plain "
+        f"training. The probe before the first step takes {model.probe / 2**30:.1f} GiB beside the weights. Rows are "
+        f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain."
+    )
+
+
+def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
+    """The costs in Markdown, a row each."""
+    lines = [f"| | {' | '.join(PARTS)} | peak | operations: model | readout | fits |", "|---" * (len(PARTS) + 5) + "|"]
+    for name, cost in costs.items():
+        peak = cost.memory.total()
+        cells = [f"{size / 2**30:.1f}" for size in (*(cost.memory[part] for part in PARTS), peak)]
+        cells += [f"{cost.operations[part] / 1e12:.3g}" for part in PARTS[3:]]
+        fits = peak <= USABLE * convert_file_size_to_int(gpu_memory)
+        lines.append(f"| {' | '.join([name, *cells, 'yes' if fits else 'no'])} |")
+    return "\n".join(lines)
+
+
+def load(module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig]) -> nn.Module:
+    """The model that the command trains, with random weights; of what is pretrained `shape` changes the config."""
+
+    def without_weights(cls, name, *_, config, dtype=None, **__):
+        return cls._from_config(shape(config), **({} if dtype in (None, "auto") else {"dtype": dtype}))
+
+    with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(without_weights)):
+        if hasattr(module, "load_model"):
+            return module.load_model(args, ["0", "1"])
+        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype)
+    if not args.use_peft:
+        return model
+    from peft import get_peft_model
+    from trl import get_peft_config
+
+    return get_peft_model(model, get_peft_config(args))

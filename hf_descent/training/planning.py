@@ -1,0 +1,234 @@
+"""What a training step will need, from the shapes of a model alone: peak memory by part, and operations.
+
+The step is that of training, on torch's fake tensors, which have shapes and no values: the same model, layer losses,
+backward pass and optimizer. Only what the probes find out by values (layers, norm and head, the shift of the labels)
+is found on a narrow copy of the model with random weights, and carried over.
+"""
+
+import copy
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import PretrainedConfig, Trainer, TrainingArguments
+
+from ..constraints.state import DescentState
+from ..losses.layerwise import TiledLosses, find_layer_losses
+from ..losses.task import TaskLoss
+from ..readout import head, tiles
+from ..readout.replay import output_loss, probing
+from ..readout.stack import LayerStack, errors_explained
+from .records import StepSums
+
+
+PARTS = ("weights", "gradients", "optimizer", "hidden states", "readout")
+HEAD_WIDTH = 8  # of an attention head in the narrow copy
+
+
+@dataclass
+class StepCost:
+    """What one training step takes in one process."""
+
+    moments: list[Counter]  # bytes of each of `PARTS` at the peak of the passes, and at that of the optimizer's step
+    operations: Counter  # of floating-point numbers in matrix products, of "hidden states" and of the "readout"
+
+    @property
+    def memory(self) -> Counter:
+        return max(self.moments, key=Counter.total)
+
+
+class Meter(TorchDispatchMode):
+    """Counts what operations inside hold and compute, under the name of the part that `part` says.
+
+    Attributes:
+        peak (`Counter`): bytes of each part when they were most in all.
+        operations (`Counter`): of each part.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.part, self.peak, self.operations = "weights", Counter(), Counter()
+        self._alive, self._held, self._parameters = Counter(), {}, list(model.parameters())
+        for tensor in (*self._parameters, *model.buffers()):
+            self._hold(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.operations[self.part] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # which torch does not count
+            self.operations[self.part] += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+            self.operations[self.part] += sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._hold(leaf)
+        if self._alive.total() > self.peak.total():
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    self._hold(parameter.grad, "gradients")
+            self.peak = self._alive.copy()
+        return out
+
+    def follow(self, stack: LayerStack) -> list:
+        """Tell parts in the next forward and backward pass: what is computed behind the last layer is the readout's.
+        Returns the handles of the hooks."""
+        self.part, calls = "hidden states", []
+
+        def leave(layer, args, output):
+            calls.append(layer)
+            if len(calls) == stack.num_layers:  # later ones are repeated for the backward pass
+                self.part = "readout"
+                stack.hidden_state(output).register_hook(lambda grad: setattr(self, "part", "hidden states"))
+
+        return [layer.register_forward_hook(leave) for layer in stack.layers]
+
+    def _hold(self, tensor, part=None):
+        """Count the memory of a tensor, as that of `part` where given even if it has been that of another."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key not in self._held:
+            self._held[key] = part or self.part, weakref.ref(storage, partial(self._free, key, size))
+            self._alive[part or self.part] += size
+        elif part is not None:
+            before, reference = self._held[key]
+            self._held[key] = part, reference
+            self._alive[before] -= size
+            self._alive[part] += size
+
+    def _free(self, key, size, _):
+        self._alive[self._held.pop(key)[0]] -= size
+
+
+class PlannedModel:
+    """A model without weights, and the steps that it would take.
+
+    Args:
+        build: `build(shape)` makes the model of the config that `shape(config)` returns.
+        batch: a micro-batch with labels as the trainer gives it to the model.
+        token_statistics: whether the trainer logs statistics of the last layer's tokens, as `SFTDescentTrainer` does.
+
+    Raises:
+        ValueError: the layers cannot be read, or not be found on a narrow copy of the model.
+    """
+
+    def __init__(
+        self, build: Callable[[Callable], nn.Module], batch: Mapping[str, Any], token_statistics: bool = False
+    ):
+        with errors_explained("The plan looks for the layers in a narrow copy of the model, which failed:"):
+            twin = build(narrow)
+            task = TaskLoss.probe(twin, batch)
+            layers = find_layer_losses(twin, batch, task, token_statistics=token_statistics, trains=True)
+            short = task.short(batch)
+        with torch.device("meta"):
+            self.model = build(copy.copy).train()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with self._fake:
+            _give_memory(self.model)
+        counterparts = {id(module): self.model.get_submodule(name) for name, module in twin.named_modules()}
+        self.layers = copy.deepcopy(layers, counterparts)
+        with self._fake, Meter(self.model) as meter, probing(self.model):
+            meter.part = "probe"
+            own = self.model(**short)
+            self.layers.readout.read(short, output_loss, [1])  # one layer needs what another does
+            del own
+        self.probe = meter.peak["probe"]  # bytes beside the weights
+
+    def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
+        """What a step outside the warm-up costs on a GPU; `args` are training arguments with those of the descent."""
+        layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
+        dual = DescentState(replace(args, dual_warmup_steps=0.0), layers.num_layers, 1, 0, chance=1.0)
+        if isinstance(layers, TiledLosses):
+            layers.token_fraction = args.readout_token_fraction or layers.token_fraction
+        self.model.activation_checkpointing_disable()
+        if args.activation_checkpointing:
+            options = args.activation_checkpointing_kwargs
+            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
+        if "foreach" in inspect.signature(optimizer_class).parameters and not options.get("fused"):
+            options["foreach"] = True  # torch's choice on a GPU
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Which positions have a label is no question of shapes.
+        find_labels = unset_fake_temporarily()(head.labelled_tokens)
+        with (
+            mock.patch.object(head, "labelled_tokens", find_labels),
+            mock.patch.dict(tiles.TILE_ELEMENTS, cpu=tiles.DEFAULT_TILE_ELEMENTS),
+            mock.patch.dict(tiles.SLICE_ELEMENTS, cpu=tiles.DEFAULT_SLICE_ELEMENTS),
+            torch.autocast("cpu", torch.float16 if args.fp16 else None, args.bf16 or args.fp16),
+            self._fake,
+            Meter(self.model) as meter,
+        ):
+            meter.part, optimizer = "optimizer", optimizer_class(trained, **options)
+            for parameter in trained:  # the state is there from the second step on
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.peak = Counter()
+            hooks = meter.follow(layers.readout.stack)
+            if args.objective == "erm":
+                objective = output_loss(self.model(**batch))
+            else:
+                objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
+            objective.backward()
+            for hook in hooks:
+                hook.remove()
+            passes, meter.peak, meter.part = meter.peak, Counter(), "optimizer"
+            optimizer.step()
+            optimizer.zero_grad()
+        return StepCost([passes, meter.peak], meter.operations)
+
+    def sharded(self, cost: StepCost, processes: int, weights: bool) -> StepCost:
+        """The cost in each of several processes that share optimizer and gradients (ZeRO-2) and, where asked for, the
+        `weights` (FSDP2, ZeRO-3): by rows of each parameter, and one layer after another is gathered."""
+        rows = {weight: -(-len(weight) // processes) * weight[0].nbytes for weight in self.model.parameters()}
+        trained = [weight for weight in rows if weight.requires_grad]
+        share = sum(rows[weight] for weight in trained) / sum(weight.nbytes for weight in trained)
+        layers = [sum(p.nbytes for p in layer.parameters()) for layer in self.layers.readout.stack.layers]
+        # One is fetched while another computes; what belongs to none stays.
+        gathered = sum(weight.nbytes for weight in rows) - sum(layers) + 2 * max(layers)
+        moments = []
+        for moment, extra in zip(cost.moments, (gathered, 0)):
+            moment = moment | {part: round(share * moment[part]) for part in ("gradients", "optimizer")}
+            moments.append(Counter(moment | ({"weights": sum(rows.values()) + extra} if weights else {})))
+        return StepCost(moments, cost.operations)
+
+
+def narrow(config: PretrainedConfig) -> PretrainedConfig:
+    """The same architecture, depth and vocabulary, with `HEAD_WIDTH` numbers to each attention head."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    width = HEAD_WIDTH * text.num_attention_heads
+    # Others, such as a pooler's, go by the width of the hidden states.
+    alike = [name for name, value in vars(text).items() if type(value) is int and value == text.hidden_size]
+    sizes = {"head_dim": HEAD_WIDTH, **dict.fromkeys(["hidden_size", "intermediate_size", *alike], width)}
+    for name, size in sizes.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, min(size, getattr(text, name)))
+    return small
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Move parameters and buffers from the meta device to the present mode's memory; tied ones stay tied."""
+    moved = {}
+    for module in model.modules():
+        for kept in (module._parameters, module._buffers):
+            for name, tensor in kept.items():
+                if tensor is not None and tensor not in moved:
+                    there = torch.empty_like(tensor, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[tensor] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+                kept[name] = moved.get(tensor)

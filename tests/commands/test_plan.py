@@ -1,0 +1,74 @@
+"""`hf-descent plan`: a recipe and a config in, a table out."""
+
+import re
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from hf_descent import cli
+from hf_descent.commands import plan
+
+
+CONFIGS = {
+    "llama": {"num_key_value_heads": 2},
+    "bert": {},
+}
+RECIPES = {
+    "llama": {"objective": "descent", "max_length": 24, "completion_only_loss": True, "dtype": "float32"},
+    "bert": {"pooling": "cls_linear", "max_seq_length": 24, "text_column": "text"},
+}
+
+
+def recipe(kind, tmp_path, **settings):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
+    AutoConfig.for_model(kind, vocab_size=50, **sizes, **CONFIGS[kind]).save_pretrained(tmp_path / "model")
+    values = RECIPES[kind] | {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values | settings))
+    return str(path)
+
+
+def cells(printed):
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows[1:]}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
+    cli.main(["plan", recipe(kind, tmp_path), "--gpu_memory", "1GiB", "--per_device_train_batch_size", "4"])
+    printed = capsys.readouterr().out
+    rows = cells(printed)
+    names = ["as configured (4 x 24 tokens)", "plain training (`objective: erm`)"]
+    names += [f"`activation_checkpointing: {kind == 'bert'}`"]  # TRL's default
+    names += ["`readout_token_fraction: 0.125`"] if kind == "llama" else []
+    names += ["`per_device_train_batch_size: 8`", "`use_peft: True`", "`--launch zero2`, 8 processes"]
+    assert list(rows) == [*names, "`--launch fsdp2` or `zero3`, 8 processes"]
+    assert {row[-1] for row in rows.values()} == {"yes"}
+    assert re.search(r"3 layers, 0\.0 million weights", printed) and "times the operations of plain" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_is_said(tmp_path, capsys):
+    cli.main(["plan", recipe("llama", tmp_path), "--gpu_memory", "1KiB"])
+    assert {row[-1] for row in cells(capsys.readouterr().out).values()} == {"no"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("llama", {"load_in_4bit": True}, "Quantised weights cannot be planned"),
+        ("bert", {"max_seq_length": None}, "set `max_seq_length`"),
+        ("bert", {"processes": 0}, "`processes` is 0"),
+        ("bert", {"gpu_memory": "lots"}, "lots|size"),
+        ("bert", {"poolings": "head"}, r"sets \['poolings'\], which `hf-descent plan` does not have"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(kind, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        cli.main(["plan", recipe(kind, tmp_path, **settings)])
+
+
+def test_one_recipe_is_needed():
+    with pytest.raises(ValueError, match="recipes are missing"):
+        plan.parse([], "hf-descent plan", "")

@@ -1,0 +1,97 @@
+"""A plan against what real steps hold and compute."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from naive_head import LiveStorage
+from tiny import config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, BertForSequenceClassification, LlamaForCausalLM, T5ForConditionalGeneration
+
+from hf_descent import DescentTrainer
+from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
+from hf_descent.training.planning import PlannedModel, narrow
+
+
+ROWS, LENGTH, VOCAB, STEPS = 4, 48, 700, 2
+CLASSES = {"bert": BertForSequenceClassification, "llama": LlamaForCausalLM, "t5": T5ForConditionalGeneration}
+WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+SIZES = {
+    "bert": WIDTHS,
+    "llama": WIDTHS | {"num_key_value_heads": 2},
+    "t5": {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "decoder_start_token_id": 0},
+}
+
+
+def model_config(kind):
+    # Whose attention is plain matrix products, which torch counts on any device.
+    sizes = SIZES[kind] | {"vocab_size": VOCAB, "num_hidden_layers": 3, "attn_implementation": "eager"}
+    return AutoConfig.for_model(kind, **sizes)
+
+
+def batch(kind):
+    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.arange(ROWS) % 2 if kind == "bert" else ids,
+    }
+
+
+class Counted(DescentTrainer):
+    """Counts the operations of its steps."""
+
+    operations = 0
+
+    def training_step(self, *args, **kwargs):
+        with FlopCounterMode(display=False) as counter:
+            # Its hooks on modules forbid `autograd.grad` inside, and keep tensors alive.
+            counter.mod_tracker.__exit__()
+            counter.mod_tracker = SimpleNamespace(parents={"Global"}, __exit__=lambda: None)
+            loss = super().training_step(*args, **kwargs)
+        self.operations += counter.get_total_flops()
+        return loss
+
+
+def measured(kind, tmp_path, **arguments):
+    """Bytes at the peak of a real run, its weights included, and the operations of a step."""
+    torch.manual_seed(0)
+    model, inputs = CLASSES[kind](model_config(kind)), batch(kind)
+    rows = [{name: values[row] for name, values in inputs.items()} for row in range(ROWS)] * STEPS
+    args = config(tmp_path, per_device_train_batch_size=ROWS, max_steps=STEPS, optim="adamw_torch_fused", **arguments)
+    trainer = Counted(model, args, train_dataset=rows)
+    weights = {tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
+    with LiveStorage() as live:
+        trainer.train()
+    return live.peak + sum(storage.nbytes() for storage in weights), trainer.operations / STEPS
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("bert", {}),
+        ("bert", {"activation_checkpointing": True}),
+        ("t5", {}),
+        ("llama", {}),
+        ("llama", {"activation_checkpointing": True, "readout_token_fraction": 0.25}),
+        ("llama", {"objective": "erm"}),
+    ],
+)
+def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, arguments, tmp_path):
+    peak, operations = measured(kind, tmp_path, **arguments)
+    planned = PlannedModel(lambda shape: CLASSES[kind](shape(model_config(kind))), batch(kind))
+    cost = planned.step(batch(kind), config(tmp_path, optim="adamw_torch_fused", **arguments))
+    assert isinstance(planned.layers, TiledLosses if kind == "llama" else ReplayedLosses)
+    assert cost.operations.total() == operations
+    assert cost.memory.total() == pytest.approx(peak, rel=0.1)
+
+
+def test_the_narrow_copy_keeps_depth_and_vocabulary():
+    config = AutoConfig.for_model("deberta-v2", num_hidden_layers=5, vocab_size=900)
+    small = narrow(config)
+    assert (small.num_hidden_layers, small.vocab_size) == (5, 900)
+    assert {small.hidden_size, small.intermediate_size, small.pooler_hidden_size} == {8 * config.num_attention_heads}
+    assert config.hidden_size == 1536
+    t5 = narrow(AutoConfig.for_model("t5", d_model=512, num_heads=8, d_kv=64))
+    assert (t5.d_model, t5.d_kv, t5.num_heads) == (64, 8, 8)

@@ -242,8 +242,6 @@ class DescentMixin:
             self._layers = find_layers(self, model, inputs, task, self._given.readout, self.logs_tokens)
         if self._dual is None:
             self._dual = make_dual(self, self._layers, inputs, self._given, self._record.resumed_from, self._reduce)
-        elif self._dual.num_layers != self._layers.num_layers:
-            raise checks.another_depth(self._layers.num_layers, self._dual.num_layers)
 
     def _training_noise(self, model):
         """The noise of a micro-batch as a context."""

@@ -91,11 +91,6 @@ class DescentState:
             names = ("constrained_layers", "descent_strength", "exit_targets", "loss_targets")
             given = {name: getattr(args, name) for name in names}
             self._take_problem(DescentProblem(args.layer_rows, bound, num_layers, chance_loss=chance, **given))
-            if chance is not None and bound > 1.001 * chance:
-                logger.info(
-                    f"`initial_loss_bound`={bound:.4g} lies above {chance:.4g}, the loss of the best constant "
-                    "prediction: a layer at chance can meet the first constraint, though no verdict calls that met."
-                )
         elif args.objective not in objectives.UNCONSTRAINED and max_steps > 0:
             raise ValueError("The loss of a constant prediction is not known: set `initial_loss_bound` to a number.")
         self.multipliers = Multipliers(

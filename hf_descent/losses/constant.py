@@ -172,15 +172,13 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
     """What measures the least loss of a constant prediction, found out on a batch and the model's outputs on it;
     ValueError where no least value is known for the loss."""
     logits, labels = output_logits(outputs), labels_of(inputs, task.label_names)
-    given, classes = [name for name in task.label_names if inputs.get(name) is not None], logits.shape[-1]
+    classes = logits.shape[-1]
     if "start_positions" in inputs:  # of extractive question answering; Trainer's smoother knows nothing of it
         if task.loss_fn is not None:
             raise unmeasurable("a custom loss of answers")
         return ConstantPredictor(MAX_POSITIONS, "positions")
     if labels is None:
         raise unmeasurable("data without labels")
-    if len(given) > 1:
-        raise unmeasurable(f"a loss of several labels ({', '.join(given)})")
     if labels.is_floating_point() and labels.numel() != logits.numel():
         raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
     if classes == 1 and not labels.is_floating_point():

@@ -99,13 +99,6 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def another_depth(found: int, constrained: int) -> ValueError:
-    """The error for a model whose number of layers is no longer that of the constraints."""
-    return ValueError(
-        f"The model has {found} layers now, and the constraints are those of {constrained}: make a new trainer for it."
-    )
-
-
 def check_data(trainer: Trainer, given: Given) -> None:
     """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the
     same."""

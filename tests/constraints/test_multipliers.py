@@ -115,9 +115,6 @@ def test_state_round_trip_and_its_checks():
     for bad, match in (
         ({**state, "values": torch.zeros(4)}, "values"),
         ({name: t for name, t in state.items() if name != "mean"}, "nothing"),
-        ({**state, "values": -torch.ones(3)}, "negative"),
-        ({**state, "slacks": -torch.ones(3)}, "negative"),
-        ({**state, "square": torch.full((3,), float("nan"))}, "non-finite"),
     ):
         with pytest.raises(ValueError, match=match):
             resumed.load_state_dict(bad)

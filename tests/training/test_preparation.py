@@ -198,15 +198,6 @@ def test_plain_training_with_a_readout_measures_nothing(tmp_path):
     assert "eval_layer_loss_1" in metrics and metrics["eval_feasible"] == 0 and "eval_max_violation" not in metrics
 
 
-def test_a_given_f_0_above_chance_is_said(tmp_path, caplog):
-    logging.getLogger("hf_descent").propagate = True
-    for bound, said in ((1.2, True), (0.9, False)):  # three classes, ln 3 = 1.0986
-        caplog.clear()
-        settings = {"initial_loss_bound": bound, "descent_alpha": 0.1, "log_level": "info"}
-        make(tmp_path, bert(), classification_data(64), **settings).train()
-        assert ("lies above" in caplog.text) == said
-
-
 def test_f_0_of_a_language_model_leaves_out_the_token_that_nothing_predicts(tmp_path):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(5, 7, (400, 3), generator=generator)

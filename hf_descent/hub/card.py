@@ -44,9 +44,6 @@ NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation"
 NO_METRICS += ("share", "rise", "steps", "num_", "preparation_time")
 # Tasks with a class in PEFT; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
-# Parts of a card that may be missing.
-PARTS = ("descent", "evaluation", "settings", "versions", "noise_curve", "layer_profile", "exit_profile")
-PARTS += ("confidence_exit", "speculation_profile", "verdict")
 
 
 def render(card: Mapping[str, Any]) -> ModelCard:
@@ -55,7 +52,8 @@ def render(card: Mapping[str, Any]) -> ModelCard:
     Args:
         card (`dict`): plain JSON values. Needed: `model_name`, `architecture`, `objective`, `library_name`, `paper`.
     """
-    card = {**card, **{name: dict(card.get(name) or {}) for name in PARTS}}
+    may_be_missing = ("descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile")
+    card = {**card, **{name: card.get(name) or {} for name in may_be_missing}}
     auto_class, task = _task(card)
     names = ("model_name", "base_model", "datasets", "language", "license", "tags", "library_name")
     metric = card["noise_curve"].get("metric")

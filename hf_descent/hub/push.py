@@ -6,11 +6,10 @@ writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` 
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers.utils import CONFIG_NAME
 
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
@@ -126,13 +125,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def hub_id(name: str | None) -> str | None:
     """`name` if it may be an id on the Hub; `None` for a folder of this machine or of another."""
-    if not name or os.path.isdir(name):
-        return None
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None
-    return name
+    is_id = name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
+    return name if is_id else None
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:

@@ -197,11 +197,8 @@ def run_summary(
             summary[name] = value
     if encoder := getattr(getattr(config, "encoder_config", None), "_name_or_path", ""):
         summary["encoder"] = encoder
-    seconds = record.step_seconds
-    if seconds is None and trained:  # as of a run resumed at its end
-        seconds = RunFolder(record.resumed_from or "").summary.get("step_seconds")
-    if seconds is not None:
-        summary["step_seconds"] = seconds
+    if record.step_seconds is not None:
+        summary["step_seconds"] = record.step_seconds
     return summary | (dual if trained else {})
 
 

@@ -165,9 +165,8 @@ def test_a_run_resumed_at_its_end_takes_no_step_and_keeps_what_it_knew(tmp_path,
     given = {"objective": objective, "lr_scheduler_type": "constant", **length}
     finished, resumed = trained(tmp_path, **given), trained(tmp_path, resume_from_checkpoint=True, **given)
     resumed.save_model()
-    last, summary = (RunFolder(each).summary for each in (newest_complete_checkpoint(str(tmp_path)), tmp_path))
+    summary = RunFolder(tmp_path).summary
     assert summary["noise_sigma"] == finished.model.config.noise_sigma
-    assert summary["step_seconds"] == last["step_seconds"] > 0
     assert resumed.state.global_step == steps and "never act" not in caplog.text
     assert_equal_runs(finished, resumed)
     if objective == "descent":

@@ -248,6 +248,10 @@ class DescentArguments:
         for name, levels in (("noise_gamma", self.noise_gamma), ("eval_gammas", self.eval_gammas or [])):
             if not all(0 <= level < math.inf for level in levels_of(name, levels)):
                 raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
+        if isinstance(self.noise_gamma, list) and (
+            len(self.noise_gamma) != 2 or sorted(self.noise_gamma) != self.noise_gamma
+        ):
+            raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
         kinds = str | list if self.objective == "fixed" else str | list | None
         if not isinstance(self.fixed_multipliers, kinds):
             raise ValueError(

@@ -16,6 +16,7 @@ from trl.data_utils import get_dataset_column_names
 from .loading import has_position_table, position_limit
 from .readout.labels import IGNORE_INDEX
 from .readout.stack import inner_model
+from .runs import RunFolder
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 
@@ -181,3 +182,13 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         return DataLoader(
             dataset, self.args.eval_batch_size, collate_fn=lambda rows: self._prepare_inputs(collate(rows))
         )
+
+    def _run_summary(self):
+        summary = super()._run_summary()
+        return summary | ({"num_tokens": self._total_train_tokens} if "training_started" in summary else {})
+
+    def _inner_training_loop(self, batch_size=None, *args, **kwargs):
+        # TRL would count from nothing.
+        saved = RunFolder(kwargs.get("resume_from_checkpoint") or "").summary
+        self._total_train_tokens = saved.get("num_tokens", self._total_train_tokens)
+        return super()._inner_training_loop(batch_size, *args, **kwargs)

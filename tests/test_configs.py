@@ -121,6 +121,8 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"multiplier_max": 0.0}, "multiplier_max"),
         ({"descent_strength": 0.0}, "descent_strength"),
         ({"noise_gamma": -0.5}, "noise_gamma"),
+        ({"noise_gamma": [1.0, 0.5]}, "low <= high"),
+        ({"noise_gamma": [0.1, 0.2, 0.3]}, "low <= high"),
         ({"noise_gamma": float("inf")}, "noise_gamma"),
         ({"eval_gammas": [0.1, -1]}, "eval_gammas"),
         ({"dual_warmup_steps": -1, "descent_alpha": 0.1, "initial_loss_bound": 1.0}, "dual_warmup_steps"),

@@ -235,6 +235,18 @@ def test_plain_arguments_are_taken(tmp_path):
     assert trainer.args.max_length == SFTConfig(str(tmp_path), use_cpu=True).max_length
 
 
+@pytest.mark.parametrize("objective", ["descent", "erm"])
+def test_a_resumed_run_goes_on_counting_tokens(tmp_path, objective):
+    given = {"objective": objective, "save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
+    straight, resumed = (make(SFTDescentTrainer, tmp_path, **given) for _ in range(2))
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # between two logs
+    logs = [
+        {log["step"]: log["num_tokens"] for log in t.state.log_history if "loss" in log} for t in (straight, resumed)
+    ]
+    assert logs[0] == logs[1]
+
+
 def test_preview(tmp_path):
     assert make(SFTDescentTrainer, tmp_path).preview() == (
         "First training example: 12 tokens, 5 with a label\n[no label] 'Say c0:'\n[label] ' c0!</s>'"

@@ -26,6 +26,9 @@ from ..readout.tape import noise_is_disabled
 from .lookups import find_lookups, is_time_first, look_up
 
 
+MOMENTS_CHUNK = 2**22  # values that are held in float64 at once
+
+
 @dataclass
 class _Call:
     """One running forward call of a (sub)model."""
@@ -144,6 +147,8 @@ class EmbeddingNoise:
         given = {**dict(zip(names, args)), **kwargs}
         is_outermost = not self._calls
         ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if mask is None and ids is not None and not is_outermost and ids is self._calls[-1].input_ids:
+            mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
         has_signal = module is self._model and given.get(self._main_input) is not None
         self._calls.append(_Call(ids, mask, kwargs.get("past_key_values"), has_signal))
         if not (is_outermost and self._is_active()):
@@ -251,10 +256,11 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
 
 
 def moments_of(values: torch.Tensor) -> torch.Tensor:
-    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device."""
+    """Count, sum and sum of squares of a tensor, float64 `[3]` on the CPU; summed on its device, a part at a time."""
     wide = values.device if values.device.type == "cuda" else "cpu"  # some devices have no float64
-    values = values.detach().to(wide, torch.float64)
-    return torch.stack([values.new_tensor(values.numel()), values.sum(), values.square().sum()]).cpu()
+    parts = (part.to(wide, torch.float64) for part in values.detach().flatten().split(MOMENTS_CHUNK))
+    sums = sum(torch.stack([part.sum(), part.square().sum()]).cpu() for part in parts)
+    return torch.cat([torch.tensor([values.numel()]), sums])
 
 
 def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:

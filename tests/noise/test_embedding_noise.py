@@ -7,7 +7,7 @@ from noisy import Spy, added_noise, assert_noise_on, batch, vit
 from scipy.stats import kstest
 from tiny import VOCAB, bert, llama
 from torch import nn
-from transformers import BartConfig, BartModel
+from transformers import BartConfig, BartModel, FNetConfig, FNetForMaskedLM
 
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.noise.embedding_noise import EmbeddingNoise, deviation_from_moments, estimate_sigma, signal_moments
@@ -26,7 +26,14 @@ def test_noise_is_gaussian_with_deviation_gamma_times_sigma():
     assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.02
 
 
-@pytest.mark.parametrize("build", [bert, llama])
+def fnet():
+    """Without attention: its layers are given no mask."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "max_position_embeddings": 16}
+    return FNetForMaskedLM(FNetConfig(vocab_size=VOCAB, **sizes))
+
+
+@pytest.mark.parametrize("build", [bert, llama, fnet])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_is_untouched_bit_for_bit(side, build):
     inputs = batch(side)

@@ -86,9 +86,9 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     )
 
     def report():
-        kept, shared = "test" if "test" in rows else "validation", {"metric": "rmse", "scale": 255 / task.pixel_range}
-        # It comes last, since the trainer's card is of what was measured last.
-        for split in sorted(rows.keys() - {"train"}, key=lambda name: (name == kept, name)):
+        shared = {"metric": "rmse", "scale": 255 / task.pixel_range}
+        # The test rows come last, since the trainer's card is of what was measured last.
+        for split in [name for name in ("validation", "test") if name in rows]:
             results = {"layer_profile": trainer.evaluate_layers(rows[split], gamma=args.gamma_train, **shared)}
             metrics = {}
             if args.eval_gammas:

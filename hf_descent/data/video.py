@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,10 +39,7 @@ class VideoArguments(RowArguments):
         default="video", help="Hold out whole training videos for validation (`video`), or the end of each (`time`)."
     )
     validation_percentage: float = HfArg(default=10.0, help="Share of the videos, or of their frames, to hold out.")
-    later_percentage: float = HfArg(
-        default=0.0, help="With `split_by` time: share of the frames at the very end for a test split `later`."
-    )
-    split_gap: int = HfArg(default=50, help="Frames left out between parts of one video.")
+    split_gap: int = HfArg(default=50, help="With `split_by` time: frames left out before the end of a video.")
     num_frames: int = HfArg(default=10, help="Frames T in a clip.")
     frame_size: int = HfArg(default=160, help="Height and width of a frame, in pixels.")
     patch_size: int = HfArg(default=16, help="Height and width of a patch, in pixels.")
@@ -53,8 +50,6 @@ class VideoArguments(RowArguments):
         check_arguments(self, {"split_gap": 0, "num_frames": 1, "frame_size": 1, "patch_size": 1})
         if not self.train_files:
             raise ValueError("No videos: give `train_files`.")
-        if self.later_percentage and self.split_by != "time":
-            raise ValueError("`later_percentage` needs `split_by` time: it is the end of every training video.")
         for name in ("train_files", "test_files"):
             if isinstance(getattr(self, name), str):  # of a YAML file
                 setattr(self, name, [getattr(self, name)])
@@ -73,9 +68,8 @@ def load_clips(args: VideoArguments) -> DatasetDict:
     """Decodes the videos into clips; once, as the result is cached.
 
     Returns:
-        The splits "train", "validation" and, where they are given, "later" (the end of each training video) and
-        "test" (`test_files`). A row is a clip: `frames` (uint8 `[num_frames, frame_size, frame_size]`), `video` (its
-        path) and `start` (number of its first frame).
+        The splits "train", "validation" and, where there are `test_files`, "test". A row is a clip: `frames` (uint8
+        `[num_frames, frame_size, frame_size]`), `video` (its path) and `start` (number of its first frame).
 
     Raises:
         ValueError: a folder or file is missing or unreadable, or a split holds no clip.
@@ -103,20 +97,19 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         [_whole(path) for path in find_videos(files or [])] for files in (args.train_files, args.test_files)
     )
     if shared := {video.path for video in train} & {video.path for video in test}:
-        raise ValueError(
-            f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one, or hold out its end "
-            "(`split_by` time, `later_percentage`)."
-        )
-    validation, later = (share / 100 for share in (args.validation_percentage, args.later_percentage))
+        raise ValueError(f"{shared.pop()} is in `train_files` and in `test_files`: leave it out of one.")
+    share = args.validation_percentage / 100
     if args.split_by == "time":
-        shares = {"train": 1 - validation - later, "validation": validation} | ({"later": later} if later else {})
-        divided = [_divide(video, list(shares.values()), args.split_gap) for video in train]
-        parts = dict(zip(shares, map(list, zip(*divided))))
+        borders = [round((1 - share) * (video.last - args.split_gap)) for video in train]
+        parts = {
+            "train": [video._replace(last=border) for video, border in zip(train, borders)],
+            "validation": [video._replace(first=border + args.split_gap) for video, border in zip(train, borders)],
+        }
     else:
         if len(train) < 2:
             raise ValueError(f"`split_by` video needs two training videos, and there is {train[0].path}: use 'time'.")
         order = np.random.default_rng(args.split_seed).permutation(len(train)).tolist()
-        count = min(max(1, round(validation * len(train))), len(train) - 1)
+        count = min(max(1, round(share * len(train))), len(train) - 1)
         chosen = {"train": sorted(order[count:]), "validation": sorted(order[:count])}
         parts = {name: [train[i] for i in numbers] for name, numbers in chosen.items()}
     if test:
@@ -126,7 +119,7 @@ def split_videos(args: VideoArguments) -> dict[str, list[VideoPart]]:
         if not parts[name]:
             raise ValueError(
                 f"The {name} split holds no clip of `num_frames` {args.num_frames}: it has frames {of_split[0].first} "
-                f"to {of_split[0].last} of {of_split[0].path} (between parts, `split_gap` frames are left out)."
+                f"to {of_split[0].last} of {of_split[0].path} (in between, `split_gap` frames are left out)."
             )
     return parts
 
@@ -170,13 +163,6 @@ def _whole(path: str) -> VideoPart:
             count = sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
     stats = ((file, os.stat(file)) for file in files)
     return VideoPart(path, 0, count, Hasher.hash([(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]))
-
-
-def _divide(video: VideoPart, shares: Sequence[float], gap: int) -> list[VideoPart]:
-    """Consecutive parts of a video, with `gap` frames between them."""
-    borders = np.round(np.cumsum([0, *shares]) * (video.last - gap * (len(shares) - 1))).astype(int).tolist()
-    parts = enumerate(pairwise(borders))
-    return [video._replace(first=first + gap * i, last=last + gap * i) for i, (first, last) in parts]
 
 
 def _files(path: str) -> list[str]:

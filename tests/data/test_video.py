@@ -105,14 +105,12 @@ def test_videos_are_held_out_whole_and_patterns_leave_other_folders_out(tmp_path
 
 def test_parts_of_a_video_lie_a_gap_apart(tmp_path):
     path = write_video(tmp_path / "video.avi", 44)
-    clips = load_clips(arguments(train_files=[path], later_percentage=30))
+    clips = load_clips(arguments(train_files=[path], validation_percentage=30))
     frames = {name: {start + i for start in split["start"] for i in range(4)} for name, split in clips.items()}
-    # 44 frames less two gaps of 2 are 40: 20, 8 and 12 frames.
     assert frames == {
-        "train": set(range(20)),
-        "validation": set(range(22, 30)),
-        "later": set(range(32, 44)),
-    }
+        "train": set(range(28)),
+        "validation": set(range(31, 43)),
+    }  # 44 frames less a gap of 2: 29 and 13
     for split in clips.values():
         for row in split.with_format("numpy"):
             np.testing.assert_array_equal(row["frames"], [pixels(row["start"] + i) for i in range(4)])
@@ -229,7 +227,7 @@ def test_a_video_that_cannot_be_read_is_named(tmp_path):
     [
         ({}, r"validation split holds no clip.*frames 10 to 12 of .*short\.avi .*`split_gap`"),
         ({"validation_percentage": 0}, "validation split holds no clip"),
-        ({"validation_percentage": 60, "later_percentage": 40}, "train split holds no clip"),
+        ({"validation_percentage": 100}, "train split holds no clip"),
     ],
 )
 def test_splits_without_a_clip_are_refused(tmp_path, shares, match):
@@ -238,21 +236,11 @@ def test_splits_without_a_clip_are_refused(tmp_path, shares, match):
         load_clips(arguments(train_files=[path], **shares))
     with pytest.raises(ValueError, match=r"needs two training videos.*use 'time'"):
         load_clips(arguments(train_files=[path], split_by="video"))
+    with pytest.raises(ValueError, match="No videos: give `train_files`"):
+        arguments()
 
 
 def test_a_video_too_short_for_the_gaps_between_parts_is_left_out(tmp_path):
     paths = [write_video(tmp_path / "long.avi", 60), write_video(tmp_path / "short.avi", 3, seed=1)]
     splits = load_clips(arguments(train_files=paths, split_gap=10))
     assert {name for split in splits.values() for name in split["video"]} == {os.path.realpath(paths[0])}
-
-
-@pytest.mark.parametrize(
-    ("values", "match"),
-    [
-        ({}, "No videos: give `train_files`"),
-        ({"train_files": ["x"], "split_by": "video", "later_percentage": 10}, "needs `split_by` time"),
-    ],
-)
-def test_bad_arguments_are_refused(values, match):
-    with pytest.raises(ValueError, match=match):
-        arguments(**values)

@@ -31,15 +31,11 @@ def architecture_of(name: str) -> str:
     return RunFolder(name).summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
 
 
-def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
-    """A text classifier or a causal language model in eval mode, with the `noise_sigma` of its training.
+def load_model(name: str) -> PreTrainedModel:
+    """A text classifier or a causal language model in eval mode and its saved dtype, with the `noise_sigma` of its
+    training; `name` is a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
 
-    Args:
-        name (`str`): a folder, or a name on the Hub. PEFT puts an adapter on its base, without merging it.
-        dtype (`str`): dtype of the weights; "auto" keeps the saved one.
-
-    Raises:
-        ValueError: the model is of another kind, or was trained with a custom readout.
+    ValueError where the model is of another kind, or was trained with a custom readout.
     """
     architecture, summary = architecture_of(name), RunFolder(name).summary
     if "readout" in summary:
@@ -49,7 +45,7 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
         raise ValueError(f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model.")
     if not find_json(name, ADAPTER):
         auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-        return auto_class.from_pretrained(name, dtype=dtype)
+        return auto_class.from_pretrained(name, dtype="auto")
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
     # An adapter's folder does not have the config of its base.
@@ -58,9 +54,9 @@ def load_model(name: str, dtype: str = "auto") -> PreTrainedModel:
         base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
         model = PeftModel.from_pretrained(base, name)
     elif is_classifier:
-        model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype=dtype, **labels)
+        model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype="auto", **labels)
     else:
-        model = AutoPeftModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
     if is_classifier:
         # The base may have other names, or the same ones in another order.
         names = summary.get("id2label", {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)})

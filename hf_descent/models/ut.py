@@ -178,12 +178,7 @@ class UTForSequenceClassification(UTPreTrainedModel):
             attention_mask (`torch.Tensor` of shape `[batch, seq]`, *optional*): 0 marks padding, which is neither
                 attended to nor pooled.
             labels (`torch.Tensor` of shape `[batch]`, or `[batch, labels]`, *optional*): see `config.problem_type`.
-
-        Raises:
-            ValueError: neither or both of `input_ids` and `inputs_embeds` are given.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("Give either `input_ids` or `inputs_embeds`.")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         for layer in self.layers:
             hidden_states = layer(hidden_states, attention_mask)  # [batch, seq, hidden]

@@ -47,7 +47,7 @@ def test_rmse_by_batches_counts_every_value_once():
     ("metric", "values", "match"),
     [
         (Rmse, ([[1.0], [1.0, 2.0, 3.0]], [[1.0], [1.0]]), r"Item 1 of `predictions` has shape \[3\]"),
-        (TokenAccuracy, ([[1, 2]], [[1]]), "2 predictions and 1 references"),
+        (TokenAccuracy, ([[1, 2]], [[1]]), "argument 2 is shorter"),
         (TokenAccuracy, ([[1, 2]], [[-100, -100]]), "no label but -100"),
     ],
 )

@@ -28,7 +28,7 @@ from ..losses.layerwise import TiledLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
-from ..readout.stack import LayerStack, errors_explained
+from ..readout.stack import LayerStack, errors_explained, inner_model
 from .records import StepSums
 
 
@@ -138,7 +138,8 @@ class PlannedModel:
             self.model = build(copy.copy).train()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
-            _give_memory(self.model)
+            self.model.to_empty(device="cpu")
+            inner_model(self.model).tie_weights()
         counterparts = {id(module): self.model.get_submodule(name) for name, module in twin.named_modules()}
         self.layers = copy.deepcopy(layers, counterparts)
         with self._fake, Meter(self.model) as meter, probing(self.model):
@@ -219,16 +220,3 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(size, getattr(text, name)))
     return small
-
-
-def _give_memory(model: nn.Module) -> None:
-    """Move parameters and buffers from the meta device to the present mode's memory; tied ones stay tied."""
-    moved = {}
-    for module in model.modules():
-        for kept in (module._parameters, module._buffers):
-            for name, tensor in kept.items():
-                if tensor is not None and tensor not in moved:
-                    there = torch.empty_like(tensor, device="cpu")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    moved[tensor] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-                kept[name] = moved.get(tensor)

@@ -110,8 +110,6 @@ class DescentProblem:
         exit_targets: Mapping[int, float] | None = None,
         loss_targets: Mapping[int, float] | None = None,
     ):
-        if num_layers < 1:
-            raise ValueError(f"`num_layers` is {num_layers}; the problem needs at least one layer.")
         self.num_layers = num_layers
         self.follows = isinstance(alpha, str) and alpha in PATHS
         self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")

@@ -22,7 +22,6 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from transformers.utils import find_labels
 
 from ..files import atomic_write, read_json
-from ..losses.label_checks import check_labels
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
@@ -139,9 +138,6 @@ class Evaluation:
 
     def _prepare(self, batch):
         inputs = send_to_device(batch, next(self.model.parameters()).device)
-        name = next((name for name in self.label_names if inputs.get(name) is not None), None)
-        if self.layer_loss_fn is None and self.readout is None and name is not None:
-            check_labels(self._inner, name, inputs[name])
         if self.task is None:
             self.task = TaskLoss.probe(
                 self.model, inputs, label_names=self.label_names, loss_fn=self.layer_loss_fn, readout=self.readout

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from ..configs import levels_of
 from ..readout.stack import inner_model
 from ..readout.tape import noise_is_disabled
-from .lookups import find_lookups, is_time_first, look_up
+from .lookups import find_lookups, look_up
 
 
 MOMENTS_CHUNK = 2**22  # values that are held in float64 at once
@@ -187,8 +187,6 @@ class EmbeddingNoise:
             return None
         call = self._calls[-1]
         call.looked_up = True
-        if is_time_first(args[0] if args else None, call.input_ids):
-            return self._perturb(output.transpose(0, 1), call.mask, self._calls[0]).transpose(0, 1)
         return self._perturb(output, call.mask, self._calls[0])
 
     def _perturb(self, clean: torch.Tensor, mask: torch.Tensor | None, call: _Call) -> torch.Tensor:

@@ -22,10 +22,11 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
             "`main_input_name` to the floating-point input to perturb."
         )
     config = getattr(model, "config", None)
-    if getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None):
+    second = getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None)
+    if second or getattr(config, "model_type", None) == "xlnet":
         raise ValueError(
-            f"{type(model).__name__} looks its tokens up a second time for its layers, past the noise. Use a model "
-            "with one embedding table, or no noise."
+            f"{type(model).__name__} looks its tokens up a second time for its layers, past the noise (or, as XLNet, "
+            "with the batch last). Use another model, or no noise."
         )
     weight = getattr(lookup, "weight", None)
     twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
@@ -38,10 +39,3 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
 def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
     """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
     yield from map(lookup, ids.split(TABLE_CHUNK))
-
-
-def is_time_first(ids: torch.Tensor | None, input_ids: torch.Tensor | None) -> bool:
-    """Whether `ids` is the call's `input_ids` `[batch, seq]` transposed, as XLNet embeds it."""
-    if ids is None or input_ids is None or ids.ndim != 2 or ids.shape != input_ids.shape[::-1]:
-        return False
-    return ids.data_ptr() != input_ids.data_ptr() and torch.equal(ids, input_ids.T)

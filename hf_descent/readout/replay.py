@@ -144,7 +144,7 @@ class Readout:
                         layer_outputs = tape.replay(args, kwargs, layer)
                     else:
                         layer_outputs = self._user_outputs(hidden, kwargs)
-                        if layer == self.num_layers and isinstance(outputs, dict):
+                        if layer == self.num_layers:
                             # Within the forward: after it DDP waits for the parameters behind what it returned.
                             outputs["logits"] = layer_outputs["logits"]
                 on_layer(layer, layer_outputs, hidden)

@@ -50,7 +50,7 @@ class Tape:
         self._wrappers.enter_context(intercepted(self.modules, self._call))
         self.answers = {id(module): [] for module in self.modules}
         self.layer_outputs = []
-        self.has_grad, self.random_states = torch.is_grad_enabled(), None
+        self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
         self._begin("record")
 
@@ -97,12 +97,6 @@ class Tape:
                 return self.give(self.answer)
             for output in self.pending[id(module)]:
                 return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
-        if is_layer and self.has_grad and not torch.is_grad_enabled():
-            raise ValueError(
-                f"The layers of `{self.stack.name}` run without gradient (in Reformer, or by reentrant activation "
-                "checkpointing), so they have no loss. Set activation_checkpointing_kwargs={'use_reentrant': False}, "
-                "or use another architecture."
-            )
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
         self.nested = True
         try:

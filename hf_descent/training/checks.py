@@ -1,16 +1,19 @@
 """What a run that reads its layers refuses, before any training time is spent."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
+from datasets import Dataset
+from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..constraints.state import DescentState
-from ..losses.label_checks import check_datasets
+from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
 from .holdout import check_own_rows
@@ -109,7 +112,37 @@ def check_data(trainer: Trainer, given: Given) -> None:
     check_own_rows(given.dual_dataset, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.args)
     collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
     if collates and trainer.compute_loss_func is None and given.readout is None:
-        check_datasets(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
+        _check_classes(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
+
+
+def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:
+    """ValueError where a column or a list with one label per row holds whole numbers that are no classes of `model`, a
+    classifier of transformers or of ours: training would end late, or abort a GPU's process."""
+    model = inner_model(model)
+    kind, problem = type(model), getattr(getattr(model, "config", None), "problem_type", None)
+    known = kind.__module__.startswith(("transformers.models.", "hf_descent.models."))
+    if not (known and kind.__name__.endswith("Classification") and model.config.num_labels > 1):
+        return
+    if problem in ("regression", "multi_label_classification"):
+        return
+    for argument, data in datasets.items():
+        is_dataset = isinstance(data, Dataset) and data.format["type"] != "custom"
+        if not (is_dataset or isinstance(data, list)) or not data or not isinstance(first := data[0], Mapping):
+            continue
+        # A collator takes "label" where there is no other, and makes whole numbers of true and false.
+        name = next((name for name in (*label_names, "label") if name in first), None)
+        if name is None or np.ndim(first[name]):
+            continue
+        values = np.asarray(data.with_format("numpy")[name][:] if is_dataset else [row.get(name) for row in data])
+        if values.dtype.kind not in "iu":
+            continue
+        wrong = values[(values >= model.config.num_labels) | ((values < 0) & (values != IGNORE_INDEX))]
+        if wrong.size:
+            raise ValueError(
+                f"`{name}` in `{argument}` has {wrong[0]}, but {kind.__name__} takes whole numbers, 0 to "
+                f"{model.config.num_labels - 1}, and {IGNORE_INDEX}: change it, or load the model with more "
+                "`num_labels`."
+            )
 
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:

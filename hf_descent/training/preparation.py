@@ -13,7 +13,6 @@ from transformers import Trainer
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.state import STATE_NAME, DescentState, read_state
 from ..losses.constant import find_predictor
-from ..losses.label_checks import check_labels
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import deviation_from_moments, signal_moments
@@ -123,12 +122,8 @@ def find_layers(
     """The layer losses of a trainer's model, found and checked on a batch.
 
     Raises:
-        ValueError: the layers cannot be read, the labels are not those of the loss, or documents see one another.
+        ValueError: the layers cannot be read, or documents see one another.
     """
-    if trainer.compute_loss_func is None and readout is None:
-        for name in trainer.label_names:
-            if isinstance(inputs.get(name), torch.Tensor):
-                check_labels(model, name, inputs[name])
     check_documents(model, inputs, trainer)
     layers = find_layer_losses(
         model,
@@ -162,11 +157,6 @@ def make_dual(
     inputs = task.short(inputs)
     with probing(task.model):
         outputs = task.model(**task.model_inputs(inputs))
-    if task.has_custom_readout and not isinstance(outputs, dict):
-        raise ValueError(
-            f"{type(task.model).__name__} returns a tuple, in which the logits of `readout` have no place: leave "
-            "`return_dict=True`, or return names."
-        )
     loss = output_loss(outputs)
     if isinstance(loss, torch.Tensor) and loss.dtype in (torch.bfloat16, torch.float16):
         logger.warning(

@@ -96,7 +96,6 @@ def test_feasibility_counts_constrained_layers_only():
         (([0.1, 0.2, float("nan")], 1.0, 3), "`alpha` is "),
         ((0.1, 0.0, 3), "initial_loss_bound"),
         ((0.1, 1e13, 3), "initial_loss_bound"),
-        ((0.1, 1.0, 0), "num_layers"),
         ((0.1, 1.0, 3, []), "constrained_layers"),
         ((0.1, 1.0, 3, [0, 1]), "constrained_layers"),
         ((0.1, 1.0, 3, [2, 2]), "constrained_layers"),

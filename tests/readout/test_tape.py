@@ -29,18 +29,6 @@ def test_refuses_layerdrop_in_training_only():
         model(**batch)
 
 
-def test_refuses_reversible_layers_in_training():
-    fields = {"vocab_size": 99, "hidden_size": 32, "attn_layers": ["local"] * LAYERS, "num_attention_heads": 2}
-    fields |= {"attention_head_size": 8, "local_attn_chunk_length": 4, "axial_pos_shape": (2, 4), "is_decoder": True}
-    fields |= {"axial_pos_embds_dim": (16, 16), "feed_forward_size": 32, "max_position_embeddings": 8}
-    model = build("ReformerModelWithLMHead", fields)
-    batch = {"input_ids": torch.randint(5, 99, (2, 8))}
-    with torch.no_grad():
-        assert len(layer_logits(model, batch)) == LAYERS
-    with pytest.raises(ValueError, match="Reformer"):
-        layer_logits(model.train(), batch)
-
-
 def test_writes_in_place_leave_the_record_and_its_gradients_intact():
     torch.manual_seed(0)
     model = TwoStage(dropout=0.5, inplace=True).train()
@@ -142,18 +130,6 @@ def test_running_statistics_of_the_tail_are_updated_once():
     assert model.head[0].num_batches_tracked == 1
     model(x)
     assert model.head[0].num_batches_tracked == 2
-
-
-def test_refuses_reentrant_checkpoints_around_layers():
-    class Checkpointed(TwoStage):
-        def forward(self, x):
-            hidden = self.embed(x)
-            for block in self.blocks:
-                hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=True)
-            return {"logits": self.head(hidden)}
-
-    with pytest.raises(ValueError, match="use_reentrant"):
-        layer_logits(Checkpointed(), {"x": torch.randn(2, 4)})
 
 
 def state_of(model):

@@ -140,10 +140,6 @@ class DescentArguments:
     fixed_multipliers (`str` or `list[float]`, *optional*):
         Multipliers of the objective "fixed": one per row (by default a layer), or the folder of a constrained run,
         whose final multipliers and problem are used.
-    stop_on_nonfinite (`bool`, *optional*, defaults to `False`):
-        Stop training after a step with a layer loss that is not finite. Otherwise the multipliers skip such a step,
-        and the layer is reported once. Either way the optimizer has taken the step, as Trainer does: where the
-        gradient was not finite either, so are the weights no longer. Resume from the checkpoint before.
 
     > Parameters that control the readout of large vocabularies
 
@@ -188,7 +184,6 @@ class DescentArguments:
     penalty_coefficient: float = field(default=1.0)
     layerskip_rotation: int | None = field(default=None)
     fixed_multipliers: str | None = field(default=None)
-    stop_on_nonfinite: bool = field(default=False)
     readout_token_fraction: float | None = field(default=None)
     noise_gamma: str = field(default=0.0)
     noise_sigma: float | None = field(default=None)

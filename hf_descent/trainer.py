@@ -19,7 +19,6 @@ import torch
 from accelerate.utils import slice_tensors
 from torch import nn
 from transformers import Trainer
-from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 from .configs import DescentConfig
@@ -30,7 +29,7 @@ from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .hub.card import PAPER, TAGS
 from .hub.push import write_card
 from .losses.layerwise import LayerLosses
-from .losses.task import ShiftingSmoother, TaskLoss
+from .losses.task import TaskLoss
 from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
 from .runs import RunFolder
@@ -206,8 +205,6 @@ class DescentMixin:
         if not self.accelerator.optimizer_step_was_skipped:
             self._dual.dual_step(layer_losses, self.state.global_step, self._step.items, self._layers)
             checks.report_layers_at_chance(self._layers.readout, self._dual, self.state.global_step)
-        if self.args.stop_on_nonfinite and self._dual.has_faults:
-            self.control.should_training_stop = True
 
     def _after_epoch(self) -> None:
         if self._dual is not None and self.args.slack_restart:
@@ -224,9 +221,7 @@ class DescentMixin:
             inputs = inputs if is_shared else shared_batch(inputs, self)
             self._task = find_task(self, model, inputs, self._given.readout, self._loss_shifts_labels)
             # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
-            self._loss_shifts_labels = shifts = self._task.shifts_labels
-            if type(self.label_smoother) in (LabelSmoother, ShiftingSmoother):
-                self.label_smoother = ShiftingSmoother(self.args.label_smoothing_factor, shifts=shifts)
+            self._loss_shifts_labels = self._task.shifts_labels
         return self._task
 
     def _prepare(self, model, inputs) -> None:

@@ -340,11 +340,6 @@ class DescentState:
             self._reported.add("nonfinite")
             logger.error(f"The loss of layer {faults[0]} was not finite; such steps do not move the multipliers.")
 
-    @property
-    def has_faults(self) -> bool:
-        """Whether a layer loss has not been finite so far (reads from the device)."""
-        return bool(self._nonfinite.any())
-
     # ---- checkpoints ----
 
     def summary(self) -> dict:

@@ -18,16 +18,6 @@ PROBED_TOKENS = 32  # of a row, where a model is tried out
 
 
 @dataclass
-class ShiftingSmoother(LabelSmoother):
-    """Trainer's label smoother, which shifts labels where the model does; Trainer goes by the name of its class."""
-
-    shifts: bool = False
-
-    def __call__(self, model_output, labels, shift_labels=False, num_items_in_batch=None):
-        return super().__call__(model_output, labels, self.shifts, num_items_in_batch)
-
-
-@dataclass
 class TaskLoss:
     """What the loss is, and what it averages over, in training and in evaluation. [`TaskLoss.probe`] makes it."""
 
@@ -57,8 +47,6 @@ class TaskLoss:
         where that fails it is `shifts_labels`. `loss_fn` may be Trainer's label smoother."""
         names = find_labels(type(inner_model(model))) if label_names is None else label_names
         loss_fn, smoother = (None, loss_fn) if isinstance(loss_fn, LabelSmoother) else (loss_fn, None)
-        if isinstance(smoother, ShiftingSmoother):  # which shifts as the model of an earlier run did
-            smoother = LabelSmoother(smoother.epsilon)
         task = cls(model, names, loss_fn, smoother, readout is not None, accepts_items=accepts_items)
         found = task._find_shift(task.short(batch), readout)
         task.shifts_labels = shifts_labels if found is None else found

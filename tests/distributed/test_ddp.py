@@ -51,7 +51,6 @@ def double(tmp_path_factory, single):
     jobs |= {"scored": job("sft", **SCORED, per_device_eval_batch_size=4)}
     jobs |= {"sampled, 2x4": job("language", **SAMPLED), "sampled, 2x2x2": job("language", 2, 2, **SAMPLED)}
     jobs |= {"poisoned": job("classification", **POISONED)}
-    jobs |= {"poisoned, stopped": job("classification", **POISONED, stop_on_nonfinite=True)}
     folder = tmp_path_factory.mktemp("double")
     return folder, launch(folder, jobs)
 
@@ -138,11 +137,9 @@ def test_noise_is_reproducible_and_independent_across_processes(tmp_path, double
 
 @pytest.mark.slow
 def test_one_process_that_is_not_finite_moves_no_multiplier_on_any(double):
-    poisoned, stopped = (double[1][name][0] for name in ("poisoned", "poisoned, stopped"))
-    assert poisoned["steps"] == [6, 6] and poisoned["dual_steps"] == 3
-    assert stopped["steps"] == [4, 4] and stopped["dual_steps"] == 3
-    for run in (poisoned, stopped):
-        assert run["multipliers"][0] == run["multipliers"][1] and np.isfinite(run["multipliers"]).all()
+    run = double[1]["poisoned"][0]
+    assert run["steps"] == [6, 6] and run["dual_steps"] == 3
+    assert run["multipliers"][0] == run["multipliers"][1] and np.isfinite(run["multipliers"]).all()
 
 
 @pytest.mark.slow

@@ -54,8 +54,13 @@ CASES = {  # model, its fields, whether it shifts, smoothing, loss of one's own
 }
 
 
-@pytest.mark.parametrize("objective", ["erm", "descent"])
-@pytest.mark.parametrize("case", CASES)
+# In plain training Trainer's own smoother shifts the labels of every causal language model.
+STOCK = [case for case in CASES if case != "does not shift, smoothed"]
+
+
+@pytest.mark.parametrize(
+    ("case", "objective"), [*((case, "descent") for case in CASES), *((case, "erm") for case in STOCK)]
+)
 def test_items_are_the_labels_that_are_predicted(tmp_path, case, objective):
     name, fields, shifts, smoothing, loss_fn = CASES[case]
     data, model = rows(), build(name, fields).train()

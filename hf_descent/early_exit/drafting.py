@@ -5,7 +5,7 @@ next one. Layers k+1..L then run once on all of these tokens, from the hidden st
 choose what the text goes on with. No layer runs twice on a token: keys and values of the first k layers stay cached.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..readout.replay import Readout, probing
+from ..readout.stack import intercepted
 from .partial import PartialForward
 
 
@@ -28,7 +29,7 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
-def draft_with(layer: int) -> Callable:
+def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None) -> Callable:
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
     The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. But
@@ -40,6 +41,8 @@ def draft_with(layer: int) -> Callable:
 
     Args:
         layer (`int`): layers that draft, 1..L-1.
+        shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
+            frequent ones, to read less of a large head. The text may have all tokens.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart; a cache that cannot be cropped
     (sliding windows, recurrent states); beams; inputs other than tokens, outputs other than texts.
@@ -60,7 +63,7 @@ def draft_with(layer: int) -> Callable:
         reader = Readout.probe(model, {"input_ids": example})
         if not 1 <= layer < reader.num_layers:
             raise ValueError(f"`layer` is {layer}; {type(model).__name__} can draft with 1..{reader.num_layers - 1}.")
-        halves = _Halves(model, reader.stack, layer)
+        halves = _Halves(model, reader.stack, layer, shortlist)
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
         cache = outputs.past_key_values
         layers = getattr(cache, "layers", [])
@@ -84,27 +87,32 @@ def draft_with(layer: int) -> Callable:
 class _Halves:
     """A model's first layers, which draft one token a row, and the others, which go on from where these stopped."""
 
-    def __init__(self, model, stack, layer):
+    def __init__(self, model, stack, layer, shortlist):
         self.forward, self.layer, self.num_layers = PartialForward(model, stack), layer, stack.num_layers
-        self.states = []
+        self.head, self.states = model.get_output_embeddings(), []
+        self.short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
+        kept = slice(None) if shortlist is None else self.short
+        self.weight = self.head.weight[kept]  # [short, hidden]
+        self.bias = None if self.head.bias is None else self.head.bias[kept]
         layers = sum(p.numel() for each in stack.layers for p in each.parameters()) / len(stack.layers)
-        head = model.get_output_embeddings().weight.numel()
-        whole = stack.num_layers * layers + head
+        head, whole = self.head.weight.numel(), stack.num_layers * layers + self.head.weight.numel()
         # The weights read in a draft and in a verification, as shares of those that plain decoding reads.
-        self.draft_cost = (layer * layers + head) / whole
+        self.draft_cost = (layer * layers + self.weight.numel()) / whole
         self.verify_cost = ((stack.num_layers - layer) * layers + head) / whole
 
     @contextmanager
     def attached(self, cache):
         self.cache = cache
-        with self.forward.attached():
+        with self.forward.attached(), intercepted([self.head], self._run_head):
             yield
 
     def draft(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
-        """Logits `[rows, vocab]` of layer k for the token after `tokens` `[rows]`."""
+        """Logits `[rows, vocab]` of layer k for the token after `tokens` `[rows]`; -inf off the shortlist."""
         logits = self._run(1, self.layer, tokens[:, None], **inputs)[:, -1]
         self.states.append(self.forward.output)
-        return logits
+        if self.short is None:
+            return logits
+        return logits.new_full((len(logits), self.head.out_features), -torch.inf).index_copy_(1, self.short, logits)
 
     def verify(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
         """Logits `[rows, n, vocab]` of the last layer after each of the n `tokens` `[rows, n]` that drafts ran on."""
@@ -119,6 +127,10 @@ class _Halves:
 
     def _run(self, first, last, tokens, **inputs):
         return self.forward(first, last, input_ids=tokens, past_key_values=self.cache, use_cache=True, **inputs).logits
+
+    def _run_head(self, module, call, hidden):
+        drafts = self.forward.first == 1 and self.short is not None
+        return F.linear(hidden, self.weight, self.bias) if drafts else call(hidden)
 
 
 class _Decoding:

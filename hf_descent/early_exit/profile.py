@@ -140,6 +140,7 @@ def speculation_profile(
     *,
     max_new_tokens: int = 64,
     repeats: int = 3,
+    shortlist: Sequence[int] | None = None,
 ) -> SpeculationProfile:
     """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
 
@@ -151,6 +152,7 @@ def speculation_profile(
         prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each, continued one at a time.
         max_new_tokens (`int`): tokens generated for each.
         repeats (`int`): timings of each layer.
+        shortlist: as of [`draft_with`].
 
     ValueError as of [`draft_with`]; for no decoder, no prompts, or a number below 1.
     """
@@ -179,7 +181,7 @@ def speculation_profile(
         steps = np.arange(MAX_DRAFT)
         expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
         timed = np.argsort(-expected.max(1), kind="stable")[:TIMED_LAYERS]
-        calls = [generate, *(partial(generate, custom_generate=draft_with(layer + 1)) for layer in timed)]
+        calls = [generate, *(partial(generate, custom_generate=draft_with(layer + 1, shortlist)) for layer in timed)]
         texts = [call() for call in calls]
         seconds = turns(calls, repeats, device)  # [1 + timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]

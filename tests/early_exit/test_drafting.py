@@ -71,14 +71,15 @@ def test_the_text_is_the_greedy_one_token_for_token(make, rows, factor):
     ):
         settings |= {"do_sample": False, "pad_token_id": 0}
         greedy = model.generate(**inputs, **settings)
-        for layer in (2, 3):
-            drafted = model.generate(**inputs, **settings, custom_generate=draft_with(layer))
+        for layer, shortlist in ((2, None), (3, range(5, 25))):
+            drafted = model.generate(**inputs, **settings, custom_generate=draft_with(layer, shortlist))
             assert drafted.tolist() == greedy.tolist()
 
 
-def test_no_layer_runs_twice_on_a_token_and_accepted_drafts_spare_the_last_layers():
+@pytest.mark.parametrize("shortlist", [None, range(VOCAB)])
+def test_no_layer_runs_twice_on_a_token_and_accepted_drafts_spare_the_last_layers(shortlist):
     model = agreeing(spread(llama(num_layers=5)), 2, 0.0)
-    decode, inputs = draft_with(2), prompts(1, 4)
+    decode, inputs = draft_with(2, shortlist), prompts(1, 4)
     model.generate(**inputs, max_new_tokens=2, custom_generate=decode, pad_token_id=0)  # checks the model
     counts = run_positions(model, model.model.layers)
     model.generate(**inputs, do_sample=False, max_new_tokens=50, custom_generate=decode, pad_token_id=0)
@@ -99,14 +100,15 @@ def test_drafts_get_short_where_they_are_refused_and_long_where_they_are_accepte
     assert sum(lengths[1.0]) / len(lengths[1.0]) < 2 < sum(lengths[0.0]) / len(lengths[0.0])
 
 
-def test_samples_are_distributed_as_the_model_says():
+@pytest.mark.parametrize("shortlist", [None, [0, 2, 3]])
+def test_samples_are_distributed_as_the_model_says(shortlist):
     """Three tokens of a vocabulary of five, against the product of the model's own probabilities."""
     model = agreeing(spread(llama(num_layers=4, vocab_size=5)), 2, 0.5)
     model.generation_config.eos_token_id, draws = None, 4000
     prompt, settings = torch.tensor([[1, 2, 3]]), {"do_sample": True, "temperature": 1.7, "top_k": 4}
     torch.manual_seed(0)
     texts = model.generate(
-        prompt, max_new_tokens=3, num_return_sequences=draws, custom_generate=draft_with(2), **settings
+        prompt, max_new_tokens=3, num_return_sequences=draws, custom_generate=draft_with(2, shortlist), **settings
     )
     cells = torch.tensor(list(itertools.product(range(5), repeat=3)))  # [125, 3]
     seen = (texts[:, None, 3:] == cells).all(-1).sum(0).double()  # [125]

@@ -91,12 +91,14 @@ class Multipliers:
         return {name: getattr(self, name).detach().cpu().clone() for name in self._TENSORS}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load what `state_dict` gave; ValueError when names or shapes do not make a dual state."""
+        """Load what `state_dict` gave; ValueError when names, shapes or values do not make a dual state."""
         for name in self._TENSORS:
             current = getattr(self, name)
             if name not in state or state[name].shape != current.shape:
                 found = tuple(state[name].shape) if name in state else "nothing"
                 raise ValueError(f"The dual state holds {found} for '{name}' where {tuple(current.shape)} is needed.")
+            if not state[name].isfinite().all() or (not name.endswith("mean") and (state[name] < 0).any()):
+                raise ValueError(f"The dual state '{name}' holds negative or non-finite values.")
             setattr(self, name, state[name].to(current, copy=True))
 
     def _direction(self, gradient, mean, square, steps) -> torch.Tensor:

@@ -390,15 +390,18 @@ class DescentState:
         duals = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         try:
             self.multipliers.load_state_dict(duals)
+            for name in ("averages", "average_weight"):
+                if tensors[name].shape != getattr(self, name).shape or not tensors[name].isfinite().all():
+                    raise ValueError(f"'{name}' is {tensors[name].tolist()}")
             self.averages = tensors["averages"].to(self.averages)
             self.average_weight = tensors["average_weight"].to(self.average_weight)
             # Version 0.1 did not keep them.
             self.warmup_losses = tensors.get("warmup_losses", self.warmup_losses).to(self.averages)
-        except (KeyError, ValueError) as error:
+            self.active_from = int(meta["active_from"])
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} does not hold a complete dual state ({error}); resume from another one."
             ) from error
-        self.active_from = meta["active_from"]
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
 

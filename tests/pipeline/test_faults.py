@@ -132,6 +132,11 @@ AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto", "dual_warmup_step
     [
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read"),
         (lambda path: rewrite(path, {"multipliers.values": torch.zeros(4)}), r"\(4,\) for 'values' where \(3,\)"),
+        (lambda path: rewrite(path, {"multipliers.values": torch.tensor([1.0, float("nan"), 0.0])}), "non-finite"),
+        (lambda path: rewrite(path, {"multipliers.square": torch.tensor([1.0, -1.0, 0.0])}), "negative"),
+        (lambda path: rewrite(path, {"averages": torch.tensor([1.0, float("nan"), 0.0])}), "averages"),
+        (lambda path: rewrite(path, {"averages": torch.ones(4)}), "averages"),
+        (lambda path: rewrite(path, state={"active_from": None}), "NoneType"),
         (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": float("nan")}}), "nan"),
         (lambda path: rewrite(path, state={"problem": PROBLEM | {"chance_loss": -1.0}}), "-1.0"),
         (lambda path: save_file(load_file(path), path, metadata={"state": '{"active_from": 0}'}), "cannot be read"),

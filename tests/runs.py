@@ -27,12 +27,11 @@ def make_curve(accuracies, gammas=GAMMAS, items=10, noise_seed=0):
 
 def make_profile(losses, gamma=0.0, feasible=None):
     losses = np.asarray(losses, dtype=float)
-    samples = losses * np.linspace(0.5, 1.5, 20)[:, None]
     problem, blocks = None, np.ones((20, len(losses), 4))
     blocks[..., 2] = losses
     if feasible is not None:  # above chance no layer is
         problem = DescentProblem(1e-3, losses[0] * (1.1 if feasible else 0.9), len(losses)).state_dict()
-    return LayerProfile("accuracy", losses, 1 - losses, samples, gamma, problem, blocks, chance=9.0)
+    return LayerProfile("accuracy", losses, 1 - losses, gamma, problem, blocks, chance=9.0)
 
 
 def make_run(

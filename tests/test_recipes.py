@@ -296,4 +296,4 @@ def test_the_test_rows_are_read_only_after_training(smoke, workplace, tmp_path):
     assert {"eval_accuracy", "test_accuracy", "test_accuracy_auc", "test_layer_loss_1"} <= results.keys()
     assert any("eval_loss" in entry for entry in history)
     assert not any(name.startswith("test") for entry in history for name in entry)
-    assert len(results_of(folder, "layer_profile")["sample_losses"]) == 2
+    assert sum(row[0][1] for row in results_of(folder, "layer_profile")["blocks"]) == 2

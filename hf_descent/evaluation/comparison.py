@@ -271,7 +271,7 @@ def compare(
     if baseline not in groups or len(groups) < 2:
         raise ValueError(
             f"The groups are {list(groups)} and `baseline` is {baseline!r}; give runs of at least two ways of "
-            "training, and a baseline among them."
+            "training (GROUP=RUN where the names of the folders do not tell them), and a baseline among them."
         )
     groups = {baseline: groups[baseline]} | groups
     level = 1 - (1 - confidence) / (len(groups) - 1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,7 +32,6 @@ class LayerProfile(Result):
         metric (`str`): name of the metric.
         losses (float64 `[L]`): f_l, averaged over items.
         values (float64 `[L]`): the metric read out at each layer.
-        sample_losses (float64 `[samples, L]`): f_l(x_n), the mean over the items of sample n, where it has any.
         gamma (`float`): noise level of the input.
         problem (`dict`, *optional*): the arguments of the [`DescentProblem`].
         blocks (float64 `[B, L, 4]`, *optional*): (metric sum, metric count, loss sum, items) over each of up to 32
@@ -46,7 +44,6 @@ class LayerProfile(Result):
     metric: str
     losses: np.ndarray
     values: np.ndarray
-    sample_losses: np.ndarray
     gamma: float = 0.0
     problem: dict[str, Any] | None = None
     blocks: np.ndarray | None = None
@@ -110,9 +107,8 @@ class LayerProfile(Result):
 def layer_profile(model: nn.Module, dataset: Dataset | DataLoader, *, gamma: float = 0.0, **settings) -> LayerProfile:
     """Loss and metric of `model` at every layer, through the readout that its layers share.
 
-    f_l is the model's own loss, averaged over the items of the data set. The losses of single samples are computed
-    from the logits: cross-entropy, or mean squared error for floating labels. `gamma` is the noise level of the input;
-    the noise is that of `noise_curve`'s first draw. Other arguments and errors: see
+    f_l is the model's own loss, averaged over the items of the data set. `gamma` is the noise level of the input; the
+    noise is that of `noise_curve`'s first draw. Other arguments and errors: see
     [`~evaluation.profile.layer_profiles`].
     """
     return layer_profiles(model, dataset, [gamma], **settings)[0]
@@ -146,34 +142,25 @@ def layer_profiles(
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem
     noise = EmbeddingNoise(model, (min(gammas), max(gammas)), seed, sigma) if any(gammas) else None
     evaluation = Evaluation(model, dataset, **settings)
-    sums, layers, labels, samples = BlockSums(evaluation.accelerator), None, None, []
-
-    def score(outputs, inputs):
-        return evaluation.score(outputs, inputs), evaluation.sample_losses(outputs, inputs)
-
+    sums, layers, labels = BlockSums(evaluation.accelerator), None, None
     with evaluating(model):
         for index, inputs in evaluation.batches("Layer profile"):
             if layers is None:
                 layers, constant = _find_layers(evaluation, inputs, problem)
             labels = constant and constant.of_batch(evaluation.task, inputs).plus(labels)
-            scores, losses = [], []
+            scores = []
             for gamma in gammas:
                 with noise.at(gamma, *noise_key(0, gamma, index)) if gamma else nullcontext():
-                    measured = zip(*layers.measure(model, inputs, score, keep_logits=False).scores)
-                scores.append(torch.stack(next(measured)))  # [layers, 4]
-                losses.append(torch.stack(next(measured), dim=1))  # [samples, layers]
+                    measured = layers.measure(model, inputs, evaluation.score, keep_logits=False)
+                scores.append(torch.stack(measured.scores))  # [layers, 4]
             sums.add(index, torch.stack(scores).numpy(), evaluation.fingerprint(inputs))
-            samples.append((index, torch.stack(losses).double().numpy()))
     blocks, fingerprint = sums.total(), sums.fingerprint()  # [blocks, levels, layers, 4]
-    if evaluation.accelerator is not None and evaluation.accelerator.num_processes > 1:
-        samples = sorted(gather_object(samples), key=lambda numbered: numbered[0])
-    samples = np.concatenate([losses for _, losses in samples], axis=1)  # [levels, samples, layers]
     metric, scale = name_of(evaluation.metric), float(evaluation.scale)
     arguments = None if problem is None else problem.state_dict()
     profiles = []
     for level, gamma in enumerate(gammas):
         total = blocks[:, level].sum(axis=0)  # [layers, 4]
-        found = mean_loss(total), metric_value(metric, scale, total), samples[level]
+        found = mean_loss(total), metric_value(metric, scale, total)
         variance = 0.0 if noise is None else (gamma * noise.sigma) ** 2
         chance = chance_of(labels and replace(labels, noise_variance=variance), evaluation.accelerator is not None)
         profiles.append(LayerProfile(metric, *found, gamma, arguments, blocks[:, level], scale, fingerprint, chance))

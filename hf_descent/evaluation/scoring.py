@@ -161,32 +161,6 @@ class Evaluation:
         total, count = self._score(logits, labels)
         return torch.tensor([float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64)
 
-    def sample_losses(self, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Mean loss of each sample over its own items, float32 `[samples]` on the CPU, without samples that have none.
-
-        Cross-entropy for integer labels, mean squared error for floating ones (binary cross-entropy where
-        `config.problem_type` says multi-label). ValueError where labels and logits do not belong to each other.
-        """
-        if isinstance(outputs, TokenStatistics):
-            counts = torch.bincount(outputs.samples)  # [samples]
-            losses = outputs.losses.new_zeros(len(counts)).index_add_(0, outputs.samples, outputs.losses)
-            return (losses[counts > 0] / counts[counts > 0]).cpu()
-        logits, labels = self.task.predictions(outputs, inputs)
-        if labels.is_floating_point():
-            loss = F.binary_cross_entropy_with_logits if self._is_multi_label else F.mse_loss
-            losses = loss(logits.float().reshape(labels.shape), labels, reduction="none")
-            return losses.reshape(len(labels), -1).mean(1).cpu()
-        if logits.shape[:-1] != labels.shape:
-            raise ValueError(
-                f"{type(self._inner).__name__} has logits of shape {list(logits.shape)} for labels of shape "
-                f"{list(labels.shape)}: there is no loss of each sample. `evaluate` has the layers' losses."
-            )
-        smoothing = 0.0 if self.task.smoother is None else self.task.smoother.epsilon
-        flat = logits.float().flatten(0, -2), labels.flatten()  # [tokens, classes], [tokens]
-        losses = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing)
-        counts = (labels != IGNORE_INDEX).reshape(len(labels), -1).sum(1)  # [batch]
-        return (losses.reshape(len(labels), -1).sum(1)[counts > 0] / counts[counts > 0]).cpu()
-
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that differs for other data: of its signal and labels, which models of any kind share."""
         names = [getattr(self._inner, "main_input_name", "input_ids"), *self.label_names]

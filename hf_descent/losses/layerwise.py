@@ -141,7 +141,6 @@ class ReplayedLosses:
             -log_probs.gather(1, targets[:, None]).squeeze(1),
             -(log_probs.exp() * log_probs).sum(-1),
             logits.argmax(-1) == targets,
-            labelled.nonzero()[:, 0],
         )
 
 

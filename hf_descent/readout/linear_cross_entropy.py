@@ -26,7 +26,6 @@ class LabelledTokens(NamedTuple):
 
     rows: torch.Tensor  # [tokens], positions in the flattened [batch * seq]
     targets: torch.Tensor  # [tokens], their classes
-    batch_rows: torch.Tensor  # [tokens], which row of the batch each stands in
     sample: torch.Tensor | None = None  # [sampled], indices into `rows`; None stands for all
 
 
@@ -42,14 +41,14 @@ def labelled_tokens(
     """
     if shift:
         labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)  # [batch, seq]
-    length, labels = labels.shape[1], labels.flatten()  # [batch * seq]
+    labels = labels.flatten()  # [batch * seq]
     rows = labels.ne(IGNORE_INDEX).nonzero().squeeze(1)  # [tokens]
     count = len(rows)
     size = min(count, max(1, round(fraction * count)))
     sample = None
     if size < count:
         sample = torch.randperm(count, generator=generator)[:size].sort().values.to(rows.device)  # [sampled]
-    return LabelledTokens(rows, labels[rows], rows // length, sample)
+    return LabelledTokens(rows, labels[rows], sample)
 
 
 class TokenStatistics(NamedTuple):
@@ -58,7 +57,6 @@ class TokenStatistics(NamedTuple):
     losses: torch.Tensor
     entropies: torch.Tensor
     hits: torch.Tensor  # whether the likeliest class is right
-    samples: torch.Tensor  # the row of the batch that each stands in
 
 
 class LayerLossSums(NamedTuple):
@@ -107,7 +105,7 @@ def tiled_layer_losses(
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
     here, there = tokens.rows.device, head.weight.device
-    rows, targets, batch_rows, sample = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
+    rows, targets, sample = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
     num_tokens = len(rows)
     picked = slice(None) if sample is None else sample
     expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
@@ -144,7 +142,7 @@ def tiled_layer_losses(
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
     losses = reads[-1].losses
-    tokens = TokenStatistics(losses, *statistics, batch_rows) if token_statistics else None
+    tokens = TokenStatistics(losses, *statistics) if token_statistics else None
     measured = (torch.stack(sums), losses.sum(), tokens)
     return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from hf_descent.evaluation import LayerProfile
 from hf_descent.evaluation.comparison import Run, compare, descent_level
 from hf_descent.evaluation.plots import save_comparison
 
@@ -68,8 +67,6 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
             "average": [run.curve.auc_over_range for run in runs[row]],
             "feasible": [run.feasible for run in runs[row]],
             "layer_losses": [profile.losses.tolist() for profile in profiles],
-            "descending_share": [float(np.mean(ratios(profile) < 1)) for profile in profiles],
-            "median_ratio": [float(np.median(ratios(profile))) for profile in profiles],
             "step_seconds": [run.summary.get("step_seconds") for run in runs[row]],
             "published": None if options.scale["needs_paths"] else published(way),
         }
@@ -77,13 +74,6 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         "name": panel.name, "summary": title, "metric": runs[row][0].curve.metric, "profile_gamma": level,
         "rows": rows, "verdicts": verdicts, "figures": figures,
     }  # fmt: skip
-
-
-def ratios(profile: LayerProfile) -> np.ndarray:
-    """f_l(x_n) / f_(l-1)(x_n) of each sample at l = 2..L (0 / 0 counts as 1), `[samples, L - 1]`."""
-    before, after = profile.sample_losses[:, :-1], profile.sample_losses[:, 1:]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(after == before, 1.0, after / before)
 
 
 def published(way: Way) -> float | None:
@@ -127,15 +117,13 @@ def _panel(panel: Mapping[str, Any]) -> list[str]:
     few = sorted({0, len(gammas) // 2, len(gammas) - 1})
     header = ["", f"{panel['summary']} over [{gammas[0]:g}, {gammas[-1]:g}]", "average over the range"]
     header += [f"{panel['metric']} at {gammas[index]:g}" for index in few]
-    level = f"at {panel['profile_gamma']:g}"
-    header += ["feasible", f"steps that descend {level}", f"median ratio of losses {level}", "step time", "published"]
+    header += ["feasible", "step time", "published"]
     lines = [_row(header), "|---" * len(header) + "|"]
     for name, row in rows.items():
         metric = np.array(row["metric"])  # [seeds, levels]
         known = [value for value in row["feasible"] if value is not None]
         cells = [name, _spread(row["summary"]), _spread(row["average"]), *(_spread(metric[:, index]) for index in few)]
-        cells += [f"{sum(known)} of {len(known)}" if known else "", f"{np.mean(row['descending_share']):.1%}"]
-        cells.append(f"{np.mean(row['median_ratio']):.3f}")
+        cells.append(f"{sum(known)} of {len(known)}" if known else "")
         timed = None not in row["step_seconds"] + first["step_seconds"]
         cells.append(f"x{np.mean(row['step_seconds']) / np.mean(first['step_seconds']):.2f}" if timed else "")
         cells.append("" if row["published"] is None else f"{row['published']:g}")

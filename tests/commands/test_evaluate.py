@@ -21,6 +21,7 @@ from hf_descent.data.alpaca import completion_labels, format_prompt
 from hf_descent.evaluation import Certificate, LayerProfile, NoiseCurve
 from hf_descent.evaluation.comparison import Run
 from hf_descent.readout.labels import IGNORE_INDEX
+from hf_descent.runs import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +91,8 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     certificate = Certificate.from_json(f"{names[1]}/verdict.json")
     assert str(certificate) in printed and certificate.confidence == 0.9
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
-    cli.main(["compare", *names, "--output_dir", str(workplace / "comparison")])
-    assert "descent against run-0: open" in capsys.readouterr().out
+    cli.main(["compare", f"plain={names[0]}", f"ours={names[1]}", "--output_dir", str(workplace / "comparison")])
+    assert "ours against plain: open" in capsys.readouterr().out
 
 
 def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evaluation(workplace, monkeypatch):
@@ -128,18 +129,17 @@ def test_a_run_on_the_hub_is_measured_as_one_in_a_folder(workplace, tmp_path, mo
     cli.main(["evaluate", "someone/run", "--config", str(workplace / "recipe.yaml"), *flags])
     assert Certificate.from_json(tmp_path / "results" / "run" / "verdict_gamma_0.5.json").gamma == 0.5
     assert NoiseCurve.from_json(tmp_path / "results" / "run" / "noise_curve.json").gamma_train == 0.5
-    found, local = Run.load(str(tmp_path / "results" / "run")), Run(str(workplace / "run-1"), None)
-    local.summary = json.loads((workplace / "run-1" / "descent_config.json").read_text())
-    assert (found.seed, found.arm, found.settings) == (4, "descent", local.settings)
+    found, local = Run.load(str(tmp_path / "results" / "run")), RunFolder(workplace / "run-1").summary
+    assert found.seed == 4 and found.summary["arguments"] == local["arguments"]
 
 
 def test_a_model_without_a_summary_is_not_taken_for_one_of_its_name(workplace, tmp_path):
     plain = shutil.copytree(workplace / "run-0", tmp_path / "run-1")
     flags = ["--config", str(workplace / "recipe.yaml"), "--draws", "1", "--results_dir", str(tmp_path / "results")]
     cli.main(["evaluate", str(workplace / "run-1"), *flags])
-    assert Run.load(str(tmp_path / "results" / "run-1")).arm == "descent"
+    assert Run.load(str(tmp_path / "results" / "run-1")).summary["objective"] == "descent"
     cli.main(["evaluate", str(plain), *flags])
-    assert Run.load(str(tmp_path / "results" / "run-1")).arm == "run-1"
+    assert Run.load(str(tmp_path / "results" / "run-1")).summary.keys() == {"versions"}
 
 
 def test_completions_of_a_language_model(tmp_path):

@@ -16,7 +16,7 @@ def measure(rows, **settings):
     """Of data whose last batch, or second process, has little to do."""
     curve = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8, **settings)
     profiles = layer_profiles(bert(), rows, [0.0, 1.0], batch_size=8, **settings)
-    return [curve.losses, curve.values, *(p.losses for p in profiles), *(p.sample_losses for p in profiles)]
+    return [curve.losses, curve.values, *(p.losses for p in profiles)]
 
 
 def work(rank, port, folder):

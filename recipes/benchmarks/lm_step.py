@@ -31,6 +31,7 @@ from harness import Clock, parser, quartiles, write
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.readout.stack import inner_model
 
 
 ARMS = {
@@ -78,6 +79,7 @@ class NaiveTrainer(transformers.Trainer):
     read = staticmethod(by_head)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        model = inner_model(model)  # that of adapters
         body, hidden_states = getattr(model, "bert", None) or model.model, []
         layers = body.encoder.layer if hasattr(body, "encoder") else body.layers
         hooks = [layer.register_forward_hook(lambda module, args, out: hidden_states.append(out)) for layer in layers]
@@ -85,7 +87,7 @@ class NaiveTrainer(transformers.Trainer):
         for hook in hooks:
             hook.remove()
         losses = torch.stack([self.read(model, state, inputs["labels"]) for state in hidden_states])  # [layers]
-        return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses
+        return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses.float()
 
 
 class TorchTrainer(NaiveTrainer):
@@ -177,7 +179,10 @@ def tokenizer():
 def run_arm(name, options):
     """(wall, processor) seconds of the steps after the first two; the start in steps; the peak of memory in bytes."""
     clock = Clock()
-    build_trainer(name, options, [clock]).train()
+    trainer = build_trainer(name, options, [clock])
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # the model was made in float32
+    trainer.train()
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
     else:

@@ -75,18 +75,6 @@ def test_a_recipe_runs_no_code(recipe, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-def test_wrong_types_and_missing_arguments_end_with_usage(recipe, capsys):
-    for argv, message in [
-        (["--name", "a", "--rate", "fast"], "invalid float value: 'fast'"),
-        (["--config", recipe("name: a\nsteps: many\n")], "invalid int value: 'many'"),
-        (["--rate", "1"], "required: --name"),
-    ]:
-        with pytest.raises(SystemExit) as stop:
-            parse(*argv)
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err
-
-
 def test_unknown_command_and_help(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["train"])

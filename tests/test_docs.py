@@ -40,7 +40,7 @@ def local(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
-        save_tiny_model(folder / "classifier", "distilbert")
+        save_tiny_model(folder / "classifier")
         sides = (WORDS[:3], WORDS[3:6])
         write_table(folder / "texts", "text,label", [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(96)])
         save_generator(folder / "generator", chat=True)

@@ -149,7 +149,7 @@ def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch,
     rows, out = str(tmp_path / "train.csv"), tmp_path / "out"
     argv = ["table4", "--output_dir", str(out), "--panels", "imdb-distilbert-gamma1", "--data", "imdb", rows, rows]
     argv += ["--arms", "erm+noise", "descent", "--seeds", "0", "1", "--n_trials", "2", "--set", *SETTINGS.split()]
-    argv += ["--model", "distilbert", save_tiny_model(tmp_path / "model", "distilbert")]
+    argv += ["--model", "distilbert", save_tiny_model(tmp_path / "model")]
     options = Options(SCALES["cpu"], out / "cpu", seeds=(0, 1))
     descent, baseline = (Way("distilbert", "imdb", arm, 1.0) for arm in ("descent", "erm+noise"))
     started, command, save = [], cli.main, Trainer._save_checkpoint

@@ -10,43 +10,29 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    RobertaConfig,
-    RobertaModel,
 )
 
 
 WORDS = ["good", "fine", "great", "bad", "poor", "awful", "film", "the", "was", "a"]
 
 
-def save_tiny_model(folder, kind):
-    special = {"distilbert": ["[PAD]", "[UNK]", "[CLS]", "[SEP]"], "roberta": ["<s>", "<pad>", "</s>", "<unk>"]}[kind]
-    pad, unknown, start, end = special if kind == "distilbert" else [special[i] for i in (1, 3, 0, 2)]
+def save_tiny_model(folder):
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     vocab = {word: i for i, word in enumerate([*special, *WORDS])}
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unknown))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{start} $A {end}",
-        pair=f"{start} $A {end} $B {end}",
-        special_tokens=[(token, vocab[token]) for token in (start, end)],
+    inner = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    inner.normalizer, inner.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=pad,
-        unk_token=unknown,
-        cls_token=start,
-        sep_token=end,
+        tokenizer_object=inner,
+        **dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special)),
         model_max_length=32,
         model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(folder)
     torch.manual_seed(0)
-    if kind == "distilbert":
-        sizes = {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 3, "max_position_embeddings": 32}
-        model = DistilBertModel(DistilBertConfig(vocab_size=len(vocab), **sizes))
-    else:
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
-        model = RobertaModel(RobertaConfig(vocab_size=len(vocab), max_position_embeddings=40, pad_token_id=1, **sizes))
-    model.save_pretrained(folder)
+    sizes = {"dim": 16, "hidden_dim": 32, "n_heads": 2, "n_layers": 3, "max_position_embeddings": 32}
+    DistilBertModel(DistilBertConfig(vocab_size=len(vocab), **sizes)).save_pretrained(folder)
     return str(folder)
 
 

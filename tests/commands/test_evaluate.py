@@ -30,7 +30,7 @@ def workplace(tmp_path_factory):
     sides = (WORDS[:3], WORDS[3:6])
     rows = [f"{sides[i % 2][i % 3]} was the film,{i % 2}" for i in range(60)]
     (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
-    save_tiny_model(folder / "base", "distilbert")
+    save_tiny_model(folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     for seed in (0, 1):
         torch.manual_seed(seed)

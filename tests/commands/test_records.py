@@ -36,7 +36,7 @@ def write_rows(path, count):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
-    save_tiny_model(folder / "base", "distilbert")
+    save_tiny_model(folder / "base")
     spread(AutoModel.from_pretrained(folder / "base")).save_pretrained(folder / "base")
     for name, count in (("train", 64), ("test", 32), ("other", 24)):
         write_rows(folder / f"{name}.csv", count)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import optuna
 import pytest
-from tiny import bert, classification_data, config
+from tiny import config
 from tiny_files import save_tiny_model, write_rows
 
-from hf_descent import DescentTrainer, cli, hp_space, noise_curve
+from hf_descent import cli, hp_space
 from hf_descent.commands import tune
 from hf_descent.evaluation.comparison import Run
 from hf_descent.training.search import RANGES
@@ -19,7 +19,7 @@ from hf_descent.training.search import RANGES
 @pytest.fixture(scope="module")
 def command(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
-    save_tiny_model(folder / "base", "distilbert")
+    save_tiny_model(folder / "base")
     write_rows(folder)
     (folder / "test.csv").write_text("text,label\nunreadable,9\n")  # a class that training does not have
     return [
@@ -44,27 +44,6 @@ def test_values_lie_in_their_ranges():
     assert hp_space(study.ask(), {"optim": ["adamw_torch", "sgd"]})["optim"] in ("adamw_torch", "sgd")
     with pytest.raises(ValueError, match="low > 0"):
         hp_space(study.ask(), {"resilience": [0.0, 0.2]})
-
-
-def test_trainers_search_takes_space_and_objective(tmp_path):
-    """The arguments reach the run as numbers, and the objective is the metric under noise."""
-    data, seen = classification_data(32), []
-    args = config(tmp_path, max_steps=3, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=1)
-    trainer = DescentTrainer(args=args, model_init=lambda: bert(num_layers=2), train_dataset=data, eval_dataset=data)
-
-    def judged(metrics):
-        seen.append(
-            (trainer.args.descent_strength, noise_curve(trainer.model, data, [1.0], draws=2, batch_size=8).mean[0])
-        )
-        return trainer.evaluate_robustness(gammas=[1.0], draws=2, metric="accuracy").mean[0]
-
-    best = trainer.hyperparameter_search(
-        hp_space, judged, n_trials=2, direction="maximize", backend="optuna",
-        sampler=optuna.samplers.RandomSampler(seed=0),
-    )  # fmt: skip
-    assert best.objective == max(value for _, value in seen)
-    assert len({strength for strength, _ in seen}) == 2
-    assert all(isinstance(strength, float) for strength, _ in seen)
 
 
 def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):

@@ -2,8 +2,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
-    AutoConfig,
-    AutoModelForImageToImage,
     CLIPVisionConfig,
     DeiTConfig,
     Dinov2Config,
@@ -97,12 +95,6 @@ def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
     for theirs, own in zip(states, tokens):
         torch.testing.assert_close(theirs, own)
     assert not isinstance(model.encoder, ViTModel) or isinstance(model.encoder.layernorm, torch.nn.Identity)
-
-    model.save_pretrained(tmp_path / "denoiser")
-    loaded = AutoModelForImageToImage.from_pretrained(tmp_path / "denoiser")
-    assert type(loaded) is ViTForDenoising
-    assert AutoConfig.from_pretrained(tmp_path / "denoiser").loss_scale == 2.0
-    assert torch.equal(loaded(**images()).logits, model(**images()).logits)
 
 
 def test_what_does_not_fit_is_refused():

@@ -17,12 +17,6 @@ from ..trainer import DescentMixin
 from .arguments import absolute
 
 
-# Arguments of the commands that do not change the training.
-AFTER_TRAINING = (
-    "cache_dir", "max_eval_samples", "noise_draws", "overwrite_output_dir", "test_file", "test_files", "test_split",
-)  # fmt: skip
-
-
 @dataclass(kw_only=True)
 class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
@@ -55,12 +49,10 @@ def train_and_report(
 ) -> None:
     """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
 
-    `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets what
-    they say of the training, since runs that differ in it are not seeds of one. What was measured, and on which rows,
-    is recorded for the commands that measure the model again.
+    `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets them.
+    What was measured, and on which rows, is recorded for the commands that measure the model again.
     """
-    given = {name: value for each in arguments for name, value in vars(each).items() if name not in AFTER_TRAINING}
-    trainer.command = {name: json_value(value) for name, value in given.items()}
+    trainer.command = json_value({name: value for each in arguments for name, value in vars(each).items()})
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     if trainer.is_fsdp_enabled:
         # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.

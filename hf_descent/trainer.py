@@ -36,7 +36,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
-from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
+from .training.preparation import find_layers, find_sigma, make_dual, shared_batch, takes_items
 from .training.records import Given, LayerTotals, RunRecord, StepSums
 from .training.search import default_objective, values_as_given
 
@@ -219,7 +219,15 @@ class DescentMixin:
         """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
         if self._task is None:
             inputs = inputs if is_shared else shared_batch(inputs, self)
-            self._task = find_task(self, model, inputs, self._given.readout, self._loss_shifts_labels)
+            self._task = TaskLoss.probe(
+                self.accelerator.unwrap_model(model),
+                inputs,
+                label_names=self.label_names,
+                loss_fn=self.compute_loss_func or self.label_smoother,
+                readout=self._given.readout,
+                shifts_labels=self._loss_shifts_labels,
+                accepts_items=self.model_accepts_loss_kwargs,
+            )
             # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._task.shifts_labels
         return self._task
@@ -372,12 +380,7 @@ class DescentMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         resume_from_checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            # Trainer removes NEFTune's hook only when training ends well.
-            if (handle := getattr(self, "neftune_hook_handle", None)) is not None:
-                handle.remove()
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.

@@ -88,20 +88,6 @@ def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Traine
         )
 
 
-def find_task(trainer: Trainer, model: nn.Module, inputs, readout: Callable | None, shifts_labels: bool) -> TaskLoss:
-    """The task loss of a trainer, found out on a batch; where its shift of the labels cannot be found out, it is
-    `shifts_labels`."""
-    return TaskLoss.probe(
-        trainer.accelerator.unwrap_model(model),
-        inputs,
-        label_names=trainer.label_names,
-        loss_fn=trainer.compute_loss_func or trainer.label_smoother,
-        readout=readout,
-        shifts_labels=shifts_labels,
-        accepts_items=trainer.model_accepts_loss_kwargs,
-    )
-
-
 def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> bool:
     """Whether the loss of plain training is divided by the items that it is given; found out on the first batch."""
     if task.takes_items is None:

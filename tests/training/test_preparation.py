@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -353,13 +352,6 @@ def test_the_deviation_depends_neither_on_the_batches_nor_on_the_order(tmp_path,
     given = {"per_device_eval_batch_size": batch_size, "dataloader_drop_last": True}
     found = make(tmp_path, model, rows, noise_gamma=0.5, **given).noise_sigma()
     assert found == pytest.approx(values.std().item(), rel=1e-3)
-
-
-def test_the_deviation_s_moments_go_to_no_device_in_one_process(tmp_path, monkeypatch):
-    """Apple's knows no float64."""
-    moments = SimpleNamespace(tolist=lambda: [8.0, 0.0, 32.0])
-    monkeypatch.setattr("hf_descent.training.preparation.signal_moments", lambda *args: moments)
-    assert make(tmp_path, bert(), DATA, noise_gamma=0.5).noise_sigma() == 2.0
 
 
 def test_a_deviation_that_is_given_comes_before_the_model_s(tmp_path):

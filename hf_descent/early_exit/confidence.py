@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from accelerate.utils import find_batch_size
 from scipy.stats import binom, norm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -16,7 +17,7 @@ from ..readout.replay import Readout, evaluating, output_logits
 from ..readout.stack import map_tensors
 from ..readout.tape import off_in_replay, switched_off
 from .partial import PartialForward
-from .profile import load_batches, rows_of, turns
+from .profile import load_batches, turns
 
 
 MAX_THRESHOLDS = 1000  # candidates tried in a calibration
@@ -93,7 +94,7 @@ class ConfidenceExit:
         inputs = {name: value for name, value in inputs.items() if "label" not in name}
         reader = Readout.probe(self.model, inputs)
         forward, state, logits = PartialForward(self.model, reader.stack), None, None
-        rows = torch.arange(rows_of(self.model, inputs), device=next(self.model.parameters()).device)
+        rows = torch.arange(find_batch_size(inputs), device=next(self.model.parameters()).device)
         exit_layers = torch.zeros_like(rows)  # [batch]
         with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)), forward.attached():
             for layer in range(1, reader.num_layers + 1):
@@ -171,7 +172,7 @@ class ConfidenceExit:
             exit_shares=np.bincount(exits.cpu().numpy(), minlength=num_layers + 1)[1:] / len(exits),
             speedup=float(seconds[1] / seconds[0]),
             threshold=float(self.threshold),
-            batch_size=rows_of(self.model, batches[0]),
+            batch_size=find_batch_size(batches[0]),
         )
 
     def _batches(self, dataset, settings):

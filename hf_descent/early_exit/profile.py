@@ -1,7 +1,7 @@
 """What each exit layer of a model is worth, measured: metric and latency; of a language model, drafts and speed."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import GenerationConfig, PreTrainedModel
@@ -91,8 +92,8 @@ def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: in
         profile.metric,
         profile.values,
         profile.losses,
-        seconds / sum(rows_of(model, batch) for batch in batches),
-        rows_of(model, batches[0]),
+        seconds / sum(find_batch_size(batch) for batch in batches),
+        find_batch_size(batches[0]),
         str(device),
         greater_is_better(settings.get("metric", "accuracy")),
     )
@@ -199,12 +200,6 @@ def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) ->
         yield dict(batch)
     if batch is None:
         raise ValueError("`dataset` is empty; give labelled held-out data.")
-
-
-def rows_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Samples of a batch: a `DataLoader` has a batch size of its own."""
-    main = batch.get(getattr(model, "main_input_name", "input_ids"))
-    return len(next(iter(batch.values())) if main is None else main)
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:

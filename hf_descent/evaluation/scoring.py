@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers.data import default_data_collator
-from transformers.trainer_utils import RemoveColumnsCollator
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
 from transformers.utils import find_labels
 
 from ..files import atomic_write, read_json
@@ -121,18 +121,12 @@ class Evaluation:
     def batches(self, title: str = "", as_rows: bool = False) -> Iterator[tuple[int, Any]]:
         """(index, inputs) of this process's batches, as the model and the other methods take them, or (index, rows)
         for [`Evaluation.collate`]."""
-        data, size, processes = self.dataset, self.batch_size, self.accelerator
+        data, processes = self.dataset, self.accelerator
         collate = list if as_rows else self._collate
+        loader = data if isinstance(data, DataLoader) else DataLoader(data, int(self.batch_size), collate_fn=collate)
         first, step = (0, 1) if processes is None else (processes.process_index, processes.num_processes)
-        # A torch `IterableDataset` may have a length, and still no rows by number.
-        if isinstance(data, DataLoader | IterableDataset) or not hasattr(data, "__len__"):
-            loader = data if isinstance(data, DataLoader) else DataLoader(data, size, collate_fn=collate)
-            numbered, total = islice(enumerate(loader), first, None, step), None
-        else:
-            rows, indices = range(len(data)), range(first, math.ceil(len(data) / size), step)
-            batches = [rows[index * size : (index + 1) * size] for index in indices]
-            numbered = zip(indices, DataLoader(data, batch_sampler=batches, collate_fn=collate))
-            total = len(indices)
+        total = math.ceil((len(loader) - first) / step) if has_length(loader) else None
+        numbered = islice(enumerate(loader), first, None, step)
         for index, batch in tqdm(numbered, desc=title, total=total, disable=not self.progress):
             yield index, batch if as_rows else self._prepare(batch)
 

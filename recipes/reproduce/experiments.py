@@ -45,10 +45,6 @@ class Way:
         """Its folder below that of all runs."""
         return f"{self.setting}/{self.arm}-gamma{self.gamma:g}" + "".join(f"-{k}-{v}" for k, v in self.changes)
 
-    def scale(self, scale: dict[str, Any]) -> dict[str, Any]:
-        """What a scale says of its command."""
-        return scale[self.command]
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -84,7 +80,7 @@ def panels(table: str, scale: dict[str, Any], arms: Sequence[str] = tuple(ARMS))
 
 def searched(way: Way, scale: dict[str, Any]) -> Way:
     """The way whose search gives the settings of `way`: itself, or one for all levels and depths (appendix B.2)."""
-    of_command, depths = way.scale(scale), scale["depths"].get(way.model, [None])
+    of_command, depths = scale[way.command], scale["depths"].get(way.model, [None])
     if of_command["one_search"]:
         gamma = 0.0 if way.arm == "erm" else of_command["gammas"][-1]
         way = replace(way, gamma=gamma, layers=depths[min(1, len(depths) - 1)])

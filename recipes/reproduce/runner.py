@@ -168,7 +168,7 @@ def jobs(panels: Sequence[Panel], options: Options) -> Iterator[Job]:
             yield evaluate_job(way, seed, options)
     for way in ways:
         if way.command == "sft":
-            yield from (answer_job(way, gamma, options) for gamma in (0.0, way.scale(options.scale)["gammas"][-1]))
+            yield from (answer_job(way, gamma, options) for gamma in (0.0, options.scale[way.command]["gammas"][-1]))
 
 
 def flags(way: Way, options: Options) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def flags(way: Way, options: Options) -> dict[str, Any]:
         raise ValueError(
             f"`--set {min(fixed)}=...`: leave it out; the table and the other flags say which runs there are."
         )
-    return {**way.scale(options.scale)["settings"], **own, **model.get("settings", {}), **options.set_for(way)}
+    return {**options.scale[way.command]["settings"], **own, **model.get("settings", {}), **options.set_for(way)}
 
 
 def search_space(way: Way, options: Options) -> dict[str, Sequence[float]]:
@@ -199,7 +199,7 @@ def search_space(way: Way, options: Options) -> dict[str, Sequence[float]]:
     if not options.n_trials:
         return {}
     space = {"learning_rate": MODELS[way.model]["learning_rate"]}
-    space |= way.scale(options.scale)["search"].get(way.arm, {})
+    space |= options.scale[way.command]["search"].get(way.arm, {})
     return {name: values for name, values in space.items() if name not in options.set_for(way)}
 
 
@@ -235,7 +235,7 @@ def train_job(way: Way, seed: int, options: Options) -> Job:
 
 def evaluate_job(way: Way, seed: int, options: Options) -> Job:
     """All runs of a data set are evaluated at the same levels on the same rows, batches and noise."""
-    scale, folder = way.scale(options.scale), options.run_folder(way, seed)
+    scale, folder = options.scale[way.command], options.run_folder(way, seed)
     given = {name: value for name, value in flags(way, options).items() if name in same_for_all(way.command)}
     levels, last = scale["gammas"], scale["eval_gammas"][-1]
     trained = (way.gamma, levels[-1]) if way.gamma else levels  # runs without noise stand beside all others
@@ -248,7 +248,7 @@ def answer_job(way: Way, gamma: float, options: Options) -> Job:
     """The answers of the first seed's model."""
     folder, kind = options.run_folder(way, options.seeds[0]), f"answers-{gamma:g}"
     given = {"gamma": gamma, "output": folder / f"{kind}.json", "prompt_format": "alpaca"}
-    given |= way.scale(options.scale).get("answers", {})
+    given |= options.scale[way.command].get("answers", {})
     if "alpaca_eval" in options.data:
         given["instructions"] = options.data["alpaca_eval"][0]
     return Job(["generate", str(folder), *words(given)], folder, kind)

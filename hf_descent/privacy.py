@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .noise.embedding_noise import EmbeddingNoise
-from .noise.lookups import look_up
+from .noise.embedding_noise import EmbeddingNoise, look_up
 from .readout.stack import inner_model
 
 

@@ -8,7 +8,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local pe
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 from ..configs import levels_of
 from ..readout.stack import inner_model
 from ..readout.tape import noise_is_disabled
-from .lookups import find_lookups, look_up
 
 
 MOMENTS_CHUNK = 2**22  # values that are held in float64 at once
+TABLE_CHUNK = 1024  # rows of an embedding table looked up at once
 
 
 @dataclass
@@ -217,9 +217,11 @@ class EmbeddingNoise:
         return clean + noise.mul_(deviation).to(clean.dtype)
 
 
-def signal_moments(model: nn.Module, batches: Iterable[dict]) -> torch.Tensor:
-    """Count, sum and sum of squares of what [`EmbeddingNoise`] perturbs in `batches`, dicts of model inputs: float64
-    `[3]` on the CPU, which add up over processes. ValueError where a batch lacks that."""
+def estimate_sigma(
+    model: nn.Module, batches: Iterable[dict], reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> float:
+    """Standard deviation of what [`EmbeddingNoise`] perturbs in `batches`, dicts of model inputs, for
+    `config.noise_sigma`; `reduce` sums over processes. ValueError where a batch lacks that, or it has none."""
     whole, model = model, inner_model(model)
     main_input = getattr(model, "main_input_name", "input_ids")
     moments = torch.zeros(3, dtype=torch.float64)
@@ -234,12 +236,7 @@ def signal_moments(model: nn.Module, batches: Iterable[dict]) -> torch.Tensor:
         if mask is not None and mask.shape == signal.shape[: mask.ndim]:
             signal = signal[mask.to(signal.device, torch.bool)]  # [tokens, hidden]
         moments += moments_of(signal)
-    return moments
-
-
-def estimate_sigma(model: nn.Module, batches: Iterable[dict]) -> float:
-    """Standard deviation of the clean signal, for `config.noise_sigma`; ValueError where it has none."""
-    return deviation_from_moments(signal_moments(model, batches))
+    return deviation_from_moments(moments if reduce is None else reduce(moments))
 
 
 def deviation_from_moments(moments: torch.Tensor) -> float:
@@ -293,3 +290,35 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
     if getattr(lookup, "padding_idx", None) is not None:
         ids = ids[ids != lookup.padding_idx]
     return deviation_from_moments(sum(map(moments_of, look_up(lookup, ids))))
+
+
+def find_lookups(model: nn.Module) -> list[nn.Module]:
+    """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table (T5 calls those
+    alone); ValueError where there is none, or a second table."""
+    try:
+        lookup = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        lookup = None
+    if lookup is None:
+        raise ValueError(
+            f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()`, or set "
+            "`main_input_name` to the floating-point input to perturb."
+        )
+    config = getattr(model, "config", None)
+    second = getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None)
+    if second or getattr(config, "model_type", None) == "xlnet":
+        raise ValueError(
+            f"{type(model).__name__} looks its tokens up a second time for its layers, past the noise (or, as XLNet, "
+            "with the batch last). Use another model, or no noise."
+        )
+    weight = getattr(lookup, "weight", None)
+    twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
+    # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
+    wrappers = {module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")}
+    return list(dict.fromkeys(wrappers.get(module, module) for module in (lookup, *twins)))
+
+
+@torch.no_grad()
+def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
+    yield from map(lookup, ids.split(TABLE_CHUNK))

@@ -15,7 +15,7 @@ from ..constraints.state import STATE_NAME, DescentState, read_state
 from ..losses.constant import find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
-from ..noise.embedding_noise import deviation_from_moments, signal_moments
+from ..noise.embedding_noise import estimate_sigma
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import output_logits, output_loss, probing
 from ..runs import RunFolder
@@ -217,7 +217,7 @@ def find_sigma(
             )
         with drawing_apart(trainer, model):  # also for a resumed run to find the same value
             batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
-            sigma = deviation_from_moments(reduce(signal_moments(model, batches)))
+            sigma = estimate_sigma(model, batches, reduce)
         logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     if config is not None:
         config.noise_sigma = sigma

@@ -95,35 +95,6 @@ def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
     assert "train_max_violation" in final
 
 
-def read_tensorboard(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    series = {}
-    for events in folder.glob("out/runs/*/events*"):  # one of training and one of what was logged after it
-        accumulator = EventAccumulator(str(events)).Reload()
-        for tag in accumulator.Tags()["scalars"]:
-            series.setdefault(tag, {}).update({scalar.step: scalar.value for scalar in accumulator.Scalars(tag)})
-    return series
-
-
-def test_a_tracker_holds_every_layer_s_numbers_as_series(tmp_path):
-    args = config(
-        tmp_path / "out", report_to="tensorboard", max_steps=4, eval_strategy="steps", eval_steps=2,
-        eval_gammas=[0.0, 1.0], dual_learning_rate=1.0,
-    )  # fmt: skip
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
-    trainer.train()
-    trainer.evaluate_robustness()
-    series = read_tensorboard(tmp_path)
-    logs = {log["step"]: log for log in trainer.state.log_history if "multiplier_1" in log}
-    for name in ("layer_loss", "violation", "multiplier", "weight"):
-        for layer in (1, 2, 3):
-            expected = {step: pytest.approx(log[f"{name}_{layer}"], rel=1e-6) for step, log in logs.items()}
-            assert series[f"train/{name}_{layer}"] == expected and len(expected) == 4
-    assert set(series["eval/layer_loss_2"]) == {2, 4}
-    assert set(series["eval/accuracy@1"]) == {4}
-
-
 def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
     logging.getLogger("hf_descent").propagate = True
     DescentTrainer(bert(), config(tmp_path, descent_alpha=0.9), train_dataset=DATA).train()

@@ -155,10 +155,8 @@ def speculation_profile(
         repeats (`int`): timings of each layer.
         shortlist: as of [`draft_with`].
 
-    ValueError as of [`draft_with`]; for no decoder, no prompts, or a number below 1.
+    ValueError as of [`draft_with`]; for no decoder, no prompts, or `repeats` below 1.
     """
-    if not prompts or min(max_new_tokens, repeats) < 1:
-        raise ValueError(f"{len(prompts)} `prompts`; give some, and `max_new_tokens` and `repeats` >= 1.")
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(
             f"`model` is a {type(model).__name__}; give a decoder (of a PEFT model `merge_and_unload()`)."

@@ -196,21 +196,6 @@ def test_uncertainty_has_full_precision_where_the_model_has_not():
         assert exits.tolist() == expected_exits(uncertainty, threshold).tolist()
 
 
-def test_layers_that_mix_samples_are_refused(monkeypatch):
-    class Mixing(torch.nn.Module):
-        def forward(self, hidden, *args, **kwargs):
-            return hidden + hidden.mean(0, keepdim=True)
-
-    model = spread(bert(num_layers=3))
-    model.bert.encoder.layer[2] = Mixing()
-    batch = default_data_collator(toy_rows(16))
-    fast = ConfidenceExit(model, threshold=0.5)
-    assert 1 < fast(**batch).exit_layers.double().mean() < 3
-    monkeypatch.setattr("hf_descent.early_exit.confidence._loosest_threshold", lambda *args: 0.5)
-    with pytest.raises(ValueError, match="its layers mix samples"):
-        fast.calibrate(toy_rows(16))
-
-
 def test_bad_arguments_to_confidence_exit_are_named():
     rows, multi_label = toy_rows(4), bert()
     batch, numbers = default_data_collator(rows), [row | {"labels": torch.rand(3)} for row in rows]

@@ -21,7 +21,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 from transformers.utils import logging
 
@@ -173,7 +172,7 @@ def run_summary(
     """
     model, args, dual = trainer.model, trainer.args, {} if state is None else state.summary()
     trained = record.started is not None
-    summary = {"model": type(inner_model(model)).__name__, "parameters": get_model_param_count(model)}
+    summary = {"model": type(inner_model(model)).__name__}
     if trained:
         summary |= {"objective": args.objective, "noise_gamma": args.noise_gamma}
         summary |= {"arguments": training_arguments(args), "training_started": record.started}

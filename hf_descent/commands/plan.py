@@ -7,6 +7,7 @@ from the Hub or a folder, and there need be no GPU (`training/planning.py`).
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -73,16 +74,20 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     def planned(model_args: Any) -> PlannedModel:
         return PlannedModel(partial(load, module, model_args), batch(rows), token_statistics=is_lm)
 
-    model, other_args = planned(model_args), replace(model_args, use_peft=not model_args.use_peft)
+    model = planned(model_args)
     cost, plain = (model.step(batch(rows), each) for each in (args, replace(args, objective="erm")))
     costs = {f"as configured ({rows} x {length} tokens)": cost, "plain training (`objective: erm`)": plain}
     changes = {"activation_checkpointing": not args.activation_checkpointing}
     if (fraction := getattr(model.layers, "token_fraction", None)) is not None:
         changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else 0.125
+    changes |= {"per_device_train_batch_size": 2 * rows, "use_peft": not model_args.use_peft}
     for name, value in changes.items():
-        costs[f"`{name}: {value}`"] = model.step(batch(rows), replace(args, **{name: value}))
-    costs[f"`per_device_train_batch_size: {2 * rows}`"] = model.step(batch(2 * rows), args)
-    costs[f"`use_peft: {other_args.use_peft}`"] = planned(other_args).step(batch(rows), args)
+        with suppress(ValueError):  # not every model can have every setting
+            if name == "use_peft":
+                costs[f"`{name}: {value}`"] = planned(replace(model_args, use_peft=value)).step(batch(rows), args)
+            else:
+                other = replace(args, **{name: value})
+                costs[f"`{name}: {value}`"] = model.step(batch(other.per_device_train_batch_size), other)
     for names, shares_weights in (("zero2", False), ("fsdp2` or `zero3", True)):
         name = f"`--launch {names}`, {plan_args.processes} processes"
         costs[name] = model.sharded(cost, plan_args.processes, shares_weights)

@@ -17,10 +17,15 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
 from ..constraints.state import DescentState
@@ -34,6 +39,15 @@ from .records import StepSums
 
 PARTS = ("weights", "gradients", "optimizer", "hidden states", "readout")
 HEAD_WIDTH = 8  # of an attention head in the narrow copy
+_aten = torch.ops.aten
+# torch counts neither products that are added in place nor attention on a CPU.
+OPERATIONS = flop_registry | {
+    _aten.addmm_: flop_registry[_aten.addmm],
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 
 
 @dataclass
@@ -67,13 +81,8 @@ class Meter(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.operations[self.part] += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # which torch does not count
-            self.operations[self.part] += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            self.operations[self.part] += sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4]))
+        if (count := OPERATIONS.get(func._overloadpacket)) is not None:
+            self.operations[self.part] += count(*args, **(kwargs or {}), out_val=out)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._hold(leaf)
@@ -142,11 +151,14 @@ class PlannedModel:
             inner_model(self.model).tie_weights()
         counterparts = {id(module): self.model.get_submodule(name) for name, module in twin.named_modules()}
         self.layers = copy.deepcopy(layers, counterparts)
-        with self._fake, Meter(self.model) as meter, probing(self.model):
-            meter.part = "probe"
-            own = self.model(**short)
-            self.layers.readout.read(short, output_loss, [1])  # one layer needs what another does
-            del own
+        try:
+            with self._fake, Meter(self.model) as meter, probing(self.model):
+                meter.part = "probe"
+                own = self.model(**short)
+                self.layers.readout.read(short, output_loss, [1])  # one layer needs what another does
+                del own
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise ValueError(f"{type(twin).__name__} cannot be planned: it goes by values ({error}).") from error
         self.probe = meter.peak["probe"]  # bytes beside the weights
 
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:

@@ -7,7 +7,13 @@ import torch
 from naive_head import LiveStorage
 from tiny import config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, BertForSequenceClassification, LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    BertForSequenceClassification,
+    DebertaV2ForSequenceClassification,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
 from hf_descent import DescentTrainer
 from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
@@ -39,13 +45,18 @@ def batch(kind):
     }
 
 
+def in_place(total, left, right, *_, **__):
+    """The operations of `total += left @ right`, which torch does not count."""
+    return 2 * left[0] * left[1] * right[1]
+
+
 class Counted(DescentTrainer):
     """Counts the operations of its steps."""
 
     operations = 0
 
     def training_step(self, *args, **kwargs):
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
             # Its hooks on modules forbid `autograd.grad` inside, and keep tensors alive.
             counter.mod_tracker.__exit__()
             counter.mod_tracker = SimpleNamespace(parents={"Global"}, __exit__=lambda: None)
@@ -84,6 +95,10 @@ def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, a
     cost = planned.step(batch(kind), config(tmp_path, optim="adamw_torch_fused", **arguments))
     assert isinstance(planned.layers, TiledLosses if kind == "llama" else ReplayedLosses)
     assert cost.operations.total() == operations
+    if kind == "llama":  # of each layer's tokens with the head: the scores and both gradients
+        read = ROWS * (LENGTH - 1), 2 * round(arguments.get("readout_token_fraction", 1) * ROWS * (LENGTH - 1))
+        products = 3 * (ROWS * LENGTH if "objective" in arguments else sum(read))
+        assert cost.operations["readout"] == products * 2 * VOCAB * SIZES[kind]["hidden_size"]
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
 
 
@@ -95,3 +110,9 @@ def test_the_narrow_copy_keeps_depth_and_vocabulary():
     assert config.hidden_size == 1536
     t5 = narrow(AutoConfig.for_model("t5", d_model=512, num_heads=8, d_kv=64))
     assert (t5.d_model, t5.d_kv, t5.num_heads) == (64, 8, 8)
+
+
+def test_a_model_that_goes_by_values_is_named():
+    config = AutoConfig.for_model("deberta-v2", num_hidden_layers=2, vocab_size=VOCAB, **WIDTHS)
+    with pytest.raises(ValueError, match="DebertaV2ForSequenceClassification cannot be planned"):
+        PlannedModel(lambda shape: DebertaV2ForSequenceClassification(shape(config)), batch("bert"))

@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
 from ..constraints.state import DescentState
+from ..losses import task as task_loss
 from ..losses.layerwise import TiledLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout import head, tiles
@@ -66,14 +67,15 @@ class Meter(TorchDispatchMode):
     """Counts what operations inside hold and compute, under the name of the part that `part` says.
 
     Attributes:
-        peak (`Counter`): bytes of each part when they were most in all.
+        alive (`Counter`): bytes of each part now.
+        peak (`Counter`): those of the moment when they were most in all.
         operations (`Counter`): of each part.
     """
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.part, self.peak, self.operations = "weights", Counter(), Counter()
-        self._alive, self._held, self._parameters = Counter(), {}, list(model.parameters())
+        self.alive, self._held, self._parameters = Counter(), {}, list(model.parameters())
         for tensor in (*self._parameters, *model.buffers()):
             self._hold(tensor)
 
@@ -86,11 +88,11 @@ class Meter(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._hold(leaf)
-        if self._alive.total() > self.peak.total():
+        if self.alive.total() > self.peak.total():
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     self._hold(parameter.grad, "gradients")
-            self.peak = self._alive.copy()
+            self.peak = self.alive.copy()
         return out
 
     def follow(self, stack: LayerStack) -> list:
@@ -112,15 +114,15 @@ class Meter(TorchDispatchMode):
         key, size = id(storage), storage.nbytes()
         if key not in self._held:
             self._held[key] = part or self.part, weakref.ref(storage, partial(self._free, key, size))
-            self._alive[part or self.part] += size
+            self.alive[part or self.part] += size
         elif part is not None:
             before, reference = self._held[key]
             self._held[key] = part, reference
-            self._alive[before] -= size
-            self._alive[part] += size
+            self.alive[before] -= size
+            self.alive[part] += size
 
     def _free(self, key, size, _):
-        self._alive[self._held.pop(key)[0]] -= size
+        self.alive[self._held.pop(key)[0]] -= size
 
 
 class PlannedModel:
@@ -138,11 +140,14 @@ class PlannedModel:
     def __init__(
         self, build: Callable[[Callable], nn.Module], batch: Mapping[str, Any], token_statistics: bool = False
     ):
-        with errors_explained("The plan looks for the layers in a narrow copy of the model, which failed:"):
+        with (
+            errors_explained("The plan looks for the layers in a narrow copy of the model, which failed:"),
+            mock.patch.object(task_loss, "PROBED_TOKENS", 8),  # as good as more, of which memory is told below
+        ):
             twin = build(narrow)
             task = TaskLoss.probe(twin, batch)
             layers = find_layer_losses(twin, batch, task, token_statistics=token_statistics, trains=True)
-            short = task.short(batch)
+        short = task.short(batch)
         with torch.device("meta"):
             self.model = build(copy.copy).train()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -185,12 +190,6 @@ class PlannedModel:
             self._fake,
             Meter(self.model) as meter,
         ):
-            meter.part, optimizer = "optimizer", optimizer_class(trained, **options)
-            for parameter in trained:  # the state is there from the second step on
-                parameter.grad = torch.empty_like(parameter)
-            optimizer.step()
-            optimizer.zero_grad()
-            meter.peak = Counter()
             hooks = meter.follow(layers.readout.stack)
             if args.objective == "erm":
                 objective = output_loss(self.model(**batch))
@@ -200,8 +199,10 @@ class PlannedModel:
             for hook in hooks:
                 hook.remove()
             passes, meter.peak, meter.part = meter.peak, Counter(), "optimizer"
+            optimizer = optimizer_class(trained, **options)
             optimizer.step()
             optimizer.zero_grad()
+            passes["optimizer"] += meter.alive["optimizer"]  # its state is there from the second step on
         return StepCost([passes, meter.peak], meter.operations)
 
     def sharded(self, cost: StepCost, processes: int, weights: bool) -> StepCost:

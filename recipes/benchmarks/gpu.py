@@ -1,4 +1,4 @@
-"""The benchmarks that a GPU answers, in one process on one card in under 8 minutes, and which targets hold.
+"""The benchmarks that a GPU answers, in one process on one card, and which targets hold. Not run on a GPU yet.
 
     python -m recipes.benchmarks.gpu --output results
 

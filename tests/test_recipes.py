@@ -132,7 +132,8 @@ def test_the_arms_differ_only_where_it_matters():
             yaml.safe_load((folder / f"{arm}.yaml").read_text()) for arm in ("erm", "noise", "descent")
         )
         assert changed(erm, noise) == {"noise_gamma", "output_dir"}, folder
-        problem = {"initial_loss_bound", "negative_weights", "resilience", "resilience_form"}
+        problem = {"initial_loss_bound", "negative_weights", "resilience", "resilience_form", "exit_targets"}
+        problem |= {"readout_token_fraction"}
         allowed = {name for name in descent if "dual" in name or "slack" in name or "descent" in name}
         assert changed(noise, descent) <= {"objective", "output_dir", *problem, *allowed}, folder
         assert (erm["objective"], noise["objective"], descent["objective"]) == ("erm", "erm", "descent"), folder

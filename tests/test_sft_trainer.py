@@ -273,6 +273,7 @@ PROMPTS = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     ("given", "message"),
     [
         ({"loss_type": "dft"}, "`loss_type` is 'dft'"),
+        ({"eval_packing": True, "max_length": 48}, "`eval_packing=True` without `packing`"),
         ({"peft_config": PROMPTS}, "PromptTuningConfig puts trained embeddings before the tokens"),
         ({"max_length": 4}, "no token with a label after masking .* `max_length`=4"),
         ({"data": [{"input_ids": [5, 6], "labels": [-100, -100]}], "packing": True}, "no token with a label"),

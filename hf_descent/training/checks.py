@@ -46,6 +46,11 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         raise ValueError(
             f"`loss_type` is {args.loss_type!r}, which has no form per layer; use 'nll', or `objective='erm'`."
         )
+    if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
+        raise ValueError(
+            "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
+            "`padding_free=True`, or `eval_packing=False`."
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of its "

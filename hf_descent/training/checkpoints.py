@@ -5,6 +5,7 @@ A process can be killed at any moment of a save; a run resumes from the newest c
 
 import glob
 import json
+import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -213,14 +214,17 @@ def newest_complete_checkpoint(output_dir: str) -> str:
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         if not (step.isdecimal() and folder.is_dir()):
             continue
-        if (fault := next(faults(str(folder)), None)) is not None:
-            logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
-            continue
-        written = (folder / TRAINER_STATE_NAME).stat().st_mtime
-        found.append((RunFolder(folder).summary.get("training_started") or written, int(step), str(folder)))
-    if not found:
-        raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
-    return max(found)[-1]
+        try:
+            written = (folder / TRAINER_STATE_NAME).stat().st_mtime
+            started = RunFolder(folder).summary.get("training_started") or written
+        except (OSError, ValueError):
+            started = math.inf  # incomplete
+        found.append((started, int(step), str(folder)))
+    for *_, folder in sorted(found, reverse=True):  # older ones, which may be large, need not be read
+        if (fault := next(faults(folder), None)) is None:
+            return folder
+        logger.warning(f"Passing over the incomplete checkpoint {folder}: {fault}.")
+    raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
 
 
 def check_complete(checkpoint: str) -> None:
@@ -256,9 +260,10 @@ def faults(checkpoint: str) -> Iterator[str]:
 def size_and_checksum(path: Path) -> list[int]:
     """Of a file. FSDP's shards, which no process could read all of in a short time, are known by their sizes alone."""
     found = 0
-    with open(path, "rb") as file:
-        while chunk := path.suffix != ".distcp" and file.read(2**20):
-            found = zlib.crc32(chunk, found)
+    if path.suffix != ".distcp":
+        with open(path, "rb") as file:
+            while chunk := file.read(2**20):
+                found = zlib.crc32(chunk, found)
     return [path.stat().st_size, found]
 
 

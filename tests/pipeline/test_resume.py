@@ -333,6 +333,15 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
+def test_checkpoints_before_the_newest_complete_one_are_not_read(tmp_path, three_steps, caplog):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    flip(tmp_path / "checkpoint-1" / "model.safetensors")
+    flip(tmp_path / "checkpoint-3" / "model.safetensors")
+    with caplog.at_level(logging.WARNING):
+        assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert "checkpoint-3" in caplog.text and "checkpoint-1" not in caplog.text
+
+
 def adapted(args):
     torch.manual_seed(1)
     lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["word_embeddings"], task_type="SEQ_CLS")

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicLayer
@@ -44,8 +45,9 @@ def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None
         shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
             frequent ones, to read less of a large head. The text may have all tokens.
 
-    ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart; a cache that cannot be cropped
-    (sliding windows, recurrent states); beams; inputs other than tokens, outputs other than texts.
+    ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
+    processes; a cache that cannot be cropped (sliding windows, recurrent states); beams; inputs other than tokens,
+    outputs other than texts.
 
     Example:
 
@@ -228,7 +230,12 @@ class _Decoding:
 
 
 def _check_options(model, config, processors, model_kwargs):
-    """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts."""
+    """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts, and for shards."""
+    if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` "
+            "would run different numbers of times: decode without it, or load the saved model whole in each process."
+        )
     asked = [name for name in OUTPUTS if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
     asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]

@@ -45,7 +45,8 @@ class ViTForDenoising(EncoderModel):
     contrast of every patch.
 
     Raises:
-        ValueError: the encoder's width is not that of a patch and `config.readout` is "patches".
+        ValueError: the encoder's width is not that of a patch and `config.readout` is "patches", or its last tokens
+            are no patches (YOLOS).
     """
 
     config_class = ViTDenoiserConfig
@@ -57,6 +58,11 @@ class ViTForDenoising(EncoderModel):
         super().__init__(config)
         self.encoder = self.without_unused(AutoModel.from_config(config.encoder_config))
         encoder = config.encoder_config
+        if getattr(encoder, "num_detection_tokens", 0):  # YOLOS
+            raise ValueError(
+                f"The patches of a {type(encoder).__name__} are not its last tokens, since detection tokens follow "
+                "them. Use ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP."
+            )
         self.num_channels, self.patch_size, width = encoder.num_channels, encoder.patch_size, encoder.hidden_size
         num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:

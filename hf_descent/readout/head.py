@@ -125,6 +125,7 @@ class HeadReadout:
 
     def _check(self, inputs, precision):
         """Compare the first, a middle and the last layer with their replay; find the weight of the router's loss."""
+        inputs = _with_hidden_label(inputs)
         model, name, tiled = self._model, type(self._model).__name__, []
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         with errors_explained(f"{name} returns no loss by name:"):
@@ -245,6 +246,16 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
     best = min(candidates, key=lambda candidate: (transformed(candidate) - logits).abs().max().item())
     _require_close(transformed(best), logits, precision, f"{name}: its logits are not scaled or capped head outputs")
     return best
+
+
+def _with_hidden_label(inputs) -> dict[str, Any]:
+    """The batch with a label at a last position that the attention mask hides: losses that leave it out show here."""
+    labels, mask = inputs["labels"], inputs.get("attention_mask")  # [batch, seq]
+    if getattr(mask, "shape", None) != labels.shape:
+        return dict(inputs)
+    labels, mask = labels.clone(), mask.clone()
+    labels[:, -1], mask[:, -1] = labels.max(), 0
+    return {**inputs, "labels": labels, "attention_mask": mask}
 
 
 def _require_close(value, expected, precision, message):

@@ -4,6 +4,8 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from tiny import VOCAB, llama, spread
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -196,6 +198,30 @@ def test_what_cannot_be_decoded_so_is_refused(make, settings, reason):
         make().eval().generate(
             torch.tensor([[5, 6, 7]]), max_new_tokens=4, pad_token_id=0, custom_generate=draft_with(2), **settings
         )
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def by_fsdp(model):
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+def by_zero3(model):
+    model.model.norm.weight.ds_id = 0  # as DeepSpeed marks what it shards
+
+
+@pytest.mark.parametrize("shard", [by_fsdp, by_zero3])
+def test_sharded_weights_are_refused(shard, process_group):
+    """A process whose texts end early would make no more forwards, in which the others gather their shards."""
+    model = llama()
+    shard(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is sharded over processes"):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, pad_token_id=0, custom_generate=draft_with(1))
 
 
 def test_layers_that_need_more_than_the_hidden_states_are_refused():

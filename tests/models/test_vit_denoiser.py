@@ -11,6 +11,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
     ViTModel,
+    YolosConfig,
 )
 
 from hf_descent import layer_logits, layer_losses
@@ -100,6 +101,8 @@ def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"`hidden_size` is 32.*3 x 4\^2 = 48 values.*readout='linear'"):
         tiny(encoder(hidden_size=32))
+    with pytest.raises(ValueError, match="YolosConfig.*last tokens.*ViT"):
+        tiny(encoder(YolosConfig, image_size=[16, 16]))
     with pytest.raises(ValueError, match=r"\[2, 3, 16, 16\].*\[1, 3, 16, 16\]"):  # one row for all images
         tiny(encoder(PixtralVisionConfig))(torch.rand(2, 3, 16, 16), labels=torch.rand(2, 3, 16, 16))
     with pytest.raises(ValueError, match=r"\[2, 3, 16, 18\].*\[2, 3, 16, 16\]"):

@@ -49,7 +49,8 @@ class DescentMixin:
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
     under gradient accumulation or several processes: those are averaged over the items of the whole batch here. As in
-    Trainer, `eval_loss` is then a mean over batches; the other objectives average over items.
+    Trainer, `eval_loss` is then a mean over batches; the other objectives average over items. `evaluate` outside
+    training adds the losses of the layers, where they can be read.
 
     Attributes:
         command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
@@ -283,9 +284,12 @@ class DescentMixin:
         self._record.also_selected = evaluation.is_of_training(self, eval_dataset)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
-    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        self._evaluated = LayerTotals()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+    def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        self._evaluated, is_plain = LayerTotals(), not self._reads_layers and description == "Evaluation"
+        plain = self._record.plain = evaluation.PlainLayers(self, super().compute_loss) if is_plain else None
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if plain is not None:
+            output.metrics.update(plain.metrics(metric_key_prefix, self._reduce))
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
@@ -300,7 +304,10 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         if not self._reads_layers:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+            prediction = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+            if self._record.plain is not None and self._is_labelled(inputs):
+                self._record.plain.add(model, inputs)
+            return prediction
         ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if not self._is_labelled(inputs):

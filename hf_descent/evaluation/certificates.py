@@ -155,5 +155,15 @@ def certify(
     )
 
 
+def share_of_blocks(blocks: np.ndarray, chance: float | None) -> float | None:
+    """The descent share of a model of which nothing was asked, from sums `[B, L, 2]` over held-out data and the least
+    loss of a constant prediction on these; `None` where f_L is not shown to be below it."""
+    depth = blocks.shape[1]
+    if not chance or depth < 2:
+        return None
+    line = DescentProblem("line", chance, depth, chance_loss=chance)
+    return certify(line, blocks, chance=chance).descent_share
+
+
 def _means(sums: np.ndarray) -> np.ndarray:
     return sums[:, 0] / sums[:, 1]

@@ -31,7 +31,7 @@ from ..files import atomic_write
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
-from .records import Given, RunRecord
+from .records import Given, RunRecord, evaluation_sets
 
 
 logger = logging.get_logger(__name__)
@@ -182,9 +182,9 @@ def run_summary(
         if has_length(trainer.train_dataset):
             held_out = dual.get("dual_rows", 0) if given.dual_dataset is None else 0
             summary["train_rows"] = len(trainer.train_dataset) - held_out
-        sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-        if args.eval_strategy != "no" and all(map(has_length, sets.values())):
-            summary["select_rows"] = sum(map(len, sets.values()))
+        sets = evaluation_sets(trainer).values()
+        if args.eval_strategy != "no" and all(map(has_length, sets)):
+            summary["select_rows"] = sum(map(len, sets))
         if (readout := given.readout) is not None:
             name = getattr(readout, "__name__", type(readout).__name__)
             summary["readout"] = readout if isinstance(readout, str) else name

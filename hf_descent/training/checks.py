@@ -17,7 +17,7 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
 from .holdout import check_own_rows
-from .records import Given
+from .records import Given, evaluation_sets
 
 
 logger = get_logger(__name__)
@@ -38,10 +38,9 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
             "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
         )
-    held_out = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    for name, rows in held_out.items():
+    for name, rows in evaluation_sets(trainer).items():
         if has_length(rows) and not len(rows):
-            raise ValueError(f"`eval_dataset`{name and f' {name!r}'} has no rows: give some, or leave it out.")
+            raise ValueError(f"`{name}` has no rows to evaluate on: give some, or leave it out.")
     if getattr(args, "loss_type", "nll") != "nll":
         raise ValueError(
             f"`loss_type` is {args.loss_type!r}, which has no form per layer; use 'nll', or `objective='erm'`."
@@ -112,12 +111,11 @@ def check_data(trainer: Trainer, given: Given) -> None:
     same."""
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
-    evaluated = trainer.eval_dataset
-    evaluated = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
-    check_own_rows(given.dual_dataset, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.args)
+    parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
+    check_own_rows(given.dual_dataset, parts, trainer.args)
     collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
     if collates and trainer.compute_loss_func is None and given.readout is None:
-        _check_classes(trainer.model, {"train_dataset": trainer.train_dataset, **evaluated}, trainer.label_names)
+        _check_classes(trainer.model, parts, trainer.label_names)
 
 
 def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:
@@ -170,5 +168,5 @@ def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
     if args.eval_strategy != "no" and OF_LAYERS.fullmatch(chosen_by.removeprefix("eval_")) and not is_one_set:
         raise ValueError(
             f"`metric_for_best_model` is {chosen_by!r}, which no evaluation will have: `objective='erm'` reads no "
-            "layers, and of several `eval_dataset` each has its own ('name_feasible_score')."
+            "layers in training, and of several `eval_dataset` each has its own ('name_feasible_score')."
         )

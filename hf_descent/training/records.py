@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.scoring import Result
@@ -22,6 +23,13 @@ class Given:
 
     readout: Callable | str | None = None
     dual_dataset: Any = None
+
+
+def evaluation_sets(trainer: Trainer) -> dict[str, Any]:
+    """The data sets of evaluations in training by their names, a single one as "eval_dataset"."""
+    given = trainer.eval_dataset
+    sets = given if isinstance(given, dict) else {"eval_dataset": given}
+    return {name: rows for name, rows in sets.items() if rows is not None}
 
 
 @dataclass
@@ -97,6 +105,7 @@ class RunRecord:
         certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
             `evaluate_layers`.
         also_selected (`bool`): whether the data of the present evaluation is that of evaluations in training.
+        plain: what reads the layers of plain training in the present evaluation, if anything does.
         certificates (`dict`): by its step that of the last evaluation, and that of the best model so far.
     """
 
@@ -104,6 +113,7 @@ class RunRecord:
     started: float | None = None
     certificate: Certificate | None = None
     also_selected: bool = False
+    plain: Any = None
     certificates: dict[int, Certificate | None] = field(default_factory=dict)
     noise_curve: NoiseCurve | None = None
     layer_profile: LayerProfile | None = None

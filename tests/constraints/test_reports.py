@@ -226,5 +226,5 @@ def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, cap
     with pytest.raises(ValueError, match="no rows"):
         trainer.evaluate([])
     for empty in ([], {"some": rows, "none": []}):
-        with pytest.raises(ValueError, match="`eval_dataset`.* has no rows"):
+        with pytest.raises(ValueError, match="`(eval_dataset|none)` has no rows"):
             DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=empty)

@@ -1,15 +1,24 @@
 import json
+import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import VOCAB, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, spread
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    default_data_collator,
+from tiny import (
+    VOCAB,
+    batches,
+    bert,
+    classification_data,
+    config,
+    language_data,
+    llama,
+    naive_layer_losses,
+    spread,
+    truncated,
 )
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
 from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
@@ -29,6 +38,77 @@ def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
         expected = naive_layer_losses(model, whole).tolist()
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
     assert "eval_feasible" in metrics
+
+
+def stock(tmp_path, model, rows, **arguments):
+    arguments = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, **arguments}
+    return Trainer(model, TrainingArguments(str(tmp_path), **arguments), eval_dataset=rows)
+
+
+def stock_loss(*args, **arguments):
+    return stock(*args, **arguments).evaluate()["eval_loss"]
+
+
+def evaluated_and_drawn(trainer):
+    torch.manual_seed(1)
+    return trainer.evaluate(), torch.rand(()).item()
+
+
+def test_plain_training_is_told_how_its_layers_descend(tmp_path):
+    """As truncated models and the entropy of the labels tell it; the loss, and all that is drawn, stay Trainer's."""
+    rows, size = classification_data(250, pad=False), {"per_device_eval_batch_size": 8}
+    args = config(
+        tmp_path, objective="erm", max_steps=90, per_device_train_batch_size=32, eval_strategy="steps", eval_steps=30,
+        **size,
+    )  # fmt: skip
+    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
+    untrained = trainer.evaluate()
+    trainer.train()
+    evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
+    # Evaluations in training cost what Trainer's do.
+    assert len(evaluated) == 3 and not any(name.startswith("eval_layer") for log in evaluated for name in log)
+    (metrics, drawn), (expected, drawn_by_stock) = map(
+        evaluated_and_drawn, (trainer, stock(tmp_path, trainer.model, rows, **size))
+    )
+    assert (metrics["eval_loss"], drawn) == (expected["eval_loss"], drawn_by_stock)
+    assert trainer.problem is None and trainer.multipliers is None
+    losses = [stock_loss(tmp_path, truncated(trainer.model, layer), rows, per_device_eval_batch_size=250)
+              for layer in (1, 2, 3)]  # fmt: skip
+    assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(losses, rel=1e-5)
+    frequencies = np.bincount([row["labels"] for row in rows]) / len(rows)
+    heights = [math.log(-frequencies @ np.log(frequencies) / loss) for loss in losses]
+    share = min(3 * heights[0] / heights[2], 3 / 2 * heights[1] / heights[2])
+    assert metrics["eval_descent_share"] == pytest.approx(share, rel=1e-4)
+    assert metrics["eval_largest_rise"] == pytest.approx(max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4)
+    # No share where f_L is not shown to be below chance, on too few rows too, and no verdict on what was not asked.
+    assert "eval_layer_loss_1" in untrained and "eval_descent_share" not in untrained | trainer.evaluate(rows[:40])
+    assert not any("feasible" in name or "violation" in name for name in metrics)
+    assert not any("layer" in name for name in trainer.predict(rows).metrics)
+
+
+class Weighed(DescentTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        return (2 * loss, outputs) if return_outputs else 2 * loss
+
+
+class NoLayers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(10, 3)
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        logits = self.linear(input_ids.float())
+        return F.cross_entropy(logits, labels) + 0 * torch.rand(()), logits  # draws
+
+
+def test_plain_training_of_what_has_no_readable_layers_is_evaluated_as_by_trainer(tmp_path):
+    args = config(tmp_path, objective="erm")
+    for kind, model, factor in ((Weighed, bert(), 2), (DescentTrainer, NoLayers(), 1)):
+        metrics, drawn = evaluated_and_drawn(kind(model, args, eval_dataset=DATA_TEST))
+        expected, drawn_by_stock = evaluated_and_drawn(stock(tmp_path, model, DATA_TEST))
+        assert (metrics["eval_loss"], drawn) == (factor * expected["eval_loss"], drawn_by_stock)
+        assert not any("layer" in name or "rise" in name for name in metrics)
 
 
 def test_batches_count_by_their_labels(tmp_path):

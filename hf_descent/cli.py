@@ -35,6 +35,9 @@ COMMANDS = {
     "card": "write the model card of a run from what was measured, and upload it where asked to",
 }
 
+# By the module that is missing, what installs it.
+EXTRAS = {"trl": "sft", "peft": "peft", "optuna": "tune", "av": "video", "dp_accounting": "privacy"}
+
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     """Turns a command line (by default this process's) into the command's module and the arguments of its `run`.
@@ -89,6 +92,8 @@ def console() -> None:
     except (ValueError, TypeError, OSError, ImportError, yaml.YAMLError) as error:
         if sys.argv[1:2] == ["--debug"]:
             raise
+        if extra := EXTRAS.get(getattr(error, "name", None)):
+            error = f"{error}: `pip install hf_descent[{extra}]`"
         print("hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)", file=sys.stderr)
         sys.exit(2)
 

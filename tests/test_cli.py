@@ -127,6 +127,18 @@ def test_help_needs_neither_torch_nor_transformers():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_help_without_what_the_extras_install():
+    code = (
+        "import sys\nsys.modules.update(trl=None, peft=None, optuna=None, av=None)\nfrom hf_descent import cli\n"
+        "for command in cli.COMMANDS:\n    sys.argv = ['hf-descent', command, '--help']\n"
+        "    try:\n        cli.console()\n    except SystemExit as end:\n        print('ended', command, end.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    ended = dict(re.findall(r"^ended (\w+) (\d)$", done.stdout, re.MULTILINE))
+    assert ended == {command: "2" if command == "sft" else "0" for command in cli.COMMANDS}
+    assert "`pip install hf_descent[sft]`" in done.stderr
+
+
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")])
 def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, command, flag):
     bert().save_pretrained(tmp_path / "run")

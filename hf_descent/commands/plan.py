@@ -48,10 +48,18 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     if len(recipes) != 1 and not HELP & {*argv}:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
     names = {name for path in recipes for name in yaml.safe_load(Path(path).read_text(encoding="utf-8"))}
+    missing = None
     for command in COMMANDS:
-        module = importlib.import_module(f"hf_descent.commands.{command}")
+        try:
+            module = importlib.import_module(f"hf_descent.commands.{command}")
+        except ModuleNotFoundError as error:  # TRL, which a classifier does not need
+            missing = error
+            continue
         if names <= {field.name for each in module.argument_types for field in fields(each)}:
             break
+    else:
+        if missing is not None:
+            raise missing
     flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true"] if recipes else argv  # whatever GPU is here
     return module, *parse_recipe(
         (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description

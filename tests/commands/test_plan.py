@@ -1,6 +1,7 @@
 """`hf-descent plan`: a recipe and a config in, a table out."""
 
 import re
+import sys
 
 import pytest
 import yaml
@@ -67,6 +68,15 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
 def test_what_cannot_be_planned_is_refused(kind, settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         cli.main(["plan", recipe(kind, tmp_path, **settings)])
+
+
+def test_a_classifier_is_planned_without_trl(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "hf_descent.commands.sft", raising=False)
+    module, *_ = plan.parse([recipe("bert", tmp_path)], "hf-descent plan", "")
+    assert module.__name__ == "hf_descent.commands.classify"
+    with pytest.raises(ModuleNotFoundError, match="trl"):
+        plan.parse([recipe("llama", tmp_path)], "hf-descent plan", "")
 
 
 def test_one_recipe_is_needed():

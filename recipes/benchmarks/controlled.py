@@ -1,0 +1,248 @@
+"""Objectives compared under control of the learning rate, each at its own best one.
+
+    python recipes/benchmarks/controlled.py photos
+    python recipes/benchmarks/controlled.py video --videos HIGHWAY.avi PLAZA.avi
+    python recipes/benchmarks/controlled.py imdb --minilm FOLDER --imdb FOLDER --rt_polarity FOLDER
+
+For each arm the first seed is trained at three learning rates, a factor of 2 apart, and at further ones until the best
+lies between two others (8 at most). The best is that of the lowest loss of the last layer on rows (select) that are
+neither trained on nor reported. The other seeds train at it. What is reported is measured once, on the test rows.
+
+Finished runs are kept in `--output`, a JSON line each, and are not repeated; `docs/results_page.py` makes tables of
+them.
+"""
+
+import argparse
+import math
+import subprocess
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import load_dataset
+from runs_to_specification import Runs
+from scipy.ndimage import gaussian_filter
+from transformers import PrinterCallback, set_seed
+
+from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.commands import demo
+from hf_descent.data.pans import photo_pans
+from hf_descent.data.text import tokenize
+from hf_descent.data.video import VideoArguments, load_clips
+from hf_descent.evaluation.perturbations import Typos, salt_and_pepper
+from hf_descent.loading import load_tokenizer
+from hf_descent.models import LinearReadoutForSequenceClassification
+
+
+RATES = {"photos": 1e-3, "video": 1e-3, "imdb": 1e-4}  # where the search of a learning rate begins
+MOST_RATES = 8
+GAMMAS = {"photos": demo.GAMMAS, "video": demo.GAMMAS, "imdb": (0.0, 0.5, 1.0, 1.5, 2.0)}
+NUM_LAYERS = {"photos": demo.NUM_LAYERS, "video": demo.NUM_LAYERS, "imdb": 6}
+WINDOW = 8  # side of the patches of video, in pixels
+RESULTS = Path(__file__).parent / "results" / "controlled.jsonl"
+
+
+def arms(task: str) -> dict[str, dict]:
+    """The arguments of `DescentConfig` that make each arm of a task."""
+    layers = NUM_LAYERS[task]
+    exits = dict.fromkeys(range(1, layers), 1.0)  # rows that name each layer below the last
+    rising = [layer / layers for layer in range(1, layers)]
+    known = {"initial_loss_bound": 1.0} if task != "imdb" else {}  # of a denoiser: the noisy input's own loss
+    steps = {"objective": "descent", "descent_alpha": 0.3, **known}
+    found = {
+        "plain": {"objective": "erm"},
+        "plain, weight decay": {"objective": "erm", "weight_decay": 0.1},
+        "deep supervision": {"objective": "deep_supervision"},
+        "deep supervision, rising with depth": {
+            "objective": "fixed", "exit_targets": exits, "fixed_multipliers": rising, "dual_warmup_steps": 0.0,
+        },
+        "layerskip": {"objective": "layerskip"},
+        "hinge": {**steps, "objective": "hinge"},
+        "descent": {"objective": "descent", **known},
+        "descent, weights normalised": {"objective": "descent", "normalize_weights": True, **known},
+        "descent, whole path": {"objective": "descent", "descent_strength": 1.0, **known},
+    }  # fmt: skip
+    if task == "imdb":
+        # The paper's form and, of its DistilBERT, f_0; a strong alpha, which asks for 0.40 of the last layer.
+        form = {"negative_weights": "keep", "normalize_violations": False, "resilience": 0.05}
+        return {
+            **found,
+            "paper": {"objective": "descent", "descent_alpha": 0.15, "initial_loss_bound": 1.07, **form},
+        }
+    found["paper"] = {"objective": "descent", **demo.PROBLEM}
+    for name in ("keep", "detach"):
+        found[f"alpha 0.3, {name}"] = {**steps, "negative_weights": name}
+    for layer in (2, 3):
+        hard = {"objective": "descent", "exit_targets": {layer: 0.0}, **known}
+        found[f"layer {layer} hard"] = hard
+        found[f"layer {layer} hard, dual rate 0.08"] = {**hard, "dual_learning_rate": 0.08}
+    return found
+
+
+# ---- tasks: training rows, rows to select on, rows to report by name ----
+
+
+def photos(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    train, select = photo_pans(4608).split([4096, 512])
+    return train, select, {"test": photo_pans(512, held_out=True)}
+
+
+def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The beginning of the first video to train on, then its later parts, and the second video."""
+
+    def windows(path: str) -> torch.Tensor:
+        arguments = VideoArguments(train_files=[path], split_by="time", split_gap=0, frame_size=80)
+        clips = load_clips(arguments)
+        frames = torch.cat([torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")])
+        cut = frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255  # [clips, T, 10, 10, 8, 8]
+        return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)  # [clips * 100, T, 64], in time's order
+
+    first, second = map(windows, options.videos)
+    border, seed = len(first) // 10, torch.Generator().manual_seed(0)
+    parts = [first[: 6 * border], first[7 * border : 8 * border], first[9 * border :], second]  # gaps lie between
+    train, select, test, other = (part[torch.randperm(len(part), generator=seed)] for part in parts)
+    return train[:4096], select[:512], {"test": test[:512], "another video": other[:512]}
+
+
+def blur(row: dict, level: float, generator: np.random.Generator) -> dict:
+    """Each frame, a window of `[side, side]`, under a Gaussian of `level` pixels."""
+    frames = row["pixel_values"].unflatten(-1, (WINDOW, WINDOW)).numpy()
+    return row | {"pixel_values": torch.from_numpy(gaussian_filter(frames, (0, level, level))).flatten(1)}
+
+
+def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
+    train, select, tests = {"photos": photos, "video": video}[task](options)
+    steps = 4 if options.smoke else 1200
+    set_seed(seed)
+    model, config = demo.denoiser(train, steps)
+    shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "max_steps": steps, "seed": seed}
+    trainer, seconds = fit(model, demo.rows_of(train), {**shared, **config, **settings})
+    measure = {"metric": "rmse", "scale": 255, "batch_size": 64}
+    layers = partial(trainer.evaluate_layers, gamma=demo.GAMMA_TRAIN, problem=None, **measure)
+    curve = partial(trainer.evaluate_robustness, **measure)
+    found = {"select": layers(demo.rows_of(select)).losses.tolist(), "seconds": seconds}
+    for name, clips in tests.items():
+        rows = demo.rows_of(clips)
+        found[name] = {
+            "losses": layers(rows).losses.tolist(),
+            "noise": curve(rows, GAMMAS[task]).mean.tolist(),
+            "salt and pepper": curve(rows, [0.1], perturbation=salt_and_pepper).mean.tolist(),
+            "blur": curve(rows, [1.0], perturbation=blur).mean.tolist(),
+        }
+    return found
+
+
+def classify(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
+    """MiniLM on all training rows of IMDb but 1,000 to select on; reported on test rows and on rt-polarity."""
+    tokenizer = load_tokenizer(options.minilm)
+    read = partial(load_dataset, "parquet", split="train")
+    rows = read(data_files=f"{options.imdb}/train.parquet").shuffle(seed=0)
+    tests = {
+        "test": read(data_files=f"{options.imdb}/test.parquet").shuffle(seed=0).select(range(4000)),
+        "rt-polarity": read(data_files=f"{options.rt_polarity}/test.parquet"),
+    }
+    texts = {name: data.select_columns(["text", "label"]) for name, data in {"rows": rows, **tests}.items()}
+    tokens = {name: tokenize({"train": data}, tokenizer, 64)["train"] for name, data in texts.items()}
+    train, select = tokens["rows"].select(range(1000, len(rows))), tokens["rows"].select(range(1000))
+    set_seed(seed)
+    model = LinearReadoutForSequenceClassification.from_encoder(options.minilm, "mean", num_labels=2)
+    schedule = {"lr_scheduler_type": "linear", "warmup_steps": 0.06, "noise_gamma": 1.0}
+    if options.smoke:
+        train, select = train.select(range(256)), select.select(range(64))
+        tokens = {name: data.select(range(64)) for name, data in tokens.items()}
+        texts = {name: data.select(range(64)) for name, data in texts.items()}
+    shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "num_train_epochs": options.epochs}
+    trainer, seconds = fit(model, train, {**shared, **schedule, "seed": seed, **settings}, processing_class=tokenizer)
+    layers = partial(trainer.evaluate_layers, problem=None, metric="accuracy", batch_size=64)
+    found = {"select": layers(select).losses.tolist(), "seconds": seconds}
+    for name in tests:
+        profile = layers(tokens[name])
+        part = tokens[name].select(range(min(1000, len(tokens[name]))))
+        found[name] = {
+            "losses": profile.losses.tolist(),
+            "accuracy": profile.values.tolist(),
+            "noise": trainer.evaluate_robustness(part, GAMMAS[task], metric="accuracy").mean.tolist(),
+        }
+    typing = {"perturbation": Typos(tokenizer, 64), "metric": "accuracy"}
+    found["test"]["typos"] = trainer.evaluate_robustness(
+        texts["test"].rename_column("label", "labels").select(range(min(1000, len(texts["test"])))), [0.1], **typing
+    ).mean.tolist()
+    return found
+
+
+def fit(model, rows, settings: dict, **extra) -> tuple[DescentTrainer, float]:
+    """A trained trainer, and the processor seconds that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "error"}
+        args = DescentConfig(folder, use_cpu=True, logging_steps=100, **quiet, **settings)
+        trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
+        trainer.remove_callback(PrinterCallback)
+        start = time.process_time()
+        trainer.train()
+        return trainer, time.process_time() - start
+
+
+def search(arm: str, first: float, run) -> float:
+    """The learning rate of the least last loss on the select rows, which lies between two others where it can."""
+    losses = {}
+
+    def loss(exponent: int) -> float:
+        if exponent not in losses:
+            value = run(arm, first * 2.0**exponent)["select"][-1]
+            losses[exponent] = value if math.isfinite(value) else math.inf
+        return losses[exponent]
+
+    best = min((-1, 0, 1), key=loss)
+    while len(losses) < MOST_RATES and not {best - 1, best + 1} <= losses.keys():
+        loss(best - 1), loss(best + 1)
+        best = min(losses, key=losses.get)
+    return first * 2.0**best
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=RATES)
+    parser.add_argument("--arms", nargs="+", help="all where not given")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--epochs", type=float, default=1.0, help="of imdb")
+    parser.add_argument("--videos", nargs=2, help="to train on, and another")
+    for name in ("minilm", "imdb", "rt_polarity"):
+        parser.add_argument(f"--{name}", help="folder")
+    parser.add_argument("--output", default=str(RESULTS), help="finished runs; read and appended to")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it works")
+    options = parser.parse_args(argv)
+    needed = {"photos": [], "video": ["videos"], "imdb": ["minilm", "imdb", "rt_polarity"]}[options.task]
+    if not all(getattr(options, name) for name in needed):
+        parser.error(f"{options.task} needs --{' and --'.join(needed)}.")
+    if unknown := {*(options.arms or [])} - arms(options.task).keys():
+        parser.error(f"There is no arm {unknown.pop()!r}: the arms are {', '.join(arms(options.task))}.")
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    torch.set_num_threads(1)
+    Path(options.output).parent.mkdir(exist_ok=True)
+    finished, chosen = Runs(options.output), arms(options.task)
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    train = classify if options.task == "imdb" else denoise
+
+    def run(arm: str, rate: float, seed: int = options.seeds[0]) -> dict:
+        key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
+        key |= {"epochs": options.epochs} if options.task == "imdb" else {}
+        found = finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed) | {"commit": commit})
+        print(f"{arm}, {rate:g}, seed {seed}: {[round(loss, 4) for loss in found['select']]}", flush=True)
+        return found
+
+    for arm in options.arms or chosen:
+        rate = search(arm, RATES[options.task], run)
+        for seed in options.seeds[1:]:
+            run(arm, rate, seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import load_dataset
+from datasets import DatasetDict, load_dataset
 from runs_to_specification import Runs
 from scipy.ndimage import gaussian_filter
 from transformers import PrinterCallback, set_seed
@@ -145,7 +145,7 @@ def classify(task: str, options: argparse.Namespace, settings: dict, rate: float
         "rt-polarity": read(data_files=f"{options.rt_polarity}/test.parquet"),
     }
     texts = {name: data.select_columns(["text", "label"]) for name, data in {"rows": rows, **tests}.items()}
-    tokens = {name: tokenize({"train": data}, tokenizer, 64)["train"] for name, data in texts.items()}
+    tokens = {name: tokenize(DatasetDict(train=data), tokenizer, 64)["train"] for name, data in texts.items()}
     train, select = tokens["rows"].select(range(1000, len(rows))), tokens["rows"].select(range(1000))
     set_seed(seed)
     model = LinearReadoutForSequenceClassification.from_encoder(options.minilm, "mean", num_labels=2)

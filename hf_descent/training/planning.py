@@ -75,8 +75,8 @@ class Meter(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.part, self.peak, self.operations = "weights", Counter(), Counter()
-        self.alive, self._held, self._parameters = Counter(), {}, list(model.parameters())
-        for tensor in (*self._parameters, *model.buffers()):
+        self.alive, self._held, self._model = Counter(), {}, model
+        for tensor in (*model.parameters(), *model.buffers()):
             self._hold(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -85,13 +85,10 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if (count := OPERATIONS.get(func._overloadpacket)) is not None:
             self.operations[self.part] += count(*args, **(kwargs or {}), out_val=out)
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._hold(leaf)
         if self.alive.total() > self.peak.total():
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    self._hold(parameter.grad, "gradients")
             self.peak = self.alive.copy()
         return out
 
@@ -106,7 +103,11 @@ class Meter(TorchDispatchMode):
                 self.part = "readout"
                 stack.hidden_state(output).register_hook(lambda grad: setattr(self, "part", "hidden states"))
 
-        return [layer.register_forward_hook(leave) for layer in stack.layers]
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        return [layer.register_forward_hook(leave) for layer in stack.layers] + [
+            weight.register_post_accumulate_grad_hook(lambda weight: self._hold(weight.grad, "gradients"))
+            for weight in trained
+        ]
 
     def _hold(self, tensor, part=None):
         """Count the memory of a tensor, as that of `part` where given even if it has been that of another."""

@@ -282,14 +282,15 @@ class DescentMixin:
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
         self._record.also_selected = evaluation.is_of_training(self, eval_dataset)
+        holdout.report_shared_rows(self, {"eval_dataset": eval_dataset}, self._record.seen)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
-        self._evaluated, is_plain = LayerTotals(), not self._reads_layers and description == "Evaluation"
-        plain = self._record.plain = evaluation.PlainLayers(self, super().compute_loss) if is_plain else None
+        self._evaluated = LayerTotals()
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if plain is not None:
-            output.metrics.update(plain.metrics(metric_key_prefix, self._reduce))
+        if not (self._reads_layers or self.is_in_train) and description == "Evaluation":
+            given = (dataloader.dataset, metric_key_prefix, super().compute_loss)
+            output.metrics.update(evaluation.plain_metrics(self, *given))
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
@@ -304,10 +305,7 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         if not self._reads_layers:
-            prediction = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
-            if self._record.plain is not None and self._is_labelled(inputs):
-                self._record.plain.add(model, inputs)
-            return prediction
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if not self._is_labelled(inputs):
@@ -375,8 +373,7 @@ class DescentMixin:
         settings |= {"problem": self.problem} | kwargs
         self._record.layer_profile = profile = layer_profile(model, dataset, **settings)
         if profile.problem is not None:
-            facts = {"also_selected": evaluation.is_of_training(self, eval_dataset)}
-            facts["multipliers"] = getattr(self.multipliers, "values", None)
+            facts = evaluation.facts_of(self._dual, evaluation.is_of_training(self, eval_dataset))
             self._record.certificate = profile.certificate(**facts)
         return profile
 
@@ -394,11 +391,10 @@ class DescentMixin:
         self.args.check_descent_arguments()
         self._add_callbacks()
         checks.check_best_metric(self, self._reads_layers)
-        if self._reads_layers:
-            checks.check_data(self, self._given)
+        seen = checks.check_data(self, self._given) if self._reads_layers else set()
         self._task = self._layers = self._dual = self._noise = None
         # What was measured before is of another model.
-        self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time())
+        self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time(), seen=seen)
         if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
             # process would train a model of its own.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.hf_argparser import HfArg
@@ -180,7 +181,9 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
-            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence)
+            warmup = torch.tensor(summary.get("warmup_layer_losses", profile.losses * 0))
+            share = problem.descent_share(warmup)
+            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence, warmup_share=share)
     run.write(results)
     return tables(results)
 

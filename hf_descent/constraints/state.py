@@ -250,6 +250,7 @@ class DescentState:
             self._take_problem(saved)
         if self.problem.rows == saved.rows:
             self.multipliers.values = torch.tensor(summary["multipliers"], dtype=torch.float32, device=self.device)
+            self.warmup_losses = torch.tensor(summary.get("warmup_layer_losses", self.warmup_losses.tolist()))
 
     def _set_fixed_multipliers(self, values: Sequence[float]) -> None:
         rows = self.problem.num_rows

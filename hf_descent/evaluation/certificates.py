@@ -48,6 +48,9 @@ class Certificate(Result):
         gamma (`float`): noise level of the input.
         confidence (`float`): of each interval, which has two sides: half of the rest is on the one that meets a row.
         multipliers (`list[float]`, *optional*): of each row, in the training.
+        warmup_share (`float`, *optional*): the descent share at the end of warm-up, of plain training so far, on the
+            rows that move the multipliers.
+        items (`int`, *optional*): labelled rows, tokens or numbers of the data.
         also_selected (`bool`): whether training was evaluated on this data too, which may have chosen its checkpoint
             and its settings: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
@@ -69,6 +72,8 @@ class Certificate(Result):
     gamma: float = 0.0
     confidence: float = 0.95
     multipliers: list[float] | None = None
+    warmup_share: float | None = None
+    items: int | None = None
     also_selected: bool = False
     data_name: str = ""
 
@@ -86,8 +91,11 @@ class Certificate(Result):
         table = [list(columns), *map(list, zip(*columns.values()))]
         count = self.verdicts.count(MET)
         summary = f"{count} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
+        summary += "" if self.items is None else f" over {self.items} items"
         if self.descent_share is not None:
             summary += f", descent share {self.descent_share:.2f}"
+        if self.warmup_share is not None:
+            summary += f" (in training, after warm-up, {self.warmup_share:.2f})"
         if self.largest_rise is not None:
             summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
         return f"{format_table(table)}\n{summary}." + (f"\n{ALSO_SELECTED}" if self.also_selected else "")
@@ -100,6 +108,7 @@ def certify(
     gamma: float = 0.0,
     multipliers: torch.Tensor | None = None,
     chance: float | None = None,
+    warmup_share: float | None = None,
     also_selected: bool = False,
     data_name: str = "",
 ) -> Certificate:
@@ -150,19 +159,11 @@ def certify(
         gamma=gamma,
         confidence=confidence,
         multipliers=None if multipliers is None else multipliers[index].tolist(),
+        warmup_share=warmup_share,
+        items=round(total[-1, 1]),
         also_selected=also_selected,
         data_name=data_name,
     )
-
-
-def share_of_blocks(blocks: np.ndarray, chance: float | None) -> float | None:
-    """The descent share of a model of which nothing was asked, from sums `[B, L, 2]` over held-out data and the least
-    loss of a constant prediction on these; `None` where f_L is not shown to be below it."""
-    depth = blocks.shape[1]
-    if not chance or depth < 2:
-        return None
-    line = DescentProblem("line", chance, depth, chance_loss=chance)
-    return certify(line, blocks, chance=chance).descent_share
 
 
 def _means(sums: np.ndarray) -> np.ndarray:

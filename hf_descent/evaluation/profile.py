@@ -1,7 +1,7 @@
 """The layer profile: loss and metric of the shared readout at every layer."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..configs import levels_of
 from ..constraints.problem import DescentProblem, largest_rise
-from ..losses.constant import ConstantPredictor, chance_of, predictor_of
+from ..losses.constant import ConstantPredictor, chance_of, find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
-from .certificates import Certificate, certify, share_of_blocks
+from .certificates import Certificate, certify
 from .scoring import Evaluation, Result, format_table, mean_loss, metric_value, name_of, noise_key
 from .sums import BlockSums, radius
 
@@ -72,9 +72,10 @@ class LayerProfile(Result):
     @property
     def descent_share(self) -> float | None:
         """See [`DescentProblem`]; with constraints or without. `None` where f_L is not shown to be below chance."""
-        if self.problem is not None:
-            return self.certificate().descent_share
-        return None if self.blocks is None else share_of_blocks(self.blocks[..., 2:], self.chance)
+        problem, depth = self.problem, len(self.losses)
+        if problem is None and self.chance and depth > 1:
+            problem = DescentProblem("line", self.chance, depth, chance_loss=self.chance).state_dict()
+        return None if problem is None else replace(self, problem=problem).certificate().descent_share
 
     def radius(self, name: str, confidence: float = 0.95) -> np.ndarray:
         """Half-width `[L]` of the confidence intervals of `"losses"` or `"values"`, over the choice of the data and
@@ -174,4 +175,8 @@ def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPred
             f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has {layers.num_layers}; give "
             "the problem of this model."
         )
-    return layers, predictor_of(layers.task, inputs)
+    task, constant = layers.task, None
+    inputs = task.short(inputs)
+    with suppress(ValueError):  # of a custom loss
+        constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+    return layers, constant

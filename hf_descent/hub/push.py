@@ -112,7 +112,7 @@ def _shown(result: Result) -> dict[str, Any]:
         case LayerProfile():
             shown["gamma"] = result.gamma
         case Certificate():
-            shown |= {"gamma": result.gamma, "data_name": result.data_name}
+            shown |= {"gamma": result.gamma, "data_name": result.data_name, "items": result.items}
         case ExitProfile():
             layer = result.cheapest()
             shown["exit_layer"] = layer if layer < len(result.values) else None

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -196,13 +195,6 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
     if not has_router_loss(outputs):
         _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
     return ConstantPredictor(classes, "multi_label" if multi_label else "classes", label_smoothing)
-
-
-def predictor_of(task: TaskLoss, inputs: Mapping[str, Any]) -> ConstantPredictor | None:
-    """What [`find_predictor`] finds on a short part of a batch; `None` where no least value is known for the loss."""
-    inputs = task.short(inputs)
-    with suppress(ValueError):
-        return find_predictor(task, inputs, task.model(**task.model_inputs(inputs)))
 
 
 def _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:

@@ -182,6 +182,8 @@ def run_summary(
         if has_length(trainer.train_dataset):
             held_out = dual.get("dual_rows", 0) if given.dual_dataset is None else 0
             summary["train_rows"] = len(trainer.train_dataset) - held_out
+        if "dual_rows" in dual:
+            summary["dual_source"] = "dual_holdout" if given.dual_dataset is None else "dual_dataset"
         sets = evaluation_sets(trainer).values()
         if args.eval_strategy != "no" and all(map(has_length, sets)):
             summary["select_rows"] = sum(map(len, sets))

@@ -16,7 +16,7 @@ from ..constraints.state import DescentState
 from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout
 from ..readout.stack import inner_model
-from .holdout import check_own_rows
+from .holdout import check_own_rows, check_shared_rows, report_shared_rows
 from .records import Given, evaluation_sets
 
 
@@ -106,16 +106,19 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def check_data(trainer: Trainer, given: Given) -> None:
-    """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the
-    same."""
+def check_data(trainer: Trainer, given: Given) -> set[int]:
+    """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the same;
+    the keys of the rows that it sees."""
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
-    parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
-    check_own_rows(given.dual_dataset, parts, trainer.args)
+    check_own_rows(given.dual_dataset, trainer.args)
     collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
     if collates and trainer.compute_loss_func is None and given.readout is None:
+        parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
         _check_classes(trainer.model, parts, trainer.label_names)
+    seen = check_shared_rows(trainer, given.dual_dataset)
+    report_shared_rows(trainer, evaluation_sets(trainer), seen)
+    return seen
 
 
 def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:

@@ -1,12 +1,13 @@
 """What the evaluation of a trainer needs beside its model: which rows count, which data, with which settings."""
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DynamoBackend, find_batch_size, slice_tensors
+from accelerate.utils import DynamoBackend, find_batch_size
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
@@ -15,19 +16,20 @@ from ..configs import DescentArguments, levels_of
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
-from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify, share_of_blocks
-from ..losses.constant import ConstantPredictor, chance_of, predictor_of
+from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
+from ..evaluation.profile import layer_profile
+from ..losses.constant import ConstantPredictor, chance_of
 from ..losses.layerwise import LayerLosses
 from ..readout.replay import Readout, probing
 from ..readout.stack import inner_model
 from .checks import check_supported
-from .preparation import find_layers, shared_batch
-from .records import LayerTotals, evaluation_sets
+from .records import evaluation_sets
 
 
 logger = logging.get_logger(__name__)
 
 UNKNOWN_SCORE = -1e9  # below that of any model that has learned something, also when steps are added to it
+OF_DESCENT = re.compile(r"layer_loss_|descent_share|largest_rise")
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
@@ -60,69 +62,34 @@ def readout_without_labels(
     return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
 
 
-class PlainLayers:
-    """The layers of plain training, read beside an evaluation of Trainer's, whose numbers and random draws stay.
-
-    In training, and where it fails, as with models and data of which plain training need not know, there are none.
+def plain_metrics(trainer: Trainer, rows, prefix: str, loss_method: Callable) -> dict[str, float]:
+    """Layer losses, descent share and largest rise of plain training, from a pass over the evaluation's `rows` of its
+    own, so that Trainer's numbers and random draws stay; none where the layers cannot be read so.
 
     Args:
-        trainer: whose evaluation it is.
         loss_method: the `compute_loss` of the class that the mixin stands before.
     """
-
-    def __init__(self, trainer: Trainer, loss_method: Callable):
-        self._trainer, self._loss_method = trainer, loss_method
-        self._fails = trainer.is_in_train  # there, evaluations cost what Trainer's do
-        self._layers, self._constant, self._totals = None, None, LayerTotals()
-
-    def add(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        """Read the layers on a batch of the evaluation."""
-        if self._fails:
-            return
-        trainer, args = self._trainer, self._trainer.args
-        own_rows, inputs = rows_counted_once(trainer, inputs), trainer._prepare_inputs(inputs)
-        inner = trainer.accelerator.unwrap_model(model)
-        try:
-            with probing(inner), trainer.compute_loss_context_manager():
-                if self._layers is None:
-                    self._find(inner, shared_batch(inputs, trainer))
-                # On every process, also for no rows: a forward may gather parameters.
-                rows = inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1)))
-                measured = self._layers.measure(model, rows, keep_logits=False)
-            if own_rows != 0:
-                labels = self._constant and self._constant.of_batch(self._layers.task, rows)
-                self._totals = self._totals.plus(measured, args.process_index, args.world_size, labels)
-        except Exception as error:
-            self._fails = True
-            logger.info_once(f"The evaluation of plain training leaves the layers out: {error}")
-
-    def metrics(self, prefix: str, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Layer losses, descent share and largest rise, where the layers were read. `reduce` sums a tensor over
-        processes."""
-        if reduce(torch.tensor(float(self._fails or self._layers is None))).item():
-            return {}
-        totals = reduce(self._totals.over(self._layers.num_layers, self._trainer.args.device))
-        return layer_metrics(None, totals, self._totals.labels, prefix)[0]
-
-    def _find(self, model, inputs):
-        trainer = self._trainer
-        own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
-        # Of a batch without padding nobody can tell the rows that fill it up.
-        repeats = trainer.args.world_size > 1 and getattr(trainer, "padding_free", False)
-        if own_loss or repeats or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-            raise ValueError("the loss, the compiled model or the batches are not for single layers.")
-        check_supported(trainer, self._loss_method)
-        task = trainer._find_task(model, inputs, is_shared=True)
-        self._constant = predictor_of(task, inputs)
-        self._layers = find_layers(trainer, model, inputs, task, readout=None, token_statistics=False)
+    own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
+    is_compiled = trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    try:
+        model, found = settings(trainer, None)
+        if own_loss or is_compiled or (found["accelerator"] is None and trainer.args.world_size > 1):
+            raise ValueError("its loss is overridden, or its model compiled or sharded.")
+        check_supported(trainer, loss_method)
+        with probing(model):
+            measured = layer_profile(model, trainer._held_out(rows), **found).to_dict()
+    except Exception as error:  # of models and data of which plain training need not know
+        logger.info_once(f"The evaluation of plain training leaves the layers out: {error}")
+        return {}
+    return {f"{prefix}_{name}": value for name, value in measured.items() if OF_DESCENT.match(name)}
 
 
 def layer_metrics(
-    dual: DescentState | None,
+    dual: DescentState,
     totals: torch.Tensor,
     labels: ConstantPredictor | None,
     prefix: str,
-    step: int = 0,
+    step: int,
     also_selected: bool = False,
 ) -> tuple[dict[str, float], Certificate | None]:
     """The metrics of an evaluation that read the layers, and its certificate, where the problem is known.
@@ -132,8 +99,7 @@ def layer_metrics(
     greater f_L. Models whose layers are not shown to be better than chance come last, the latest one first.
 
     Args:
-        dual ([`DescentState`], *optional*): the problem and its multipliers; `None` of plain training, of which there
-            is no verdict, and whose loss is Trainer's.
+        dual ([`DescentState`]): the problem and its multipliers.
         totals (`torch.Tensor` of shape `[B, L + 1]`): of each block of the data the sums of the layer losses, and the
             items.
         labels ([`ConstantPredictor`], *optional*): statistics of the labels of this process's batches.
@@ -147,26 +113,34 @@ def layer_metrics(
         return {}, None
     blocks = np.stack([blocks[:, :-1], np.broadcast_to(blocks[:, -1:], blocks[:, :-1].shape)], axis=-1)  # [B, L, 2]
     losses = torch.from_numpy(blocks[..., 0].sum(0) / blocks[..., 1].sum(0))  # [layers]
+    # Trainer averages batches; f_L is an average over items.
     metrics = {f"layer_loss_{layer}": loss for layer, loss in enumerate(losses.tolist(), start=1)}
-    if dual is not None:  # Trainer averages batches; f_L is an average over items
-        metrics |= {"loss": losses[-1].item(), "feasible": 0.0, "feasible_score": UNKNOWN_SCORE + step}
-    certificate, chance = None, chance_of(labels)
-    if dual is None or dual.problem is None:
-        share = share_of_blocks(blocks, chance)
-    else:
+    metrics |= {"loss": losses[-1].item(), "feasible": 0.0, "feasible_score": UNKNOWN_SCORE + step}
+    certificate, metrics["largest_rise"] = None, largest_rise(losses)
+    if dual.problem is not None:
         if len(blocks) < MIN_BLOCKS and dual.args.objective not in UNCONSTRAINED:
             logger.warning_once(
                 f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
                 f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
             )
-        facts = {"chance": chance, "also_selected": also_selected, "data_name": prefix}
-        certificate = certify(dual.problem, blocks, multipliers=dual.multipliers.values, **facts)
+        facts = facts_of(dual, also_selected) | {"chance": chance_of(labels), "data_name": prefix}
+        certificate = certify(dual.problem, blocks, **facts)
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
-        share = certificate.descent_share
+        metrics["descent_share"] = certificate.descent_share
         if certificate.has_learned and math.isfinite(score := _score(certificate, losses)):
             metrics["feasible_score"] = score
-    metrics |= {"descent_share": share, "largest_rise": largest_rise(losses)}
     return {f"{prefix}_{name}": value for name, value in metrics.items() if value is not None}, certificate
+
+
+def facts_of(dual: DescentState | None, also_selected: bool) -> dict[str, Any]:
+    """What a certificate tells of training."""
+    facts = {"also_selected": also_selected}
+    if dual is not None and dual.problem is not None:
+        facts |= {
+            "multipliers": dual.multipliers.values,
+            "warmup_share": dual.problem.descent_share(dual.warmup_losses),
+        }
+    return facts
 
 
 def _score(certificate: Certificate, losses: torch.Tensor) -> float:
@@ -216,6 +190,7 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
     problem = getattr(config, "problem_type", None)
     classifies = "ForSequenceClassification" in type(model).__name__
     is_regression = problem == "regression" or (problem is None and classifies and config.num_labels == 1)
+    is_regression = is_regression or type(model).__name__.endswith("Denoising")
     # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     gathers = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and plugin.zero_stage == 3)

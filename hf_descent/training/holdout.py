@@ -6,24 +6,27 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
+from datasets import Dataset
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import DescentArguments
 from ..losses.layerwise import LayerLosses
+from ..readout.stack import inner_model
 from .initial_loss import drawing_apart
-from .records import LayerTotals
+from .records import LayerTotals, evaluation_sets
 
 
 logger = get_logger(__name__)
 
 LEAST_ROWS = 200  # of fewer rows, means are too noisy to tell a violation of a few percent
+MOST_ROWS, MOST_CHARACTERS = 100_000, 2**25  # of a part of the data that are looked at for rows of another one
+MOST_SHARED = 0.01
 
 
-def check_own_rows(rows, others: Mapping[str, Any], args: DescentArguments) -> None:
-    """ValueError where `rows` of their own, on which the multipliers shall move, are too few, have no length, or are
-    those of another part of the data, of the `others` by name."""
+def check_own_rows(rows, args: DescentArguments) -> None:
+    """ValueError where `rows` of their own, on which the multipliers shall move, are too few or have no length."""
     if rows is None:
         return
     if args.dual_holdout is not None:
@@ -31,10 +34,51 @@ def check_own_rows(rows, others: Mapping[str, Any], args: DescentArguments) -> N
     if not has_length(rows) or len(rows) < LEAST_ROWS:
         count = len(rows) if has_length(rows) else "no known number of"
         raise ValueError(f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length.")
-    for name, other in others.items():
-        # Of `datasets`, two with one fingerprint hold the same rows.
-        if rows is other or getattr(rows, "_fingerprint", rows) == getattr(other, "_fingerprint", None):
-            raise ValueError(f"`dual_dataset` is `{name}`: give rows that are not in any other part of the data.")
+
+
+def row_keys(trainer: Trainer, rows) -> list[int]:
+    """Hashes of the model's main input in `rows`: of at most 100,000 drawn at random, fewer where they are long. None
+    of data whose rows may cost something to read: of other kinds than a list or a `Dataset` as it is stored."""
+    name = getattr(inner_model(trainer.model), "main_input_name", "input_ids")
+    is_dataset = isinstance(rows, Dataset) and rows.format["type"] != "custom"
+    first = rows[0] if (is_dataset or isinstance(rows, list)) and rows else None
+    if not isinstance(first, Mapping) or name not in first:
+        return []
+    most, chosen = min(MOST_ROWS, MOST_CHARACTERS // len(_text(first[name]))), range(len(rows))
+    if len(rows) > most:
+        chosen = sorted(np.random.default_rng(0).choice(len(rows), most, replace=False).tolist())
+    values = rows.with_format(None).select(chosen)[name][:] if is_dataset else (rows[row].get(name) for row in chosen)
+    return [hash(_text(value)) for value in values]
+
+
+def _text(value) -> str:
+    return repr(value.tolist() if hasattr(value, "tolist") else value)
+
+
+def check_shared_rows(trainer: Trainer, dual_dataset) -> set[int]:
+    """The keys of the rows that training and the multipliers see. ValueError where more than 1 % of the rows of
+    `dual_dataset` are in another part of the data: people's data has duplicates."""
+    sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
+    keys = {name: set(row_keys(trainer, rows)) for name, rows in sets.items()}
+    for name, rows in sets.items():
+        share = sum(key in keys[name] for key in dual) / max(len(dual), 1)
+        if dual_dataset is not None and (dual_dataset is rows or share > MOST_SHARED):
+            raise ValueError(
+                f"`dual_dataset` has rows of `{name}` ({share:.1%} of those looked at): give rows that are not in any "
+                "other part of the data."
+            )
+    return keys["train_dataset"].union(dual)
+
+
+def report_shared_rows(trainer: Trainer, sets: Mapping[str, Any], seen: set[int]) -> None:
+    """Log how many rows of evaluation sets are among those `seen` in training, where there are any."""
+    for name, rows in sets.items() if seen else ():
+        keys = row_keys(trainer, rows)
+        if count := sum(key in seen for key in keys):
+            logger.warning(
+                f"{count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the weights "
+                "or the multipliers are fitted to: a verdict on them says less of new data."
+            )
 
 
 def split(dataset, args: DescentArguments) -> tuple:

@@ -51,6 +51,8 @@ def workplace(tmp_path_factory):
                 "initial_loss_bound": 0.7,
                 "num_layers": 3,
                 "constrained_layers": [1, 2, 3],
+                "chance_loss": 0.69,
+                "warmup_layer_losses": [0.65, 0.6, 0.4],
             }
         )
     )
@@ -107,7 +109,7 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     former = {file.name for file in name.iterdir() if file.name.startswith(results)}
     kept = {file.name for file in name.iterdir()} - former  # a killed call leaves none
     with monkeypatch.context() as patch:
-        patch.setattr(LayerProfile, "certificate", lambda *args: 1 / 0)
+        patch.setattr(LayerProfile, "certificate", lambda *args, **facts: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cli.main([*argv, "--profile_gammas", "2"])
     assert {file.name for file in name.iterdir()} == kept

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import InOrder, bert, classification_data, config, language_data, llama, truncated
-from transformers import BertForMaskedLM, Trainer, TrainingArguments
+from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import DescentState
+from hf_descent.evaluation import Certificate
 from hf_descent.losses.constant import ConstantPredictor
 from hf_descent.models import UTConfig, UTForVideoDenoising
 from hf_descent.training.evaluation import layer_metrics
@@ -201,6 +202,34 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, mak
     assert not profile.feasible and "met" not in profile.certificate().verdicts
     again = DescentTrainer(type(trainer.model).from_pretrained(tmp_path), args, eval_dataset=rows, layer_loss_fn=loss)
     assert again.evaluate()["eval_feasible"] == 0
+
+
+def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
+    """The running average of the layer losses that were logged until then, also to those who load the model."""
+    rows = classification_data(256, pad=False)
+    args = config(tmp_path, max_steps=50, per_device_train_batch_size=32, dual_warmup_steps=45, **AUTO)
+    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    logs = [log for log in trainer.state.log_history if "layer_loss_1" in log][:45]
+    weights = [0.98 ** (44 - step) for step in range(45)]
+    means = [
+        sum(w * log[f"layer_loss_{layer}"] for w, log in zip(weights, logs)) / sum(weights) for layer in (1, 2, 3)
+    ]
+    counts = [sum(row["labels"] == label for row in rows) / 256 for label in range(3)]
+    heights = [math.log(-sum(p * math.log(p) for p in counts) / mean) for mean in means]
+    expected = min(3 / layer * heights[layer - 1] / heights[2] for layer in (1, 2))
+    again = DescentTrainer(BertForSequenceClassification.from_pretrained(tmp_path), args, eval_dataset=rows)
+    for each in (trainer, again):
+        each.evaluate()
+        each.args.output_dir = str(tmp_path / "card")
+        for measure in (each.evaluate, each.evaluate_layers):
+            measure()
+            each.create_model_card()
+            verdict = Certificate.from_json(tmp_path / "card" / "verdict.json")
+            assert verdict.warmup_share == pytest.approx(expected, rel=1e-3) and verdict.items == 256
+            assert f"over 256 items, descent share {verdict.descent_share:.2f} (in training" in str(verdict)
+            assert f"after warm-up, {expected:.2f})" in str(verdict)
 
 
 @pytest.mark.parametrize("problem", [AUTO, {"descent_alpha": None, "exit_targets": {1: 0.5}}])

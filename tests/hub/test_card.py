@@ -128,6 +128,8 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     assert verdict["also_selected"] and "chosen its checkpoint" in read(tmp_path)[1]
     summary = RunFolder(tmp_path).summary
     assert summary["train_rows"] == summary["select_rows"] == 16
+    parts = "16 rows trained the weights; the multipliers moved on the same; 16 were evaluated in training"
+    assert parts in read(tmp_path)[1] and "the verdict is on 16 items" in read(tmp_path)[1]
     for rows, same in ((classification_data(16, seed=6), False), (None, True)):  # rows of their own certify
         for measure in (trainer.evaluate, trainer.evaluate_layers):
             measure(rows)

@@ -22,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
+from hf_descent.models import UTConfig, UTForVideoDenoising
 
 
 DATA = classification_data()
@@ -84,6 +85,16 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     assert "eval_layer_loss_1" in untrained and "eval_descent_share" not in untrained | trainer.evaluate(rows[:40])
     assert not any("feasible" in name or "violation" in name for name in metrics)
     assert not any("layer" in name for name in trainer.predict(rows).metrics)
+
+
+def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_path):
+    torch.manual_seed(0)
+    denoiser = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3, attention_step=0.5))
+    frames = [{"pixel_values": frame, "labels": frame / 2} for frame in torch.rand(32, 4, 16)]
+    for model, rows in ((denoiser, frames), (spread(llama()), language_data(32, ragged=False))):
+        metrics = DescentTrainer(model, config(tmp_path, objective="erm"), eval_dataset=rows).evaluate()
+        assert metrics["eval_layer_loss_3"] == pytest.approx(metrics["eval_loss"], rel=1e-3)
+        assert metrics["eval_layer_loss_1"] != pytest.approx(metrics["eval_loss"], rel=2e-3)
 
 
 class Weighed(DescentTrainer):

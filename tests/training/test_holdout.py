@@ -31,7 +31,7 @@ from hf_descent import (
 from hf_descent.configs import DescentArguments
 from hf_descent.constraints.state import DUAL_EVERY
 from hf_descent.runs import RunFolder
-from hf_descent.training.holdout import split
+from hf_descent.training.holdout import row_keys, split
 
 
 DATA = classification_data(420)
@@ -120,6 +120,12 @@ def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
             assert weight.equal(share.model.state_dict()[name])
     summaries = [trainer._run_summary() for trainer in (share, own)]
     assert [(each["train_rows"], each["dual_rows"]) for each in summaries] == [(210, 210)] * 2
+    assert [each["dual_source"] for each in summaries] == ["dual_holdout", "dual_dataset"]
+    own.evaluate(classification_data(80, seed=1))
+    own.create_model_card()
+    card = (tmp_path / "own" / "README.md").read_text()
+    assert "210 rows trained the weights; 210 others, a data set of their own (`dual_dataset`), moved" in card
+    assert "none were evaluated in training, to choose by; the verdict is on 80 items." in card
 
 
 @pytest.mark.parametrize(("given", "told"), [
@@ -134,15 +140,68 @@ def test_rows_of_their_own_that_cannot_serve_are_refused(tmp_path, given, told):
         DescentTrainer(bert(), args, train_dataset=DATA, **given).train()
 
 
-def test_rows_of_their_own_may_not_be_those_of_an_evaluation(tmp_path):
-    rows = Dataset.from_list(list(DATA))
-    sets = {"first": rows.select(range(200)), "second": rows.select(range(100))}
+def plain(rows):
+    """Lists of numbers, as `datasets` keeps them."""
+    return Dataset.from_list([{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in rows])
+
+
+FRESH = classification_data(300, seed=1)
+
+
+@pytest.mark.parametrize(("part", "kind"), [("train", list), ("train", plain), ("second", plain)])
+def test_rows_of_their_own_may_not_be_in_another_part_but_for_a_few_duplicates(tmp_path, part, kind):
+    for shared in (3, 4):  # of 300 rows 1 % are let through
+        rows = DATA[:shared] + FRESH[shared:]
+        sets = {"first": classification_data(9, seed=2), "second": plain(DATA[100:] + rows[:shared])}
+        given = {"train_dataset": DATA if part == "train" else classification_data(99, seed=3), "eval_dataset": sets}
+        trainer = DescentTrainer(bert(), config(tmp_path, max_steps=1), dual_dataset=kind(rows), **given)
+        if shared == 3:
+            trainer.train()
+            continue
+        name = "train_dataset" if part == "train" else "second"
+        with pytest.raises(ValueError, match=rf"`dual_dataset` has rows of `{name}` \(1.3%"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+
+
+def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
+    chosen = plain(DATA[:7] + FRESH[:13])
     trainer = DescentTrainer(
-        bert(), config(tmp_path, max_steps=1), train_dataset=DATA, eval_dataset=sets,
-        dual_dataset=rows.select(range(200)),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="`dual_dataset` is `first`"):
-        trainer.train()
+        bert(), config(tmp_path, max_steps=1), train_dataset=plain(DATA), eval_dataset=chosen, dual_dataset=FRESH[20:]
+    )
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if "are fitted to" in record.getMessage()]
+    assert len(told) == 1 and "7 of 20 rows of `eval_dataset` (35.0%)" in told[0]
+    caplog.clear()
+    trainer.evaluate(FRESH[:20])
+    assert "are fitted to" not in caplog.text
+    trainer.evaluate(DATA[:1] + FRESH[:29])
+    assert "10 of 30 rows of `eval_dataset`" in caplog.text  # one of training, and nine that moved the multipliers
+
+
+class Counted(list):
+    """Counts how many of its rows are read."""
+
+    reads = 0
+
+    def __getitem__(self, index):
+        Counted.reads += 1
+        return super().__getitem__(index)
+
+
+def test_of_many_rows_some_are_looked_at_and_of_rows_that_cost_something_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_descent.training.holdout.MOST_ROWS", 200)
+    trainer = DescentTrainer(bert(), config(tmp_path))
+    keys = row_keys(trainer, Counted(DATA))
+    assert (
+        Counted.reads == 201
+        and len(set(keys)) == 200
+        and set(keys) <= {hash(repr(row["input_ids"].tolist())) for row in DATA}
+    )
+    monkeypatch.setattr("hf_descent.training.holdout.MOST_CHARACTERS", 40 * len(repr(DATA[0]["input_ids"].tolist())))
+    assert len(row_keys(trainer, plain(DATA))) == 40
+    for other in (Stream(DATA), torch.utils.data.Subset(DATA, range(9)), plain(DATA).with_transform(dict), [], None):
+        assert row_keys(trainer, other) == []
 
 
 def classifier(args):

@@ -88,6 +88,8 @@ class _Handler(BaseHTTPRequestHandler):
                 repos[repo_id]["commits"].append(line["value"]["summary"])
             elif line["key"] == "file":
                 repos[repo_id]["files"][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            elif line["key"] == "deletedFile":
+                del repos[repo_id]["files"][line["value"]["path"]]
         sha = _commit(repos[repo_id])["X-Repo-Commit"]
         url = f"{self.server.endpoint}/{repo_id}/commit/{sha}"
         return self._send({"success": True, "commitOid": sha, "commitUrl": url})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..hub.push import collect, write_card
+from ..hub.push import BENCHMARK_FILE, collect, write_card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +14,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base_model", help="id on the Hub of the model that was fine-tuned")
     parser.add_argument("--datasets", nargs="+", help="ids on the Hub of the data sets trained on")
     parser.add_argument("--test_data", help="name of what the results are on, where it is not the first of these")
+    benchmark = "benchmark on the Hub that the results are on, a task of its eval.yaml, and a metric of the results"
+    parser.add_argument("--benchmark", nargs=3, metavar=("DATASET", "TASK", "METRIC"), help=benchmark)
     parser.add_argument("--license", help="id of the licence, such as apache-2.0")
     parser.add_argument("--language", nargs="+", help="codes of the languages, such as en")
     parser.add_argument("--limits", nargs="+", help="further limits of the model, one sentence each")
@@ -26,11 +28,11 @@ def run(args: argparse.Namespace) -> None:
 
     Checkpoints, optimizer states and `training_args.bin` are not uploaded.
     """
-    names = ("model_name", "base_model", "datasets", "test_data", "license", "language", "limits")
+    names = ("model_name", "base_model", "datasets", "test_data", "benchmark", "license", "language", "limits")
     facts = {name: getattr(args, name) for name in names}
     repo_id = None
     if args.push_to_hub:
-        collect(args.run)  # a folder that is refused leaves no repository behind
+        collect(args.run, **facts)  # what is refused leaves no repository behind
         repo_id = HfApi().create_repo(args.push_to_hub, private=args.private or None, exist_ok=True).repo_id
     write_card(args.run, repo_id=repo_id, **facts)
     print(f"Written to {Path(args.run) / 'README.md'}")
@@ -38,6 +40,10 @@ def run(args: argparse.Namespace) -> None:
         ignored = ["_*", "checkpoint-*", "runs/*", "*.tmp", "training_args.bin"]
         ignored += ["optimizer*", "scheduler*", "scaler.pt", "rng_state*"]
         commit = HfApi().upload_folder(
-            repo_id=repo_id, folder_path=args.run, commit_message="Upload model and card", ignore_patterns=ignored
+            repo_id=repo_id,
+            folder_path=args.run,
+            commit_message="Upload model and card",
+            ignore_patterns=ignored,
+            delete_patterns=BENCHMARK_FILE,  # of a former model; this one's, where there is one, is uploaded
         )
         print(f"Uploaded to {commit.repo_url}")

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData
+from huggingface_hub.constants import ENDPOINT
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from ..constraints.objectives import UNCONSTRAINED
@@ -87,6 +88,19 @@ def metrics_of(evaluation: Mapping[str, Any]) -> dict[str, float]:
         and math.isfinite(value)
         and not any(word in name for word in NO_METRICS)
     }
+
+
+def benchmark_entry(card: Mapping[str, Any]) -> EvalResultEntry | None:
+    """The result for the leaderboard of the card's `benchmark` (dataset, task, metric) on the Hub; `None` where the
+    card names none, or its metric was not measured. What tasks there are, and by which metric, the Hub alone knows."""
+    dataset, task, metric = card.get("benchmark") or (None, None, None)
+    if (value := metrics_of(card.get("evaluation") or {}).get(metric)) is None:
+        return None
+    entry = EvalResultEntry(dataset, task, value, date=card.get("evaluated"))
+    entry.notes = ", ".join(filter(None, [metric, card.get("split")]))
+    if card.get("repo_id"):
+        entry.source_url, entry.source_name = f"{ENDPOINT}/{card['repo_id']}", "Model card"
+    return entry
 
 
 def _task(card) -> tuple[str | None, str | None]:

@@ -7,9 +7,12 @@ writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` 
 import json
 import os
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+from huggingface_hub import eval_result_entries_to_yaml
 from transformers.utils import CONFIG_NAME
 
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
@@ -19,7 +22,7 @@ from ..evaluation.plots import plot_curves, plot_layers, save_figure
 from ..evaluation.scoring import Result
 from ..files import atomic_write, plain, read_json
 from ..runs import RunFolder
-from .card import PAPER, TAGS, render
+from .card import PAPER, TAGS, benchmark_entry, metrics_of, render
 
 
 # How the class names in `hf_descent.models` begin.
@@ -35,8 +38,9 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
 # What people say of a model. The rest of a card belongs to one training.
 GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
-    "limits",
+    "limits", "benchmark",
 )  # fmt: skip
+BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
 
 
 def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
@@ -47,17 +51,19 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     Args:
         folder (`str` or `Path`): output folder of a run.
         facts: replace what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data` (a name),
-            `license`, `language`, `tags`, `split`, `limits` (a list of sentences), ...; `None` replaces nothing.
+            `license`, `language`, `tags`, `split`, `limits` (a list of sentences), `benchmark` (id of the data
+            set on the Hub, task, metric), ...; `None` replaces nothing.
 
     Raises:
-        ValueError: the folder holds no model, or a file of it cannot be read.
+        ValueError: the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """
     folder, run = Path(folder), RunFolder(folder)
     config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
     if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
         raise ValueError(f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder.")
     descent = run.summary
-    known = {name: value for name, value in run.read(run.CARD).items() if name not in (*RESULTS, "baseline")}
+    left_out = (*RESULTS, "baseline", "evaluated")
+    known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
     known |= {name: value for name, value in _read(folder / run.CARD).items() if name in GIVEN}
     architecture = (config.get("architectures") or [descent.get("model", "AutoModel")])[0]
     card = {"model_name": folder.resolve().name, "architecture": architecture, "tags": TAGS, "paper": PAPER}
@@ -78,6 +84,12 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
         if results := run.read(f"{prefix}_results.json"):
             card["split"] = split
             card["evaluation"] = {name: value for name, value in results.items() if name.startswith(f"{prefix}_")}
+            written = (folder / f"{prefix}_results.json").stat().st_mtime
+            card["evaluated"] = datetime.fromtimestamp(written, UTC).date().isoformat()
+    metrics = metrics_of(card.get("evaluation") or {})
+    if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
+        measured = ", ".join(metrics) or "no evaluation"
+        raise ValueError(f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has.")
     for name, kind in RESULTS.items():
         for result in run.results(kind, name):
             card[name] = _shown(result)
@@ -87,7 +99,8 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
 
 
 def write_card(folder: str | Path, **facts: Any) -> None:
-    """Draw the figures and write `model_card.json` and `README.md` of a run; arguments as for [`collect`]."""
+    """Draw the figures and write `model_card.json`, `README.md` and, in the Hub's own format, the result of a
+    benchmark; arguments as for [`collect`]."""
     folder, run = Path(folder), RunFolder(folder)
     card = collect(folder, **facts)
     curve = next(iter(run.results(NoiseCurve, "noise_curve")), None)
@@ -97,7 +110,13 @@ def write_card(folder: str | Path, **facts: Any) -> None:
     drawn |= {"noise": plot_curves} if curve else {}
     card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
-    for name, content in ((run.CARD, json.dumps(card, indent=2) + "\n"), ("README.md", text)):
+    contents = {run.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
+    if entry := benchmark_entry(card):
+        (folder / BENCHMARK_FILE).parent.mkdir(exist_ok=True)
+        contents[BENCHMARK_FILE] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
+    else:
+        (folder / BENCHMARK_FILE).unlink(missing_ok=True)  # of a former training
+    for name, content in contents.items():
         with atomic_write(folder / name) as file:
             file.write(content)
 

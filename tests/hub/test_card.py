@@ -2,12 +2,15 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from cards import read, trained
 from datasets import Dataset
+from huggingface_hub import parse_eval_result_entries
 from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
 from torch.utils.data import IterableDataset
 
@@ -240,3 +243,30 @@ def test_a_card_holds_the_validation_results_of_a_denoiser(tmp_path):
     trained(tmp_path).save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
     card = collect(tmp_path)
     assert card["split"] == "validation" and card["evaluation"]["validation_mean_rmse"] == 4.0
+
+
+def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):
+    def entries():
+        return parse_eval_result_entries(yaml.safe_load((tmp_path / ".eval_results/hf_descent.yaml").read_text()))
+
+    trainer = trained(tmp_path, save_strategy="no")
+    named = ["card", str(tmp_path), "--benchmark", "someone/benchmark", "default"]
+    with pytest.raises(ValueError, match="metric 'accuracy'; .* has no evaluation"):
+        cli.main([*named, "accuracy"])
+    trainer.save_metrics("test", {"test_accuracy": 0.25, "test_loss": 1.5, "test_runtime": 3.0})
+    with pytest.raises(ValueError, match="metric 'f1'; .* has accuracy, loss"):
+        cli.main([*named, "f1"])
+    assert not (tmp_path / ".eval_results").exists()
+    os.utime(tmp_path / "test_results.json", (4e9, 4e9))  # seconds, in 2096
+    cli.main([*named, "accuracy"])
+    written = json.loads((tmp_path / "test_results.json").read_text())
+    (entry,) = entries()
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("someone/benchmark", "default", written["test_accuracy"])
+    assert (entry.date, entry.notes, entry.source_url) == ("2096-10-02", "accuracy, test", None)
+    trainer = trained(tmp_path, save_strategy="no")  # of which nothing is known yet
+    os.utime(tmp_path / "test_results.json", (0, 0))
+    trainer.create_model_card()
+    assert not (tmp_path / ".eval_results/hf_descent.yaml").exists()
+    trainer.save_metrics("test", {"test_accuracy": 0.75})
+    trainer.create_model_card()
+    assert [entry.value for entry in entries()] == [0.75]

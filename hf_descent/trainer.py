@@ -34,7 +34,7 @@ from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout
-from .training.callbacks import StepCallback, add_callbacks, show_messages
+from .training.callbacks import LayerFigureCallback, StepCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.preparation import find_layers, find_sigma, make_dual, shared_batch, takes_items
 from .training.records import Given, LayerTotals, RunRecord, StepSums
@@ -95,7 +95,8 @@ class DescentMixin:
             return
         checks.check_supported(self, super().compute_loss)
         others = self.callback_handler.callbacks
-        add_callbacks(self, StepCallback(self._after_optimizer_step, self._after_epoch, others))
+        figures = LayerFigureCallback(lambda: self._record.certificate, others)
+        add_callbacks(self, StepCallback(self._after_optimizer_step, self._after_epoch, others), figures)
 
     @property
     def multipliers(self) -> Multipliers | None:

@@ -3,16 +3,16 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..constraints.objectives import UNCONSTRAINED
-from ..constraints.problem import DescentProblem
 from ..files import atomic_write, plain
+from .certificates import Certificate
 from .comparison import Comparison, Run, shared_levels
 
 
@@ -80,7 +80,7 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
             error = first.radius("losses") if len(runs) == 1 else 0.0
             _line(axes, np.arange(1, len(losses[0]) + 1), losses, error, name, number, len(groups))
             if runs[0].summary.get("objective") not in UNCONSTRAINED and first.problem is not None:
-                draw_asked(axes, first.problem, first.certificate().asked, STYLES[number % len(STYLES)]["color"])
+                draw_asked(axes, first.certificate(), STYLES[number % len(STYLES)]["color"])
         axes.set(xlabel="layer", title=_level(gamma) + (" (training level)" if gamma in trained else ""))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
@@ -88,10 +88,29 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     return figure
 
 
-def draw_asked(axes: Axes, problem: Mapping[str, Any], asked: Sequence[float], color: str = "black"):
-    """A short line for each row of a problem, given by its arguments, at the loss that it asks its layer for."""
-    layers = [row.layer for row in DescentProblem(**problem).rows]
-    axes.plot(layers, asked, color=color, linestyle="none", marker="_", markersize=14, label="_asked")
+def plot_evaluation(losses: Sequence[float], certificate: Certificate | None = None) -> Figure:
+    """The loss of every layer `[L]` in one evaluation, and what each row of its certificate asked."""
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.arange(1, len(losses) + 1), losses, **STYLES[0])
+    if certificate is not None:
+        draw_asked(axes, certificate)
+    axes.set(xlabel="layer", ylabel="held-out loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def draw_asked(axes: Axes, certificate: Certificate, color: str = "black"):
+    """A short line for each row of a certificate, at the loss that it asks its layer for."""
+    layers = [int(name.split("_")[-1]) for name in certificate.rows]
+    axes.plot(layers, certificate.asked, color=color, linestyle="none", marker="_", markersize=14, label="_asked")
+
+
+def pixels(figure: Figure) -> np.ndarray:
+    """A figure as an image, uint8 `[height, width, 3]`."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.array(canvas.buffer_rgba())[..., :3]
 
 
 def _level(gamma: float) -> str:

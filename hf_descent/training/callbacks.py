@@ -1,14 +1,21 @@
-"""What the trainer hangs into Trainer's callbacks, the dual step and a readable progress bar; and its messages."""
+"""What the trainer hangs into Trainer's callbacks: the dual step, a figure for trackers and a readable progress bar.
+And its messages."""
 
 import logging
 import re
 from collections.abc import Callable
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, rewrite_logs
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import has_length
 
+from ..constraints.objectives import UNCONSTRAINED
+from ..evaluation import Certificate
+from ..evaluation.plots import pixels, plot_evaluation
 
+
+LAYER_LOSS = re.compile(r"layer_loss_\d+$")
 PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_(exit_|bound_)?\d+$")
 
 
@@ -23,12 +30,13 @@ def show_messages(args: TrainingArguments) -> None:
         logger.addHandler(logging.StreamHandler())
 
 
-def add_callbacks(trainer: Trainer, step: "StepCallback") -> None:
-    """Add `step`, and the progress bar below in place of Trainer's; once."""
+def add_callbacks(trainer: Trainer, step: "StepCallback", figures: "LayerFigureCallback") -> None:
+    """Add `step`, `figures`, and the progress bar below in place of Trainer's; once."""
     callbacks = {type(callback): callback for callback in trainer.callback_handler.callbacks}
     if StepCallback not in callbacks:
         # First of all: others may save a checkpoint at the end of a step.
         trainer.callback_handler.callbacks.insert(0, step)
+        trainer.add_callback(figures)
     # By exact type: a progress bar of the user's own stays.
     if ProgressCallback in callbacks:
         trainer.remove_callback(callbacks[ProgressCallback])
@@ -64,6 +72,34 @@ class StepCallback(TrainerCallback):
         # Of data without a length Trainer does not know the last step, and counts the whole run as one epoch.
         if not (has_length(train_dataloader) or control.should_training_stop):
             self.after_epoch()
+
+
+class LayerFigureCallback(TrainerCallback):
+    """Gives TensorBoard and Trackio a figure of the layer losses with every evaluation, beside the scalars.
+
+    `certificate` gives that of the last evaluation; `others` are the callbacks of the trainer.
+    """
+
+    def __init__(self, certificate: Callable[[], Certificate | None], others: list[TrainerCallback]):
+        self.certificate, self.others = certificate, others
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        # Each logged the scalars before, so that its run is open.
+        trackers = [each for each in self.others if isinstance(each, TensorBoardCallback | TrackioCallback)]
+        names = [name for name in metrics or {} if LAYER_LOSS.search(name)]
+        if not (trackers and names and state.is_world_process_zero):
+            return
+        certificate = None if args.objective in UNCONSTRAINED else self.certificate()
+        image = pixels(plot_evaluation([metrics[name] for name in names], certificate))
+        ((name, image),) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): image}).items()
+        for tracker in trackers:
+            if isinstance(tracker, TrackioCallback):
+                import trackio
+
+                trackio.log({name: trackio.Image(image), "train/global_step": state.global_step})
+            elif tracker.tb_writer is not None:
+                tracker.tb_writer.add_image(name, image, state.global_step, dataformats="HWC")
+                tracker.tb_writer.flush()
 
 
 class DescentProgressCallback(ProgressCallback):

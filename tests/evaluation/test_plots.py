@@ -74,3 +74,16 @@ def test_every_figure_that_has_data_is_written_twice(groups, tmp_path):
         for run in runs:
             run.profiles = {gamma: run.profiles[gamma]}
     assert written() == texts | {"metric_against_noise.png", "metric_against_noise.svg"}
+
+
+def test_one_evaluation_shows_its_losses_and_what_was_asked():
+    profile = make_run([0.5, 0.6], objective="descent", feasible=True).profiles[0.0]
+    axes = plots.plot_evaluation(profile.losses, profile.certificate()).axes[0]
+    line, asked = axes.lines
+    np.testing.assert_array_equal(line.get_ydata(), profile.losses)
+    np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
+    np.testing.assert_array_equal(asked.get_ydata(), profile.certificate().asked)
+    figure = plots.plot_evaluation([0.5, 0.4])
+    assert len(figure.axes[0].lines) == 1
+    image = plots.pixels(figure)
+    assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.min() < 50 < image.max()

@@ -1,8 +1,10 @@
 """`hf-descent export MODEL --layer K --output_dir DIR`: the first K layers as a checkpoint, and how to serve it."""
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..early_exit import truncate
@@ -27,6 +29,12 @@ As a draft of the whole model, whose text stays what it is:
     --speculative-num-draft-tokens 5
   python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf -md draft.gguf --draft-max 4
 Without this checkpoint, and no layer run twice: whole.generate(**inputs, custom_generate=draft_with({layer}))"""
+ONNX = """\
+With ONNX Runtime, for rows of any number and length:
+  session = onnxruntime.InferenceSession("{draft}/model.onnx")
+  names = [given.name for given in session.get_inputs()]
+  inputs = AutoTokenizer.from_pretrained("{draft}")(texts, padding=True, return_tensors="np")
+  logits = session.run(["logits"], {{name: inputs[name] for name in names}})[0]"""
 MERGED = "\n{model} holds an adapter: {whole} stands for what `hf-descent export {model} --layer {depth}` writes."
 
 
@@ -34,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="output folder of a run, or a name on the Hub; adapters are merged")
     parser.add_argument("--layer", type=int, required=True, help="the last layer to keep, from 1 on")
     parser.add_argument("--output_dir", required=True, help="folder for the checkpoint, new or empty")
+    formats = "a checkpoint for `from_pretrained`, or a graph for ONNX Runtime, which computes whole texts anew"
+    parser.add_argument("--format", choices=("transformers", "onnx"), default="transformers", help=formats)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,8 +51,11 @@ def run(args: argparse.Namespace) -> None:
     template and generation config, and prints commands that serve it.
 
     Raises:
-        ValueError: the folder holds something, or the model has no such layer or cannot be cut by its config.
+        ValueError: the folder holds something, the model has no such layer or cannot be cut by its config, or there is
+            no ONNX.
     """
+    if args.format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
+        raise ValueError("`format` onnx needs packages that are not there: `pip install onnx onnxscript onnxruntime`.")
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -51,13 +64,27 @@ def run(args: argparse.Namespace) -> None:
     if is_adapter := hasattr(model, "merge_and_unload"):
         model, whole = model.merge_and_unload(), "WHOLE"
     short = truncate(model, args.layer)
-    short.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if args.format == "onnx":
+        save_onnx(short, tokenizer, folder)
+    else:
+        short.save_pretrained(folder)
     architecture, depth = type(model).__name__, model.config.get_text_config().num_hidden_layers
     drafts = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
     text = ALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
     text += MERGED if drafts and is_adapter and args.layer < depth else ""
+    text = ONNX if args.format == "onnx" else text
     facts = {"model": args.model, "whole": whole, "draft": folder, "layer": args.layer, "depth": depth}
     print(text.format(architecture=architecture, auto_class=auto_class, **facts))
     print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")
+
+
+def save_onnx(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the graph of tokens to logits, of any numbers of rows and tokens, by transformers' exporter."""
+    from transformers.exporters import OnnxConfig, OnnxExporter
+
+    model.config.get_text_config().use_cache = False  # keys and values are no outputs
+    ids = tokenizer("Two rows of some tokens.", return_tensors="pt")
+    inputs = {name: tensor.repeat(2, 1) for name, tensor in ids.items()}
+    OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True)).save_pretrained(folder)

@@ -1,6 +1,7 @@
 import json
 import shlex
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,6 +10,7 @@ from tiny import bert, llama, spread, tokenizer, word_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_descent import cli, layer_logits
+from hf_descent.models import LinearReadoutForSequenceClassification
 
 
 @pytest.fixture
@@ -21,8 +23,8 @@ def language_model(tmp_path):
     return tmp_path / "whole"
 
 
-def export(model, layer, folder):
-    cli.main(["export", str(model), "--layer", str(layer), "--output_dir", str(folder)])
+def export(model, layer, folder, *flags):
+    cli.main(["export", str(model), "--layer", str(layer), "--output_dir", str(folder), *flags])
 
 
 def test_the_checkpoint_has_the_bytes_of_the_first_layers_and_all_that_goes_with_them(language_model, tmp_path):
@@ -99,3 +101,27 @@ def test_what_cannot_be_written_is_refused(language_model, tmp_path):
         export(language_model, 2, language_model)
     with pytest.raises(ValueError, match=r"`num_layers` is 5; LlamaForCausalLM has 1\.\.4"):
         export(language_model, 5, tmp_path / "short")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["language model", "classifier", "linear readout"])
+def test_onnx_runtime_gives_the_logits_of_the_first_layers(kind, language_model, tmp_path, capsys):
+    onnxruntime, folder = pytest.importorskip("onnxruntime"), language_model
+    if kind != "language model":
+        folder, classifier = tmp_path / "classifier", spread(bert(4))
+        if kind == "linear readout":
+            classifier.bert.save_pretrained(tmp_path / "encoder")
+            classifier = LinearReadoutForSequenceClassification.from_encoder(tmp_path / "encoder", "mean")
+        classifier.save_pretrained(folder)
+        word_tokenizer().save_pretrained(folder)
+    export(folder, 2, tmp_path / "onnx", "--format", "onnx")
+    assert "onnxruntime.InferenceSession" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "model.onnx")
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "onnx")(["w1 w2 w3 w4 w5", "w5", "w2 w2"], padding=True)
+    named = {given.name: np.array(inputs[given.name]) for given in session.get_inputs()}
+    logits = session.run(["logits"], named)[0]
+    auto_class = AutoModelForCausalLM if kind == "language model" else AutoModelForSequenceClassification
+    with torch.no_grad():
+        whole = auto_class.from_pretrained(folder, dtype=torch.float32)
+        expected = layer_logits(whole, {name: torch.tensor(rows) for name, rows in named.items()})[1]
+    assert logits.shape == expected.shape and np.abs(logits - expected.numpy()).max() < 1e-4

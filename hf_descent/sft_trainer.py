@@ -27,8 +27,8 @@ logger = logging.get_logger(__name__)
 class SFTDescentTrainer(DescentMixin, SFTTrainer):
     """[`~trl.SFTTrainer`] whose model lowers the token loss with every layer (arXiv 2601.17257, Algorithm 1).
 
-    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit. Otherwise `loss` in the log is the
-    token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are those of the last layer.
+    With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit, and `evaluate` adds layer losses.
+    Otherwise `loss` is the token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are of the last layer.
 
     Args:
         model, args, ...:

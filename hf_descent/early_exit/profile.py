@@ -36,6 +36,7 @@ class ExitProfile(Result):
         values, losses (float64 `[L]`): the metric and the task loss on held-out data.
         seconds (float64 `[L]`): wall-clock seconds per sample.
         batch_size (`int`), device (`str`): samples per batch, and where it was measured.
+        chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
     """
 
     metric: str
@@ -45,6 +46,7 @@ class ExitProfile(Result):
     batch_size: int
     device: str = "cpu"
     greater_is_better: bool = True
+    chance: float | None = None
 
     @property
     def speedups(self) -> np.ndarray:
@@ -52,9 +54,11 @@ class ExitProfile(Result):
         return self.seconds[-1] / self.seconds
 
     def cheapest(self, share: float = 0.99) -> int:
-        """The first layer with at least `share` of the last's metric; at most 1 / `share`, where less is better."""
+        """The first layer with at least `share` of the last's metric (at most 1 / `share`, where less is better) whose
+        loss is not that of chance, give or take 2 %."""
         last = self.values[-1]
         enough = self.values >= share * last if self.greater_is_better else share * self.values <= last
+        enough &= self.losses < (0.98 * self.chance if self.chance else np.inf)
         return int(np.argmax([*enough[:-1], True])) + 1
 
     def __str__(self) -> str:
@@ -96,6 +100,7 @@ def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: in
         find_batch_size(batches[0]),
         str(device),
         greater_is_better(settings.get("metric", "accuracy")),
+        profile.chance,
     )
 
 

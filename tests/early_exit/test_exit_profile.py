@@ -47,3 +47,15 @@ def test_the_cheapest_exit_keeps_the_share_of_the_metric_asked_for(tmp_path):
     assert str(ExitProfile.from_json(str(tmp_path / "exit_profile.json"))) == str(profile)
     with pytest.raises(ValueError, match="`repeats` is 0"):
         exit_profile(bert(), toy_rows(4), repeats=0)
+
+
+def test_no_exit_is_offered_at_a_layer_at_chance():
+    """A model that gives every row the most frequent label has the same accuracy at all layers."""
+    model, rows = bert(), [{**row, "labels": int(index % 8 == 0)} for index, row in enumerate(toy_rows(24))]
+    model.classifier.weight.data.zero_()
+    model.classifier.bias.data = torch.tensor([7 / 8, 1 / 8, 1e-6]).log()
+    profile = exit_profile(model, rows, batch_size=8, repeats=1)
+    assert profile.values.tolist() == [7 / 8] * 3 and profile.cheapest() == 3
+    assert profile.chance == pytest.approx(-sum(p * math.log(p) for p in (7 / 8, 1 / 8)))
+    profile.losses[1:] = 0.9 * profile.chance
+    assert profile.cheapest() == 2 and "from layer 2 of 3 on" in str(profile)

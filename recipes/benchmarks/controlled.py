@@ -6,14 +6,14 @@
 
 For each arm the first seed is trained at three learning rates, a factor of 2 apart, and at further ones until the best
 lies between two others (8 at most). The best is that of the lowest loss of the last layer on rows (select) that are
-neither trained on nor reported. The other seeds train at it. What is reported is measured once, on the test rows.
+neither trained on nor reported. The other seeds train at it; where their mean is no longer the lowest (a run broke
+down), the next best takes its place. What is reported is measured once, on the test rows.
 
 Finished runs are kept in `--output`, a JSON line each, and are not repeated; `docs/results_page.py` makes tables of
 them.
 """
 
 import argparse
-import math
 import subprocess
 import tempfile
 import time
@@ -55,13 +55,16 @@ def arms(task: str) -> dict[str, dict]:
     found = {
         "plain": {"objective": "erm"},
         "plain, weight decay": {"objective": "erm", "weight_decay": 0.1},
+        "plain, weight decay 0.3": {"objective": "erm", "weight_decay": 0.3},
         "deep supervision": {"objective": "deep_supervision"},
+        "deep supervision, weight decay": {"objective": "deep_supervision", "weight_decay": 0.1},
         "deep supervision, rising with depth": {
             "objective": "fixed", "exit_targets": exits, "fixed_multipliers": rising, "dual_warmup_steps": 0.0,
         },
         "layerskip": {"objective": "layerskip"},
         "hinge": {**steps, "objective": "hinge"},
         "descent": {"objective": "descent", **known},
+        "descent, weight decay": {"objective": "descent", "weight_decay": 0.1, **known},
         "descent, weights normalised": {"objective": "descent", "normalize_weights": True, **known},
         "descent, whole path": {"objective": "descent", "descent_strength": 1.0, **known},
     }  # fmt: skip
@@ -185,21 +188,25 @@ def fit(model, rows, settings: dict, **extra) -> tuple[DescentTrainer, float]:
         return trainer, time.process_time() - start
 
 
-def search(arm: str, first: float, run) -> float:
-    """The learning rate of the least last loss on the select rows, which lies between two others where it can."""
-    losses = {}
+def search(arm: str, first: float, seeds: list[int], run) -> None:
+    """Train the arm with each seed at the learning rate of the least last loss on the select rows, which lies between
+    two others where it can."""
+    losses = {}  # of each exponent of 2, the mean of the seeds that ran
 
-    def loss(exponent: int) -> float:
-        if exponent not in losses:
-            value = run(arm, first * 2.0**exponent)["select"][-1]
-            losses[exponent] = value if math.isfinite(value) else math.inf
-        return losses[exponent]
+    def try_out(exponent: int, seeds: list[int]) -> None:
+        found = [run(arm, first * 2.0**exponent, seed)["select"][-1] for seed in seeds]
+        losses[exponent] = np.nan_to_num(found, nan=np.inf).mean()
 
-    best = min((-1, 0, 1), key=loss)
-    while len(losses) < MOST_RATES and not {best - 1, best + 1} <= losses.keys():
-        loss(best - 1), loss(best + 1)
-        best = min(losses, key=losses.get)
-    return first * 2.0**best
+    for exponent in (-1, 0, 1):
+        try_out(exponent, seeds[:1])
+    whole = None
+    while whole != (best := min(losses, key=losses.get)):
+        beside = [exponent for exponent in (best - 1, best + 1) if exponent not in losses]
+        if beside and len(losses) < MOST_RATES:
+            for exponent in beside:
+                try_out(exponent, seeds[:1])
+        else:
+            try_out(whole := best, seeds)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -231,7 +238,7 @@ def main(argv: list[str] | None = None) -> None:
     commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     train = classify if options.task == "imdb" else denoise
 
-    def run(arm: str, rate: float, seed: int = options.seeds[0]) -> dict:
+    def run(arm: str, rate: float, seed: int) -> dict:
         key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
         key |= {"epochs": options.epochs} if options.task == "imdb" else {}
         found = finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed) | {"commit": commit})
@@ -239,9 +246,7 @@ def main(argv: list[str] | None = None) -> None:
         return found
 
     for arm in options.arms or chosen:
-        rate = search(arm, RATES[options.task], run)
-        for seed in options.seeds[1:]:
-            run(arm, rate, seed)
+        search(arm, RATES[options.task], options.seeds, run)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,17 @@ GIVEN = (
     "limits", "benchmark",
 )  # fmt: skip
 BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
+# What `generate(custom_generate=REPO)` runs. A model that trusts its folder has it for its own `generate`.
+DECODING_FILE = "custom_generate/generate.py"
+DECODING = """\
+\"\"\"Decodes with drafts by the first {layer} layers; the text is that of the whole model.\"\"\"
+
+from hf_descent.early_exit import draft_with
+
+
+def generate(model, **arguments):
+    return type(model).generate(model, **arguments, custom_generate=draft_with({layer}))
+"""
 
 
 def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
@@ -99,8 +110,8 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
 
 
 def write_card(folder: str | Path, **facts: Any) -> None:
-    """Draw the figures and write `model_card.json`, `README.md` and, in the Hub's own format, the result of a
-    benchmark; arguments as for [`collect`]."""
+    """Write `model_card.json`, `README.md` with its figures, a benchmark's result in the Hub's own format and, where
+    drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`]."""
     folder, run = Path(folder), RunFolder(folder)
     card = collect(folder, **facts)
     curve = next(iter(run.results(NoiseCurve, "noise_curve")), None)
@@ -112,11 +123,15 @@ def write_card(folder: str | Path, **facts: Any) -> None:
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
     contents = {run.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
     if entry := benchmark_entry(card):
-        (folder / BENCHMARK_FILE).parent.mkdir(exist_ok=True)
         contents[BENCHMARK_FILE] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-    else:
-        (folder / BENCHMARK_FILE).unlink(missing_ok=True)  # of a former training
+    layer = card.get("speculation_profile", {}).get("draft_layer")
+    if layer and card["library_name"] != "peft":  # an adapter's repository holds no model
+        contents[DECODING_FILE] = DECODING.format(layer=layer)
+        contents["custom_generate/requirements.txt"] = "hf_descent\n"
+    for name in {BENCHMARK_FILE, DECODING_FILE} - contents.keys():
+        (folder / name).unlink(missing_ok=True)  # of a former training
     for name, content in contents.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:
             file.write(content)
 
@@ -135,6 +150,8 @@ def _shown(result: Result) -> dict[str, Any]:
         case ExitProfile():
             layer = result.cheapest()
             shown["exit_layer"] = layer if layer < len(result.values) else None
+        case SpeculationProfile():
+            shown["draft_layer"] = result.best
     return shown
 
 

@@ -6,12 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from cards import check_card, trained
 from hub_server import environment, serving
 from huggingface_hub import parse_eval_result_entries
-from tiny import bert, word_tokenizer
+from tiny import bert, llama, spread, word_tokenizer
+from transformers import AutoModelForCausalLM
+
+from hf_descent.early_exit import SpeculationProfile
+from hf_descent.hub.push import write_card
+from hf_descent.runs import RunFolder
 
 
 TESTS = Path(__file__).parents[1]
@@ -144,3 +151,31 @@ def test_the_command_uploads_card_and_weights_and_no_state_of_training(tmp_path)
     assert {"README.md", "model.safetensors", "adapter_model.bin"} <= files.keys()
     assert not any(name.startswith(".eval_results") for name in files)
     assert "training_args.bin" not in files and not any(name.startswith("checkpoint") for name in files)
+
+
+@pytest.mark.parametrize("draft_speed", [30.0, 10.0])
+def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, tmp_path):
+    model = spread(llama(num_layers=3)).eval()
+    model.save_pretrained(tmp_path)
+    speeds = np.array([np.nan, draft_speed])
+    RunFolder(tmp_path).write(
+        {"speculation_profile": SpeculationProfile(np.array([0.5, 0.9]), speeds, 20.0, speeds**0)}
+    )
+    write_card(tmp_path)
+    is_faster = draft_speed > 20
+    assert (tmp_path / "custom_generate").is_dir() == ("custom_generate=" in (tmp_path / "README.md").read_text())
+    assert (tmp_path / "custom_generate").is_dir() == is_faster
+    ids = torch.arange(5, 11)[None]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    plain, calls = model.generate(ids, **options), []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, *_: calls.append(layer))
+    if is_faster:
+        drafted = model.generate(ids, custom_generate=str(tmp_path), trust_remote_code=True, **options)
+        assert torch.equal(drafted, plain)
+        assert calls.count(model.model.layers[0]) > calls.count(model.model.layers[2])  # drafts stop before it
+        trusting = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+        assert torch.equal(trusting.generate(input_ids=ids, **options), plain)
+        RunFolder(tmp_path).write({"speculation_profile": SpeculationProfile(speeds**0, speeds * 0, 20.0, speeds**0)})
+        write_card(tmp_path)
+        assert not (tmp_path / "custom_generate" / "generate.py").exists()

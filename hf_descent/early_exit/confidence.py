@@ -103,7 +103,7 @@ class ConfidenceExit:
                     name = type(self.model).__name__
                     raise ValueError(f"{name}: the first dimension of its states is not the batch; use `truncate`.")
                 logits = found.new_empty(len(rows), found.shape[1]) if logits is None else logits
-                sure = (_uncertainty(found.float()) < self.threshold) | (layer == reader.num_layers)  # [rows]
+                sure = (uncertainty(found.float()) < self.threshold) | (layer == reader.num_layers)  # [rows]
                 logits[rows[sure]], exit_layers[rows[sure]] = found[sure], layer
                 inputs, state = _take(~sure, inputs), _take(~sure, forward.output)
                 rows = rows[~sure]
@@ -137,7 +137,7 @@ class ConfidenceExit:
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]
-        unsure = _uncertainty(logits).cpu().numpy()  # [layers, samples]
+        unsure = uncertainty(logits).cpu().numpy()  # [layers, samples]
         unsure[-1] = -1.0  # there all leave
         self.threshold = _loosest_threshold(unsure, correct, max_loss, confidence)
         return self
@@ -204,7 +204,7 @@ def _loosest_threshold(unsure: np.ndarray, correct: np.ndarray, max_loss: float,
     return loosest
 
 
-def _uncertainty(logits: torch.Tensor) -> torch.Tensor:
+def uncertainty(logits: torch.Tensor) -> torch.Tensor:
     """`[..., classes]` -> `[...]`, between 0 (sure) and 1."""
     return torch.special.entr(logits.softmax(-1)).sum(-1) / math.log(logits.shape[-1])
 

@@ -1,0 +1,130 @@
+"""`hf-descent show MODEL`: a local page with every layer's prediction of a text, the exit, and what noise does.
+
+A language model predicts the next token.
+"""
+
+import argparse
+from collections.abc import Callable
+from html import escape
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..early_exit import ConfidenceExit, ConfidenceReport
+from ..early_exit.confidence import uncertainty
+from ..loading import best_device, load_model, load_tokenizer, position_limit
+from ..noise.embedding_noise import EmbeddingNoise
+from ..readout.replay import Readout, evaluating, output_logits
+from ..runs import RunFolder
+
+
+DRAWS = 8  # of the noise
+MOST = 3  # predictions of a layer that are listed
+CSS = """
+table {width: 100%; font-variant-numeric: tabular-nums}
+th, td {font-weight: normal; white-space: nowrap}
+.exit {background: var(--color-accent-soft)}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="text classifier or causal language model: a run's folder, or a name on the Hub")
+    parser.add_argument("--port", type=int, help="port on this machine; by default the first free one from 7860 on")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Serves the page until it is interrupted; the threshold is at first that of `hf-descent exit`, where it ran."""
+    model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)
+    reports = RunFolder(args.model).results(ConfidenceReport, "confidence_exit")
+    build(model, tokenizer, *[report.threshold for report in reports]).launch(server_port=args.port)
+
+
+def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold: float = 0.1):
+    """The page, a `gradio.Blocks` to `launch`, for a classifier of one label a text or a causal language model.
+
+    `threshold` is the uncertainty below which a layer is sure, at first. Nothing is sent to other machines.
+    ImportError without Gradio; ValueError where the layers have no shared readout, or their input takes no noise.
+    """
+    try:
+        import gradio
+    except ImportError as error:
+        raise ImportError("The page needs Gradio: `pip install 'hf_descent[show]'`.") from error
+    ConfidenceExit(model, threshold)  # refuses several labels for one text
+    noise = EmbeddingNoise(model, 0.0, seed=0)
+    read_layers(model, tokenizer, "a", noise)  # refuses now what it would at the first text
+    is_classifier = "ForSequenceClassification" in type(model).__name__
+
+    def name(number: int) -> str:
+        return str(model.config.id2label[number]) if is_classifier else repr(tokenizer.decode([number]))
+
+    def show(text: str, threshold: float, gamma: float) -> str:
+        if not text:
+            return ""
+        try:
+            clean = read_layers(model, tokenizer, text, noise)
+            levels = [noise.at(gamma, draw) for draw in range(DRAWS if gamma else 0)]
+            draws = [read_layers(model, tokenizer, text, level) for level in levels]
+        except ValueError as error:
+            raise gradio.Error(str(error)) from error
+        return as_html(clean, draws, threshold, name)
+
+    with gradio.Blocks(analytics_enabled=False, title="Layer by layer", fill_width=True) as page:
+        gradio.Markdown(f"## {escape(type(model).__name__)}, layer by layer")
+        text = gradio.Textbox(label="Text", placeholder="Type a text, then Enter")
+        with gradio.Row():
+            least = gradio.Slider(0, 1, threshold, step=0.01, label="Exit once the uncertainty is below")
+            gamma = gradio.Slider(0, 3, 0, step=0.05, label="Noise on the embeddings (gamma)")
+        table = gradio.HTML(css_template=CSS)
+        gradio.on([text.submit, least.change, gamma.change], show, [text, least, gamma], table, api_name="show")
+    return page
+
+
+def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Tensor:
+    """The logits of every layer for `text`, or for the token after it, `[layers, classes]`, float32 on the CPU.
+
+    ValueError where the text has no tokens or too many, or there is no shared readout.
+    """
+    inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    count, limit = inputs["input_ids"].shape[1], position_limit(model)
+    if not count or count > (limit or count):
+        raise ValueError(f"The text has {count} tokens; the model takes 1 to {limit or 'any number'}.")
+
+    def score(outputs) -> torch.Tensor:
+        logits = output_logits(outputs)[0]  # [classes] or [seq, vocabulary]
+        return (logits if logits.dim() == 1 else logits[-1]).float().cpu()
+
+    reader = Readout.probe(model, inputs)
+    with evaluating(model), noise:
+        logits = torch.stack(reader.read(inputs, score))
+    if logits.shape[1] < 2:
+        raise ValueError(f"{type(model).__name__} has {logits.shape[1]} output; give a model of two classes or more.")
+    return logits
+
+
+def as_html(clean: torch.Tensor, draws: list[torch.Tensor], threshold: float, name: Callable[[int], str]) -> str:
+    """A sentence and a table of logits `[layers, classes]`: those without noise, and those of each draw of it."""
+
+    def exit_of(logits: torch.Tensor) -> int:
+        return next((layer for layer, each in enumerate(uncertainty(logits), 1) if each < threshold), len(logits))
+
+    def best(probabilities: torch.Tensor) -> str:
+        shares, numbers = (found.tolist() for found in probabilities.topk(min(MOST, len(probabilities))))
+        return escape(", ".join(f"{name(number)} {share:.1%}" for share, number in zip(shares, numbers)))
+
+    number, noisy_exits = exit_of(clean), [exit_of(logits) for logits in draws]
+    columns = {
+        "layer": range(1, len(clean) + 1),
+        "predictions": [best(logits.softmax(-1)) for logits in clean],
+        "uncertainty": [f"{each:.3f}" for each in uncertainty(clean)],
+    }
+    summary = f"Exit after layer {number} of {len(clean)}."
+    if draws:
+        noisy = torch.stack(draws, dim=1)  # [layers, draws, classes]
+        kept = (noisy.argmax(-1) == clean.argmax(-1)[:, None]).sum(1)  # [layers]
+        columns["kept under noise"] = [f"{count} of {len(draws)}" for count in kept]
+        columns["mean predictions under noise"] = [best(logits.softmax(-1).mean(0)) for logits in noisy]
+        summary += f" Under noise after layers {min(noisy_exits)} to {max(noisy_exits)}."
+    rows = ["".join(f"<td>{cell}</td>" for cell in cells) for cells in zip(*columns.values())]
+    rows = [f"<tr{' class=exit' * (layer == number)}>{row}</tr>" for layer, row in enumerate(rows, 1)]
+    head = "".join(f"<th>{title}</th>" for title in columns)
+    return f"<p>{summary}</p><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

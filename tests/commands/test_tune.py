@@ -42,7 +42,7 @@ def test_values_lie_in_their_ranges():
     steps = [hp_space(study.ask(), {name: np.array([1, 3])})[name] for _ in range(9)]
     assert {type(value) for value in steps} == {int} and set(steps) <= {1, 2, 3}
     assert hp_space(study.ask(), {"optim": ["adamw_torch", "sgd"]})["optim"] in ("adamw_torch", "sgd")
-    with pytest.raises(ValueError, match="low > 0"):
+    with pytest.raises(ValueError, match="low.*0"):
         hp_space(study.ask(), {"resilience": [0.0, 0.2]})
 
 

@@ -323,15 +323,16 @@ class DescentState:
         before, self._progress = self._progress, (step, violations, multipliers)
         if before is None:
             return
-        stuck = (violations > 0) & (violations > 0.95 * before[1]) & (multipliers > 1.05 * before[2])
+        rises = multipliers >= (1.05 * before[2]).clamp(0, self.args.multiplier_max)  # or is at its cap
+        stuck = (violations > 0) & (violations > 0.95 * before[1]) & rises
         asked = self.problem.bounds(losses)[0]
         for row in self.problem.rows:
             if stuck[row.index] and row.name not in self._reported:
                 self._reported.add(row.name)
                 logger.warning(
-                    f"The multiplier of row {row.name} keeps rising and its violation does not fall: it asks for a "
-                    f"loss of {asked[row.index].item():.4g}, and {losses[row.layer - 1].item():.4g} seems attainable "
-                    "for this model."
+                    f"The multiplier of row {row.name} keeps rising, or is at its maximum, and its violation does not "
+                    f"fall: it asks for a loss of {asked[row.index].item():.4g}, and "
+                    f"{losses[row.layer - 1].item():.4g} seems attainable for this model."
                 )
 
     def _report_faults(self) -> None:

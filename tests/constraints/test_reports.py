@@ -204,6 +204,20 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, mak
     assert again.evaluate()["eval_feasible"] == 0
 
 
+@pytest.mark.parametrize("problem", [AUTO, AUTO | {"descent_alpha": "steps"}, {"descent_alpha": 0.01}])
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [(bert, DATA), (partial(bert, 24), DATA), (llama, language_data(64, length=16, seed=2)), (denoiser, frames(64))],
+    ids=["classifier", "24 layers", "causal LM", "denoiser"],
+)
+def test_a_run_of_one_step_is_not_met(tmp_path, make, rows, problem):
+    args = config(tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem)
+    trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_feasible"] == 0 > metrics["eval_feasible_score"] and "eval_descent_share" not in metrics
+
+
 def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
     """The running average of the layer losses that were logged until then, also to those who load the model."""
     rows = classification_data(256, pad=False)

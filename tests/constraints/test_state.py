@@ -144,13 +144,15 @@ def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
         assert trainer.state.global_step == steps
 
 
-def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path, caplog):
+@pytest.mark.parametrize("most", [None, 0.1])  # a multiplier at its cap does not rise any more
+def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path, caplog, most):
     args = config(
-        tmp_path, max_steps=60, descent_alpha=None, learning_rate=0.0, exit_targets={1: 0.0}, loss_targets={2: 0.5}
-    )
+        tmp_path, max_steps=60, descent_alpha=None, learning_rate=0.0, exit_targets={1: 0.0}, loss_targets={2: 0.5},
+        multiplier_max=most,
+    )  # fmt: skip
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     trainer.train()
-    told = [record.message for record in caplog.records if "keeps rising" in record.message]
+    told = [record.message for record in caplog.records if "seems attainable" in record.message]
     f = trainer._dual.mean_losses
     expected = {"bound_2": f"{f[1]:.1g}"} | ({} if f[0] < f[2] else {"exit_1": f"{f[0]:.1g}"})
     assert len(told) == len(expected)

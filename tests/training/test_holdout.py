@@ -18,6 +18,7 @@ from tiny import (
 )
 from tiny_sft import TOKENIZER, texts
 from tiny_sft import llama as tuned_llama
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import DataCollatorForSeq2Seq, T5Config, T5ForConditionalGeneration, TrainerCallback
 
 from hf_descent import (
@@ -59,6 +60,19 @@ def test_held_out_rows_are_not_trained_on_and_cost_one_forward_in_several_steps(
     trained, held_out = ({row for batch in rows[mode] for row in batch} for mode in (True, False))
     assert not trained & held_out and len(trained) == len(held_out) == 210  # each turn reads other rows
     assert trained | held_out == {key(row["input_ids"]) for row in DATA}
+
+
+def test_held_out_rows_cost_less_than_a_twentieth_of_a_step(tmp_path):
+    """By the floating-point operations of 16 steps, without what a run does once."""
+
+    def operations(steps, share):
+        args = config(tmp_path, dual_holdout=share, max_steps=steps)
+        with FlopCounterMode(display=False) as counter:
+            DescentTrainer(bert(num_layers=6), args, train_dataset=DATA).train()
+        return counter.get_total_flops()
+
+    plain, held_out = (operations(3 * DUAL_EVERY, share) - operations(DUAL_EVERY, share) for share in (None, 0.5))
+    assert 1.02 < held_out / plain < 1.05
 
 
 class NaiveDuals(TrainerCallback):

@@ -1,9 +1,11 @@
 """The benchmarks run at toy size and time every arm."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,33 @@ def test_a_benchmark_times_every_arm(name, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     arms = found["seconds"] if "seconds" in found else {arm: runs[0]["steps"] for arm, runs in found["runs"].items()}
     assert len(arms) >= 2 and all(len(values) >= 2 for values in arms.values())
+
+
+@pytest.mark.parametrize(
+    ("losses", "tried", "trained"),
+    [
+        # By the exponent of 2 of the learning rate, the loss of each of two seeds.
+        ({-1: (3, 3), 0: (1, 1), 1: (2, 2)}, {-1, 0, 1}, {0}),
+        ({-1: (3, 3), 0: (2, 2), 1: (1, 1), 2: (1.5, 1)}, {-1, 0, 1, 2}, {1}),
+        ({-1: (3, 3), 0: (2, 2), 1: (1, 9), 2: (4, 4)}, {-1, 0, 1, 2}, {0, 1}),  # breaks down at 1
+        ({-2: (4, 4), -1: (1, math.inf), 0: (2, math.nan), 1: (3, 3)}, {-2, -1, 0, 1}, {-1, 0, 1}),
+    ],
+)
+def test_a_learning_rate_is_chosen_on_all_seeds_between_two_others(losses, tried, trained, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))
+    import controlled
+
+    known = defaultdict(lambda: (8, 8), losses)
+    calls = []
+
+    def run(arm, rate, seed):
+        exponent = round(math.log2(rate / 1e-3))
+        calls.append((exponent, seed))
+        return {"select": [0.0, known[exponent][seed]]}
+
+    controlled.search("plain", 1e-3, [0, 1], run)
+    assert {exponent for exponent, seed in calls if seed == 0} >= tried
+    assert {exponent for exponent, seed in calls if seed == 1} == trained
+    means = {exponent: sum(known[exponent]) for exponent in trained}
+    best = min(trained, key=lambda exponent: means[exponent] if math.isfinite(means[exponent]) else math.inf)
+    assert {best - 1, best + 1} <= {exponent for exponent, _ in calls}

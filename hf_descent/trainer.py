@@ -374,6 +374,7 @@ class DescentMixin:
         settings |= {"problem": self.problem} | kwargs
         self._record.layer_profile = profile = layer_profile(model, dataset, **settings)
         if profile.problem is not None:
+            holdout.report_shared_rows(self, {"eval_dataset": eval_dataset}, self._record.seen)
             facts = evaluation.facts_of(self._dual, evaluation.is_of_training(self, eval_dataset))
             self._record.certificate = profile.certificate(**facts)
         return profile

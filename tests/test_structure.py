@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 PACKAGE = Path(__file__).parents[1] / "hf_descent"
-MOST_LINES, MOST_ROOT_MODULES = 13_276, 18  # 13,500 lines with all that follows the rebuild
+MOST_LINES, MOST_ROOT_MODULES = 13_277, 18  # 13,500 lines with all that follows the rebuild
 MOST_REBUILT = 12_500  # lines without what came after the rebuild, in modules of its own:
 LATER = (
     "commands/export.py", "commands/plan.py", "commands/show.py", "early_exit/drafting.py", "training/custom_loop.py",

@@ -92,7 +92,9 @@ def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_pat
     denoiser = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3, attention_step=0.5))
     frames = [{"pixel_values": frame, "labels": frame / 2} for frame in torch.rand(32, 4, 16)]
     for model, rows in ((denoiser, frames), (spread(llama()), language_data(32, ragged=False))):
-        metrics = DescentTrainer(model, config(tmp_path, objective="erm"), eval_dataset=rows).evaluate()
+        trainer = DescentTrainer(model, config(tmp_path, objective="erm"), eval_dataset=rows)
+        metrics = trainer.evaluate()
+        assert trainer.evaluate_layers().metric == ("rmse" if model is denoiser else "accuracy")
         assert metrics["eval_layer_loss_3"] == pytest.approx(metrics["eval_loss"], rel=1e-3)
         assert metrics["eval_layer_loss_1"] != pytest.approx(metrics["eval_loss"], rel=2e-3)
 

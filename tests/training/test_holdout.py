@@ -189,8 +189,10 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     caplog.clear()
     trainer.evaluate(FRESH[:20])
     assert "are fitted to" not in caplog.text
-    trainer.evaluate(DATA[:1] + FRESH[:29])
-    assert "10 of 30 rows of `eval_dataset`" in caplog.text  # one of training, and nine that moved the multipliers
+    for measure in (trainer.evaluate, trainer.evaluate_layers):
+        caplog.clear()
+        measure(DATA[:1] + FRESH[:29])
+        assert "10 of 30 rows of `eval_dataset`" in caplog.text  # one of training, and nine that moved the multipliers
 
 
 class Counted(list):

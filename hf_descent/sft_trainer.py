@@ -13,12 +13,12 @@ from transformers.utils import logging
 from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
-from .loading import has_position_table, position_limit
 from .readout.labels import IGNORE_INDEX
 from .readout.stack import inner_model
 from .runs import RunFolder
 from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
+from .training import checks
 
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,7 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
         eval_datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **eval_datasets}.items():
             if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names:
-                self._check_positions(dataset, name)
+                checks.check_positions(self, dataset, name)
 
     def preview(self) -> str:
         """The first training example as the model sees it: its text, split where tokens with a label begin or end."""
@@ -86,26 +86,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         dataset = super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
-        if isinstance(dataset, Dataset) and not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
-            raise ValueError(
-                f"The {dataset_name} dataset has no token with a label after masking and cutting to "
-                f"`max_length`={args.max_length}: raise `max_length`, or see to the completions."
-            )
+        if isinstance(dataset, Dataset):
+            checks.check_some_labels(dataset, dataset_name, args.max_length)
         return dataset
-
-    def _check_positions(self, dataset, name) -> None:
-        positions = position_limit(self.model)
-        if positions is None or not has_position_table(self.model):
-            return
-        # Positions start afresh with every document where rows hold several.
-        documents = self.padding_free and "seq_lengths" in dataset.column_names
-        rows = dataset["seq_lengths"] if documents else dataset["input_ids"]
-        longest = max(max(row) if documents else len(row) for row in rows)
-        if longest > positions:
-            raise ValueError(
-                f"The {name} dataset has a sequence of {longest} tokens, but {type(self.model).__name__} has "
-                f"{positions} positions; set `max_length` to at most that (it is {self.args.max_length})."
-            )
 
     # ---- one micro-batch ----
 

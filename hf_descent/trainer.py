@@ -11,6 +11,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -75,9 +76,8 @@ class DescentMixin:
         **keywords,
     ):
         args = self.config_class.from_training_arguments(args or self.config_class(output_dir="tmp_trainer"))
+        checks.check_one_loss(layer_loss_fn, keywords.get("compute_loss_func"))
         if layer_loss_fn is not None:
-            if keywords.get("compute_loss_func") is not None:
-                raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
             keywords["compute_loss_func"] = layer_loss_fn
         self._given = Given(readout, dual_dataset)
         self._task: TaskLoss | None = None
@@ -122,16 +122,16 @@ class DescentMixin:
         if batches and self._reads_layers and self._layers is None and self._is_labelled(batches[0]):
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
-        self._step = StepSums()
-        if self._layers is not None:
-            self._step.layer_losses = torch.zeros(self._layers.num_layers, device=self.args.device)
+        layers = self._layers
+        zeros = None if layers is None else torch.zeros(layers.num_layers, device=self.args.device)
+        self._step = StepSums(layer_losses=zeros)
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
             return [], None
         if not self._stock_scaling_is_right:
             counts = [c.to(device) for batch in batches if self._task and (c := self._task.count(batch)) is not None]
-            self._step.items = self._reduce(sum(counts)) if counts else None
+            self._step = replace(self._step, items=self._reduce(sum(counts)) if counts else None)
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples, device):
@@ -188,7 +188,7 @@ class DescentMixin:
         finally:
             self.loss_is_scaled_for_ga = of_class  # a subclass may say it of its own loss
         if not self._reads_layers:
-            self._step.micro_batches += 1
+            self._step = replace(self._step, micro_batches=micro_batches + 1)
             return objective
         if self._step.micro_batches == micro_batches:
             raise checks.without_layers(self)
@@ -282,7 +282,7 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        self._record.also_selected = evaluation.is_of_training(self, eval_dataset)
+        self._record = replace(self._record, also_selected=evaluation.is_of_training(self, eval_dataset))
         holdout.report_shared_rows(self, {"eval_dataset": eval_dataset}, self._record.seen)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
@@ -293,15 +293,16 @@ class DescentMixin:
             given = (dataloader.dataset, metric_key_prefix, super().compute_loss)
             output.metrics.update(evaluation.plain_metrics(self, *given))
         if self._reads_layers and not output.num_samples:
-            raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
+            raise checks.without_rows()
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
             given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
-            metrics, self._record.certificate = evaluation.layer_metrics(self._dual, totals, *given)
+            metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
+            self._record = replace(self._record, certificate=certificate)
             self._record.keep_certificate(self.state.global_step, self.state.best_global_step)
             output.metrics.update(metrics)
-            if self._record.certificate is not None and self.is_world_process_zero() and not self.is_in_train:
-                logger.info(f"Verdict on the evaluation data:\n{self._record.certificate}")
+            if certificate is not None and self.is_world_process_zero() and not self.is_in_train:
+                logger.info(f"Verdict on the evaluation data:\n{certificate}")
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
@@ -354,7 +355,7 @@ class DescentMixin:
         curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         if is_noise:
-            self._record.noise_curve = curve
+            self._record = replace(self._record, noise_curve=curve)
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
@@ -372,11 +373,12 @@ class DescentMixin:
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         settings |= {"problem": self.problem} | kwargs
-        self._record.layer_profile = profile = layer_profile(model, dataset, **settings)
+        profile = layer_profile(model, dataset, **settings)
+        self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
             holdout.report_shared_rows(self, {"eval_dataset": eval_dataset}, self._record.seen)
             facts = evaluation.facts_of(self._dual, evaluation.is_of_training(self, eval_dataset))
-            self._record.certificate = profile.certificate(**facts)
+            self._record = replace(self._record, certificate=profile.certificate(**facts))
         return profile
 
     def _held_out(self, dataset):
@@ -437,7 +439,7 @@ class DescentMixin:
         best = self.state.best_model_checkpoint
         with checkpoints.own_names(self, best):
             super()._load_best_model()
-        self._record.certificate = self._record.certificates.get(self.state.best_global_step)
+        self._record = self._record.at(self.state.best_global_step)
         if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
             self._dual.load(best)
 

@@ -234,7 +234,7 @@ class DescentState:
 
     def _take_problem(self, problem: DescentProblem) -> None:
         if problem.chance_loss is None:  # version 0.1 did not keep it
-            problem.chance_loss = self.chance
+            problem = DescentProblem(**problem.state_dict() | {"chance_loss": self.chance})
         self.problem, self._index = problem.to(self.device), None
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
@@ -249,7 +249,7 @@ class DescentState:
         if self.problem is None or not given:
             self._take_problem(saved)
         if self.problem.rows == saved.rows:
-            self.multipliers.values = torch.tensor(summary["multipliers"], dtype=torch.float32, device=self.device)
+            self._set_multipliers(summary["multipliers"])
             self.warmup_losses = torch.tensor(summary.get("warmup_layer_losses", self.warmup_losses.tolist()))
 
     def _set_fixed_multipliers(self, values: Sequence[float]) -> None:
@@ -258,7 +258,10 @@ class DescentState:
             raise ValueError(f"`fixed_multipliers` has {len(values)} values; give one per row, {rows}.")
         if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
             raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
-        self.multipliers.values = torch.tensor(values, dtype=torch.float32, device=self.device)
+        self._set_multipliers(values)
+
+    def _set_multipliers(self, values: Sequence[float]) -> None:
+        self.multipliers.load_state_dict(self.multipliers.state_dict() | {"values": torch.tensor(values)})
 
     # ---- logs ----
 

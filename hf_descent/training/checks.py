@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from datasets import Dataset
@@ -13,14 +14,17 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..constraints.state import DescentState
-from ..readout.labels import IGNORE_INDEX
-from ..readout.replay import Readout
+from ..loading import has_position_table, position_limit
+from ..readout.labels import IGNORE_INDEX, labels_of
+from ..readout.replay import Readout, output_logits, probing
 from ..readout.stack import inner_model
 from .holdout import check_own_rows, check_shared_rows, report_shared_rows
 from .records import Given, evaluation_sets
 
 
 logger = get_logger(__name__)
+
+PACKING_TOKENS = 64  # of each of the two documents by which packing is tried
 
 # Metrics that only an evaluation that reads layers has.
 OF_LAYERS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score")
@@ -88,6 +92,17 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         )
 
 
+def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
+    """ValueError where a trainer is given both."""
+    if layer_loss_fn is not None and compute_loss_func is not None:
+        raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
+
+
+def without_rows() -> ValueError:
+    """The error for an evaluation of no rows."""
+    return ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
+
+
 def without_labels(trainer: Trainer, inputs: Mapping[str, Any]) -> ValueError:
     """The error for a training batch without labels."""
     return ValueError(
@@ -149,6 +164,69 @@ def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: I
                 f"{model.config.num_labels - 1}, and {IGNORE_INDEX}: change it, or load the model with more "
                 "`num_labels`."
             )
+
+
+def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Trainer) -> None:
+    """ValueError where documents that share a row (their positions start anew) see one another: where the first
+    tokens of a row, taken for two documents, change the logits of the second by other tokens in the first."""
+    positions = inputs.get("position_ids")  # [rows, seq]
+    labels = labels_of(inputs, trainer.label_names)
+    if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
+        return
+    length, args = min(positions.shape[1] // 2, PACKING_TOKENS), trainer.args
+    # A later row may hold several documents, though the first one does not.
+    sizes = [args.train_batch_size, *([args.eval_batch_size] if trainer.eval_dataset else [])]
+    packs = getattr(trainer, "padding_free", False) and (args.packing or max(sizes) > 1)
+    if length == 0 or not (packs or (positions.diff(dim=1) != 1).any()):
+        return
+    batch = {
+        name: value[:1, : 2 * length] if getattr(value, "shape", ())[:2] == positions.shape else value
+        for name, value in inputs.items()
+        if value is not labels and not name.startswith(("cu_seq_lens", "max_length"))  # which positions tell, too
+    }
+    batch["position_ids"] = torch.arange(length, device=positions.device).repeat(2)[None]
+    if "seq_idx" in batch:
+        batch["seq_idx"] = torch.arange(2, device=positions.device).repeat_interleave(length)[None].int()
+    tokens, logits = batch["input_ids"], []
+    with probing(model):
+        for first in (tokens[:, :length], tokens[:, length:].flip(1)):
+            outputs = model(**batch | {"input_ids": torch.cat([first, tokens[:, length:]], dim=1)})
+            second = output_logits(outputs)[:, -length:].float()  # [1, length, vocab]
+            logits.append(second - second.mean(-1, keepdim=True))
+    error = ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
+    dtypes = {mixed, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+    if error > max(1e-4, *(8 * torch.finfo(dtype).eps for dtype in dtypes)):
+        raise ValueError(
+            f"{type(model).__name__} lets the documents of a packed row see one another: its logits change by "
+            f"{error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
+            "meant to be joined `packing_strategy='wrapped'`; with flash attention some models keep them apart."
+        )
+
+
+def check_positions(trainer: Trainer, dataset, name: str) -> None:
+    """ValueError where a sequence of a tokenised data set is longer than the model's table of positions."""
+    positions = position_limit(trainer.model)
+    if positions is None or not has_position_table(trainer.model):
+        return
+    # Positions start afresh with every document where rows hold several.
+    documents = trainer.padding_free and "seq_lengths" in dataset.column_names
+    rows = dataset["seq_lengths"] if documents else dataset["input_ids"]
+    longest = max(max(row) if documents else len(row) for row in rows)
+    if longest > positions:
+        raise ValueError(
+            f"The {name} dataset has a sequence of {longest} tokens, but {type(trainer.model).__name__} has "
+            f"{positions} positions; set `max_length` to at most that (it is {trainer.args.max_length})."
+        )
+
+
+def check_some_labels(dataset: Dataset, name: str, max_length: int | None) -> None:
+    """ValueError where no token of a tokenised data set has a label."""
+    if not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
+        raise ValueError(
+            f"The {name} dataset has no token with a label after masking and cutting to `max_length`={max_length}: "
+            "raise `max_length`, or see to the completions."
+        )
 
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:

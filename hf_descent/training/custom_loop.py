@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -99,7 +100,7 @@ class DescentObjective:
         if not self._layers.readout.fits(extract_model_from_parallel(model)):
             raise ValueError("The objective was made for another model, or another head of it: make a new one.")
         rank, processes = _processes()
-        self._sums.items = self._layers.task.count(batch) if items is None else items
+        self._sums = replace(self._sums, items=self._layers.task.count(batch) if items is None else items)
         objective = self._sums.read(self._layers, self._dual, model, batch, self.global_step, rank).objective
         self._divisor = processes * self._sums.micro_batches if items is None else 1
         return objective if items is None else objective * processes

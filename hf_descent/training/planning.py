@@ -92,6 +92,11 @@ class Meter(TorchDispatchMode):
             self.peak = self.alive.copy()
         return out
 
+    def begin(self, part: str) -> Counter:
+        """Go on under the name of `part`, with a new peak; returns the peak so far."""
+        before, self.peak, self.part = self.peak, Counter(), part
+        return before
+
     def follow(self, stack: LayerStack) -> list:
         """Tell parts in the next forward and backward pass: what is computed behind the last layer is the readout's.
         Returns the handles of the hooks."""
@@ -159,7 +164,7 @@ class PlannedModel:
         self.layers = copy.deepcopy(layers, counterparts)
         try:
             with self._fake, Meter(self.model) as meter, probing(self.model):
-                meter.part = "probe"
+                meter.begin("probe")
                 own = self.model(**short)
                 self.layers.readout.read(short, output_loss, [1])  # one layer needs what another does
                 del own
@@ -172,7 +177,7 @@ class PlannedModel:
         layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
         dual = DescentState(replace(args, dual_warmup_steps=0.0), layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
-            layers.token_fraction = args.readout_token_fraction or layers.token_fraction
+            layers = layers.reading(args.readout_token_fraction or layers.token_fraction)
         self.model.activation_checkpointing_disable()
         if args.activation_checkpointing:
             options = args.activation_checkpointing_kwargs
@@ -199,7 +204,7 @@ class PlannedModel:
             objective.backward()
             for hook in hooks:
                 hook.remove()
-            passes, meter.peak, meter.part = meter.peak, Counter(), "optimizer"
+            passes = meter.begin("optimizer")
             optimizer = optimizer_class(trained, **options)
             optimizer.step()
             optimizer.zero_grad()

@@ -16,9 +16,10 @@ from ..losses.constant import find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import estimate_sigma
-from ..readout.labels import IGNORE_INDEX, labels_of
-from ..readout.replay import output_logits, output_loss, probing
+from ..readout.labels import IGNORE_INDEX
+from ..readout.replay import output_loss, probing
 from ..runs import RunFolder
+from .checks import check_documents
 from .holdout import HeldOutRows, split
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
 from .records import Given
@@ -27,7 +28,6 @@ from .records import Given
 logger = get_logger(__name__)
 
 SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estimated
-PROBED_TOKENS = 64  # of each of the two documents by which packing is tried
 
 
 def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:
@@ -48,44 +48,6 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
         "the masking, and to the length at which rows are cut."
     )
     return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
-
-
-def check_documents(model: nn.Module, inputs: Mapping[str, Any], trainer: Trainer) -> None:
-    """ValueError where documents that share a row (their positions start anew) see one another: where the first
-    tokens of a row, taken for two documents, change the logits of the second by other tokens in the first."""
-    positions = inputs.get("position_ids")  # [rows, seq]
-    labels = labels_of(inputs, trainer.label_names)
-    if positions is None or positions.shape != labels.shape or inputs.get("attention_mask") is not None:
-        return
-    length, args = min(positions.shape[1] // 2, PROBED_TOKENS), trainer.args
-    # A later row may hold several documents, though the first one does not.
-    sizes = [args.train_batch_size, *([args.eval_batch_size] if trainer.eval_dataset else [])]
-    packs = getattr(trainer, "padding_free", False) and (args.packing or max(sizes) > 1)
-    if length == 0 or not (packs or (positions.diff(dim=1) != 1).any()):
-        return
-    batch = {
-        name: value[:1, : 2 * length] if getattr(value, "shape", ())[:2] == positions.shape else value
-        for name, value in inputs.items()
-        if value is not labels and not name.startswith(("cu_seq_lens", "max_length"))  # which positions tell, too
-    }
-    batch["position_ids"] = torch.arange(length, device=positions.device).repeat(2)[None]
-    if "seq_idx" in batch:
-        batch["seq_idx"] = torch.arange(2, device=positions.device).repeat_interleave(length)[None].int()
-    tokens, logits = batch["input_ids"], []
-    with probing(model):
-        for first in (tokens[:, :length], tokens[:, length:].flip(1)):
-            outputs = model(**batch | {"input_ids": torch.cat([first, tokens[:, length:]], dim=1)})
-            second = output_logits(outputs)[:, -length:].float()  # [1, length, vocab]
-            logits.append(second - second.mean(-1, keepdim=True))
-    error = ((logits[1] - logits[0]).norm() / logits[0].norm()).item()
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
-    dtypes = {mixed, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-    if error > max(1e-4, *(8 * torch.finfo(dtype).eps for dtype in dtypes)):
-        raise ValueError(
-            f"{type(model).__name__} lets the documents of a packed row see one another: its logits change by "
-            f"{error:.2g} of their size. Set `packing=False` and `padding_free=False`, or where documents are "
-            "meant to be joined `packing_strategy='wrapped'`; with flash attention some models keep them apart."
-        )
 
 
 def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> bool:

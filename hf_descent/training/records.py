@@ -3,7 +3,7 @@
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -124,6 +124,10 @@ class RunRecord:
         kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
         self.certificates = kept | {step: self.certificate}
         self.also_selected = False  # what comes next may not come by `evaluate`
+
+    def at(self, step: int) -> "RunRecord":
+        """This record, with the certificate that was kept of `step`."""
+        return replace(self, certificate=self.certificates.get(step))
 
     @property
     def results(self) -> dict[str, Result]:

@@ -153,7 +153,8 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     trainer.train()
     told = [record.message for record in caplog.records if "seems attainable" in record.message]
-    f = trainer._dual.mean_losses
+    trainer.save_model()
+    f = RunFolder(str(tmp_path)).summary["train_layer_losses"]
     expected = {"bound_2": f"{f[1]:.1g}"} | ({} if f[0] < f[2] else {"exit_1": f"{f[0]:.1g}"})
     assert len(told) == len(expected)
     for name, text in expected.items():

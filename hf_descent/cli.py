@@ -27,7 +27,7 @@ COMMANDS = {
     "generate": "answer instructions with a language model, under noise if asked for",
     "evaluate": "measure trained models under noise and at every layer, on the same held-out rows",
     "compare": "table, paired tests, a verdict in words and figures from evaluated runs",
-    "plan": "tell the memory and the operations that a recipe will need, without weights, data or GPU",
+    "plan": "estimate the memory and operations that a recipe will need, without weights, data or GPU",
     "tune": "search the settings of a recipe on validation rows, under noise",
     "denoise": "train a video denoiser from a recipe",
     "exit": "report what a trained model is worth, and costs, when it stops early",

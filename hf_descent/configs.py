@@ -74,12 +74,12 @@ class DescentArguments:
         What each layer must do. A step size alpha_l in (0, 1), or one per layer: bring the loss to (1 - alpha_l) times
         that of the layer before (the paper's rows). "line": lie below an even geometric descent from f_0 to the loss
         that the last layer has at the time. "steps": the paper's rows with the step sizes of such a descent. "auto" is
-        "line", and so is nothing given, unless there are targets.
+        "line"; so is leaving it out, unless there are targets.
     exit_targets (`dict[int, float]`, *optional*):
-        By layer k < L how much higher than the last layer's its loss may be: {3: 0.05} asks that a model cut after
-        layer 3 loses at most 5 %.
+        Maps a layer k < L to how much higher its loss may be than the last layer's: {3: 0.05} asks that a model cut
+        after layer 3 loses at most 5 %.
     loss_targets (`dict[int, float]`, *optional*):
-        By layer the loss that it must be below, in units of the task loss.
+        Maps a layer to the loss that it must be below, in units of the task loss.
     initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
         The reference f_0 > 0 that takes the place of the loss before the first layer, in units of the task loss.
         "auto": the loss of the best constant prediction, measured on the labels of the training data.
@@ -89,8 +89,8 @@ class DescentArguments:
         The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
         the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
     target_margin (`float`, *optional*, defaults to `0.02`):
-        Training asks of targets a value that is lower by this share, since a constraint at rest is met half of the
-        time. The verdict is about the targets as they are given.
+        Training aims below each target by this share, since a constraint in equilibrium is met half of the time. The
+        verdict is on the targets as they are given.
 
     > Parameters that control the dual step
 
@@ -105,9 +105,9 @@ class DescentArguments:
         Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
         epoch.
     dual_holdout (`float`, *optional*):
-        Share of the training rows (200 or more, at most half) that "descent" does not train on but moves the
-        multipliers on, since constraints are easily met on rows that the weights fit: forward passes without dropout
-        on as many rows as a step takes, once in 8 steps. Evaluate on others. All rows train the model where not given.
+        Share of the training rows (200 or more, at most half) that "descent" holds out to move the multipliers on,
+        since constraints are easily met on rows that the weights fit. Once in 8 steps this costs forward passes,
+        without dropout, on as many rows as a step takes. Evaluate on others. All rows train the model where not given.
     resilience (`float`, *optional*, defaults to `0.0`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the
         multiplier, in units of f_0 (of the loss, without `normalize_violations`). 0 keeps them hard.

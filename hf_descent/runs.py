@@ -117,7 +117,7 @@ def tables(results: Mapping[str, Any]) -> str:
 
 
 def training_arguments(args: DescentArguments) -> dict[str, Any]:
-    """The arguments that make one way of training another, the seed among them, in JSON values: this package's and
+    """The arguments that define a training, the seed among them, in JSON values: this package's and
     `TRAINING_ARGUMENTS`, and of the others those that are not at their defaults; "unset" stands for `None` there."""
     names = [*(argument.name for argument in dataclasses.fields(DescentArguments)), *TRAINING_ARGUMENTS]
     recorded = {name: as_python(getattr(args, name)) for name in names}

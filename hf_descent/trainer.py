@@ -54,8 +54,8 @@ class DescentMixin:
     training adds the losses of the layers, where they can be read.
 
     Attributes:
-        command (`dict`): what makes this way of training another beside the trainer's arguments, in JSON values; kept
-            in `descent_config.json`.
+        command (`dict`): what defines this training beside the trainer's arguments, in JSON values; kept in
+            `descent_config.json`.
     """
 
     _name = "Descent"
@@ -230,7 +230,7 @@ class DescentMixin:
                 shifts_labels=self._loss_shifts_labels,
                 accepts_items=self.model_accepts_loss_kwargs,
             )
-            # Trainer goes by the name of the class, which does not tell: GPT2LMHeadModel shifts, XLNet's does not.
+            # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._task.shifts_labels
         return self._task
 
@@ -458,7 +458,7 @@ class DescentMixin:
             checkpoints.save_checksums(self, output_dir)
 
     def _run_summary(self) -> dict[str, Any]:
-        """What tells this run from others; of a model trained elsewhere what its own training wrote, if anything."""
+        """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
         if self._record.started is None and (saved := checkpoints.saved_summary(self)):
             return saved
         return checkpoints.run_summary(self, self._record, self.command, self._given, self._dual)

@@ -11,7 +11,7 @@ from ..early_exit import truncate
 from ..loading import load_model, load_tokenizer
 
 
-ALONE = """\
+STANDALONE = """\
 On its own, as any checkpoint of a {architecture}:
   {auto_class}.from_pretrained("{draft}")"""
 SERVED = """
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     architecture, depth = type(model).__name__, model.config.get_text_config().num_hidden_layers
     drafts = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
-    text = ALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
+    text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
     text += MERGED if drafts and is_adapter and args.layer < depth else ""
     text = ONNX if args.format == "onnx" else text
     facts = {"model": args.model, "whole": whole, "draft": folder, "layer": args.layer, "depth": depth}

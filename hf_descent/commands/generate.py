@@ -77,8 +77,8 @@ def run(models: list[str], args: GenerateArguments) -> None:
                 noise.reseed(start)
             texts = answer(model, tokenizer, inputs.to(model.device), args)
             for row, text in zip(batch, texts):
-                said = {"instruction": row["instruction"], "output": text, "generator": generator}
-                answers.append(said | {"dataset": row.get("dataset") or "alpaca_eval"})
+                record = {"instruction": row["instruction"], "output": text, "generator": generator}
+                answers.append(record | {"dataset": row.get("dataset") or "alpaca_eval"})
     with atomic_write(args.output) as file:
         json.dump(answers, file, indent=2, ensure_ascii=False)
     print(f"{len(answers)} answers of {generator} written to {args.output}")

@@ -1,7 +1,7 @@
 """`hf-descent plan RECIPE`: the memory and operations that a recipe's training will take, and what settings change.
 
-The recipe is one of `sft` or `classify`, whose flags the command takes as well. Of the model its config alone is read,
-from the Hub or a folder, and there need be no GPU (`training/planning.py`).
+The recipe is one of `sft` or `classify`, whose flags the command takes as well. Only the model's config is read, from
+the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
 """
 
 import importlib
@@ -43,7 +43,7 @@ class PlanArguments:
 
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
-    """The command that the recipe is for, then the arguments of the plan and those of the command."""
+    """The training command of the recipe, then the arguments of the plan and of that command."""
     recipes, usage = models_of(argv), f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
     if len(recipes) != 1 and not HELP & {*argv}:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
@@ -60,7 +60,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     else:
         if missing is not None:
             raise missing
-    flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true"] if recipes else argv  # whatever GPU is here
+    flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true"] if recipes else argv  # also where there is a GPU
     return module, *parse_recipe(
         (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description
     )
@@ -75,7 +75,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         raise ValueError(f"Say how long rows are: set `{'max_length' if is_lm else 'max_seq_length'}`.")
 
     def batch(rows: int) -> dict[str, Any]:
-        ids = torch.arange(rows * length).view(rows, length) % 7  # whatever tokens
+        ids = torch.arange(rows * length).view(rows, length) % 7  # any tokens do
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return given | ({"labels": ids, "use_cache": False} if is_lm else {"labels": torch.arange(rows) % 2})
 

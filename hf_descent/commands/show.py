@@ -19,7 +19,7 @@ from ..runs import RunFolder
 
 
 DRAWS = 8  # of the noise
-MOST = 3  # predictions of a layer that are listed
+LISTED = 3  # predictions that are shown for each layer
 CSS = """
 table {width: 100%; font-variant-numeric: tabular-nums}
 th, td {font-weight: normal; white-space: nowrap}
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serves the page until it is interrupted; the threshold is at first that of `hf-descent exit`, where it ran."""
+    """Serves the page until it is interrupted. The threshold starts at that of `hf-descent exit`, if it ran."""
     model, tokenizer = load_model(args.model).to(best_device()), load_tokenizer(args.model)
     reports = RunFolder(args.model).results(ConfidenceReport, "confidence_exit")
     build(model, tokenizer, *[report.threshold for report in reports]).launch(server_port=args.port)
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold: float = 0.1):
     """The page, a `gradio.Blocks` to `launch`, for a classifier of one label a text or a causal language model.
 
-    `threshold` is the uncertainty below which a layer is sure, at first. Nothing is sent to other machines.
+    `threshold` is where the slider starts: the uncertainty below which a layer is sure. Nothing leaves this machine.
     ImportError without Gradio; ValueError where the layers have no shared readout, or their input takes no noise.
     """
     try:
@@ -51,7 +51,7 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
         raise ImportError("The page needs Gradio: `pip install 'hf_descent[show]'`.") from error
     ConfidenceExit(model, threshold)  # refuses several labels for one text
     noise = EmbeddingNoise(model, 0.0, seed=0)
-    read_layers(model, tokenizer, "a", noise)  # refuses now what it would at the first text
+    read_layers(model, tokenizer, "a", noise)  # raises here what it would at the first text
     is_classifier = "ForSequenceClassification" in type(model).__name__
 
     def name(number: int) -> str:
@@ -102,13 +102,13 @@ def read_layers(model, tokenizer, text: str, noise: EmbeddingNoise) -> torch.Ten
 
 
 def as_html(clean: torch.Tensor, draws: list[torch.Tensor], threshold: float, name: Callable[[int], str]) -> str:
-    """A sentence and a table of logits `[layers, classes]`: those without noise, and those of each draw of it."""
+    """A sentence and a table of the logits `[layers, classes]`: `clean` without noise, `draws` for each noise draw."""
 
     def exit_of(logits: torch.Tensor) -> int:
         return next((layer for layer, each in enumerate(uncertainty(logits), 1) if each < threshold), len(logits))
 
     def best(probabilities: torch.Tensor) -> str:
-        shares, numbers = (found.tolist() for found in probabilities.topk(min(MOST, len(probabilities))))
+        shares, numbers = (found.tolist() for found in probabilities.topk(min(LISTED, len(probabilities))))
         return escape(", ".join(f"{name(number)} {share:.1%}" for share, number in zip(shares, numbers)))
 
     number, noisy_exits = exit_of(clean), [exit_of(logits) for logits in draws]

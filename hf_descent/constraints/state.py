@@ -162,7 +162,7 @@ class DescentState:
         return self.weights(step)[self._trained] @ layer_losses[self._trained]
 
     def _curriculum(self, step: int) -> tuple[int, int, int, int | None]:
-        """What LayerSkip's curriculum goes by."""
+        """The arguments of LayerSkip's curriculum at `step`."""
         return self.num_layers, step, self.max_steps, self.args.layerskip_rotation
 
     def weights(self, step: int) -> torch.Tensor:

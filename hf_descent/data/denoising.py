@@ -20,7 +20,7 @@ class DenoisingTask:
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """A batch of rows: `pixel_values` and the clean `labels`, of one shape.
 
-        The trainer's noise perturbs `pixel_values` alone. A row that is perturbed itself has its clean pixels as
+        The trainer's noise perturbs only `pixel_values`. A row that is perturbed itself has its clean pixels as
         `labels`.
         """
         given = self.batch([torch.as_tensor(row["pixel_values"]) for row in rows])

@@ -34,11 +34,12 @@ def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
     The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. But
-    several tokens at once round otherwise than one by one: where the scores of two tokens are equal to within
-    rounding, it may go on with the other one, in half precision more often.
+    tokens that run together are rounded differently from single ones. Where the scores of two tokens are equal up to
+    rounding, the other one may be chosen; in half precision this is more frequent.
 
-    A round ends where the next draft is not worth its cost: the weights that it reads, against the share of drafts of
-    such confidence that were accepted before, and the tokens written for the weights read so far.
+    A round ends when the next draft is expected to cost more than it saves. Its cost is the weights that it reads. It
+    is compared with the share of drafts of the same confidence that were accepted before, and with the tokens written
+    per weight read so far.
 
     Args:
         layer (`int`): layers that draft, 1..L-1.
@@ -136,7 +137,7 @@ class _Halves:
 
 
 class _Decoding:
-    """The texts of one call of `generate`. A row that stops leaves the batch; what it drafted in vain is masked."""
+    """The texts of one call of `generate`. A row that stops leaves the batch; rejected drafts are masked."""
 
     def __init__(self, halves, counts, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
         self.halves, self.process, self.stops, self.config = halves, logits_processor, stopping_criteria, config
@@ -183,8 +184,8 @@ class _Decoding:
         self.write(chosen, counts, len(bins))
 
     def write(self, chosen, counts, cached):
-        """Go on with the first `counts` of the `chosen` tokens `[rows, n]`, up to where a text stops; keep of the last
-        `cached` places of the cache those of tokens that were read rightly."""
+        """Append the first `counts` of the `chosen` tokens `[rows, n]`, up to where a text stops. Of the last `cached`
+        entries of the cache, keep those of accepted tokens."""
         going = []
         for place, row in enumerate(self.rows):
             for index in range(counts[place]):

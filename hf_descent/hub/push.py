@@ -35,7 +35,7 @@ RESULTS: dict[str, type[Result]] = {  # by the names of their files
     "confidence_exit": ConfidenceReport,
     "speculation_profile": SpeculationProfile,
 }
-# What people say of a model. The rest of a card belongs to one training.
+# Facts that people give, kept when the model is trained again. The rest of a card belongs to one training.
 GIVEN = (
     "model_name", "repo_id", "base_model", "datasets", "test_data", "language", "license", "tags", "pipeline_tag",
     "limits", "benchmark",
@@ -137,7 +137,7 @@ def write_card(folder: str | Path, **facts: Any) -> None:
 
 
 def _shown(result: Result) -> dict[str, Any]:
-    """What a card shows of a result: its table, and what the words and the index of the Hub need beside it."""
+    """What a card shows of a result: its table, and the values that its text and the Hub's metadata need."""
     shown = {"text": str(result)}
     match result:
         case NoiseCurve():

@@ -45,13 +45,13 @@ def _own_loss(model, inputs, name, labels) -> torch.Tensor:
 
 @torch.no_grad()
 def _has_loss(loss_of, labels, position) -> bool:
-    """Whether labels `[batch, seq]` at one position alone make a loss that no label makes."""
+    """Whether labels `[batch, seq]` at only one position make a loss, other than that without labels."""
     none = torch.full_like(labels, IGNORE_INDEX)
     # Two, since a trained model may be so sure of one that its loss is 0; of this batch, so that the classes exist.
     for label in labels[labels != IGNORE_INDEX].unique()[:2].tolist() or [0]:
-        alone = none.clone()
-        alone[:, position] = label
-        loss = float(loss_of(alone))
+        single = none.clone()
+        single[:, position] = label
+        loss = float(loss_of(single))
         if math.isfinite(loss) and loss != 0 and not math.isclose(loss, loss_of(none), rel_tol=1e-6):
             return True
     return False

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 PACKING_TOKENS = 64  # of each of the two documents by which packing is tried
 
 # Metrics that only an evaluation that reads layers has.
-OF_LAYERS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score")
+LAYER_METRICS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score")
 
 
 def check_supported(trainer: Trainer, loss_method) -> None:
@@ -246,7 +246,7 @@ def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
     """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
     chosen_by, args = trainer.args.metric_for_best_model or "", trainer.args
     is_one_set = reads_layers and not isinstance(trainer.eval_dataset, dict)
-    if args.eval_strategy != "no" and OF_LAYERS.fullmatch(chosen_by.removeprefix("eval_")) and not is_one_set:
+    if args.eval_strategy != "no" and LAYER_METRICS.fullmatch(chosen_by.removeprefix("eval_")) and not is_one_set:
         raise ValueError(
             f"`metric_for_best_model` is {chosen_by!r}, which no evaluation will have: `objective='erm'` reads no "
             "layers in training, and of several `eval_dataset` each has its own ('name_feasible_score')."

@@ -93,8 +93,8 @@ class DescentObjective:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
 
-        With `items`, from `count`, the objectives of an optimizer step add up to that of all its rows: divide them by
-        nothing (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
+        With `items`, from `count`, the objectives of an optimizer step add up to that of all its rows: do not divide
+        them (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
         way gradients are to be averaged over processes, as DDP does.
         """
         if not self._layers.readout.fits(extract_model_from_parallel(model)):

@@ -29,7 +29,7 @@ from .records import evaluation_sets
 logger = logging.get_logger(__name__)
 
 UNKNOWN_SCORE = -1e9  # below that of any model that has learned something, also when steps are added to it
-OF_DESCENT = re.compile(r"layer_loss_|descent_share|largest_rise")
+DESCENT_METRICS = re.compile(r"layer_loss_|descent_share|largest_rise")
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
@@ -81,7 +81,7 @@ def plain_metrics(trainer: Trainer, rows, prefix: str, loss_method: Callable) ->
     except Exception as error:  # of models and data of which plain training need not know
         logger.info_once(f"The evaluation of plain training leaves the layers out: {error}")
         return {}
-    return {f"{prefix}_{name}": value for name, value in measured.items() if OF_DESCENT.match(name)}
+    return {f"{prefix}_{name}": value for name, value in measured.items() if DESCENT_METRICS.match(name)}
 
 
 def layer_metrics(
@@ -133,7 +133,7 @@ def layer_metrics(
 
 
 def facts_of(dual: DescentState | None, also_selected: bool) -> dict[str, Any]:
-    """What a certificate tells of training."""
+    """The facts of training that a certificate reports."""
     facts = {"also_selected": also_selected}
     if dual is not None and dual.problem is not None:
         facts |= {
@@ -186,7 +186,7 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
         accelerator.prepare_model(trainer.model, evaluation_mode=True)
     model = accelerator.unwrap_model(trainer.model)
     config = getattr(inner_model(model), "config", None)
-    # As transformers' own losses tell regression.
+    # Regression, as transformers' own losses recognise it.
     problem = getattr(config, "problem_type", None)
     classifies = "ForSequenceClassification" in type(model).__name__
     is_regression = problem == "regression" or (problem is None and classifies and config.num_labels == 1)

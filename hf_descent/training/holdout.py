@@ -20,13 +20,13 @@ from .records import LayerTotals, evaluation_sets
 
 logger = get_logger(__name__)
 
-LEAST_ROWS = 200  # of fewer rows, means are too noisy to tell a violation of a few percent
-MOST_ROWS, MOST_CHARACTERS = 100_000, 2**25  # of a part of the data that are looked at for rows of another one
+LEAST_ROWS = 200  # with fewer, means are too noisy to detect a violation of a few percent
+MOST_ROWS, MOST_CHARACTERS = 100_000, 2**25  # of each data set, compared with others to find shared rows
 MOST_SHARED = 0.01
 
 
 def check_own_rows(rows, args: DescentArguments) -> None:
-    """ValueError where `rows` of their own, on which the multipliers shall move, are too few or have no length."""
+    """ValueError where `rows`, the `dual_dataset`, are too few or have no length."""
     if rows is None:
         return
     if args.dual_holdout is not None:
@@ -101,8 +101,8 @@ def split(dataset, args: DescentArguments) -> tuple:
 
 
 class HeldOutRows:
-    """Rows that a trainer does not train on, read by forward passes in eval mode, without dropout, under the noise of
-    training; `count` is their number."""
+    """Rows that are not trained on. They are read in eval mode, without dropout but with the noise of training;
+    `count` is their number."""
 
     def __init__(self, trainer: Trainer, rows, reduce: Callable[[torch.Tensor], torch.Tensor]):
         self._trainer, self._rows, self._reduce = trainer, rows, reduce
@@ -112,7 +112,7 @@ class HeldOutRows:
 
     def layer_losses(self, layers: LayerLosses, turn: int) -> torch.Tensor:
         """Layer losses `[L]` of as many rows as an optimizer step takes, over all processes; NaN where none counts.
-        The rows go round, and those of a `turn`, counted from 0, are the same in every run."""
+        Turns are counted from 0. They go through the rows in a circle, so that a turn reads the same in every run."""
         trainer, args = self._trainer, self._trainer.args
         model, size = trainer.model_wrapped, args.train_batch_size
         parts = args.gradient_accumulation_steps * args.world_size

@@ -64,7 +64,7 @@ class StepCost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts what operations inside hold and compute, under the name of the part that `part` says.
+    """Counts the memory and the operations of what runs inside, for the part that is named by `part`.
 
     Attributes:
         alive (`Counter`): bytes of each part now.
@@ -93,12 +93,12 @@ class Meter(TorchDispatchMode):
         return out
 
     def begin(self, part: str) -> Counter:
-        """Go on under the name of `part`, with a new peak; returns the peak so far."""
+        """Begin `part`, with a new peak; returns the peak so far."""
         before, self.peak, self.part = self.peak, Counter(), part
         return before
 
     def follow(self, stack: LayerStack) -> list:
-        """Tell parts in the next forward and backward pass: what is computed behind the last layer is the readout's.
+        """Set `part` in the next forward and backward pass: what follows the last layer belongs to the readout.
         Returns the handles of the hooks."""
         self.part, calls = "hidden states", []
 
@@ -115,7 +115,7 @@ class Meter(TorchDispatchMode):
         ]
 
     def _hold(self, tensor, part=None):
-        """Count the memory of a tensor, as that of `part` where given even if it has been that of another."""
+        """Count the memory of a tensor; where `part` is given for that part, also if another one had it so far."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key not in self._held:
@@ -148,7 +148,7 @@ class PlannedModel:
     ):
         with (
             errors_explained("The plan looks for the layers in a narrow copy of the model, which failed:"),
-            mock.patch.object(task_loss, "PROBED_TOKENS", 8),  # as good as more, of which memory is told below
+            mock.patch.object(task_loss, "PROBED_TOKENS", 8),  # enough; memory is counted below, on all
         ):
             twin = build(narrow)
             task = TaskLoss.probe(twin, batch)
@@ -169,7 +169,9 @@ class PlannedModel:
                 self.layers.readout.read(short, output_loss, [1])  # one layer needs what another does
                 del own
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(f"{type(twin).__name__} cannot be planned: it goes by values ({error}).") from error
+            raise ValueError(
+                f"{type(twin).__name__} cannot be planned: what it computes depends on values ({error})."
+            ) from error
         self.probe = meter.peak["probe"]  # bytes beside the weights
 
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
@@ -232,7 +234,7 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     small = copy.deepcopy(config)
     text = small.get_text_config()
     width = HEAD_WIDTH * text.num_attention_heads
-    # Others, such as a pooler's, go by the width of the hidden states.
+    # Other sizes, such as a pooler's, are equal to the width of the hidden states.
     alike = [name for name, value in vars(text).items() if type(value) is int and value == text.hidden_size]
     sizes = {"head_dim": HEAD_WIDTH, **dict.fromkeys(["hidden_size", "intermediate_size", *alike], width)}
     for name, size in sizes.items():

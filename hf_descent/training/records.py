@@ -97,7 +97,7 @@ class LayerTotals:
 
 @dataclass
 class RunRecord:
-    """What a run tells of itself, in its summary and on its card.
+    """What is recorded of a run, for its summary and its card.
 
     Attributes:
         resumed_from (`str`, *optional*): the checkpoint that it goes on from.

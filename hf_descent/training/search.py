@@ -1,4 +1,4 @@
-"""Searches of settings: what `Trainer.hyperparameter_search` and `hf-descent tune` search, and go by.
+"""Searches of settings: the ranges and the metric of `Trainer.hyperparameter_search` and `hf-descent tune`.
 
 The paper tuned alpha, f_0, both learning rates and the resilience (section 4, appendix B) and gives no ranges. Here
 f_0 is measured, and the share of the descent stands for alpha.
@@ -43,7 +43,7 @@ def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, A
 
 
 def default_objective(objective: str, eval_dataset, direction: str | None) -> tuple[Callable[..., float], str]:
-    """What a search goes by where nothing is given, and its direction: under constraints `eval_feasible_score`, else
+    """The metric and the direction of a search where none are given: under constraints `eval_feasible_score`, else
     the task loss. ValueError where the `direction` is another, or several evaluation sets have one each."""
     metric, best = ("eval_loss", "minimize") if objective in UNCONSTRAINED else ("eval_feasible_score", "maximize")
     if direction not in (None, best) or isinstance(eval_dataset, dict):

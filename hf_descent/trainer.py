@@ -290,7 +290,7 @@ class DescentMixin:
         self._evaluated = LayerTotals()
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not (self._reads_layers or self.is_in_train) and description == "Evaluation":
-            given = (dataloader.dataset, metric_key_prefix, super().compute_loss)
+            given = (dataloader, metric_key_prefix, super().compute_loss)
             output.metrics.update(evaluation.plain_metrics(self, *given))
         if self._reads_layers and not output.num_samples:
             raise checks.without_rows()

@@ -62,8 +62,8 @@ def readout_without_labels(
     return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
 
 
-def plain_metrics(trainer: Trainer, rows, prefix: str, loss_method: Callable) -> dict[str, float]:
-    """Layer losses, descent share and largest rise of plain training, from a pass over the evaluation's `rows` of its
+def plain_metrics(trainer: Trainer, dataloader, prefix: str, loss_method: Callable) -> dict[str, float]:
+    """Layer losses, descent share and largest rise of plain training, from a pass over the evaluation's rows of its
     own, so that Trainer's numbers and random draws stay; none where the layers cannot be read so.
 
     Args:
@@ -77,7 +77,7 @@ def plain_metrics(trainer: Trainer, rows, prefix: str, loss_method: Callable) ->
             raise ValueError("its loss is overridden, or its model compiled or sharded.")
         check_supported(trainer, loss_method)
         with probing(model):
-            measured = layer_profile(model, trainer._held_out(rows), **found).to_dict()
+            measured = layer_profile(model, trainer._held_out(dataloader.dataset), **found).to_dict()
     except Exception as error:  # of models and data of which plain training need not know
         logger.info_once(f"The evaluation of plain training leaves the layers out: {error}")
         return {}

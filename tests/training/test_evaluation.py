@@ -115,9 +115,18 @@ class NoLayers(torch.nn.Module):
         return F.cross_entropy(logits, labels) + 0 * torch.rand(()), logits  # draws
 
 
+class Batches(list):
+    """A loader without a data set."""
+
+
+class OwnLoader(DescentTrainer):
+    def get_eval_dataloader(self, eval_dataset=None):
+        return Batches(super().get_eval_dataloader(eval_dataset))
+
+
 def test_plain_training_of_what_has_no_readable_layers_is_evaluated_as_by_trainer(tmp_path):
     args = config(tmp_path, objective="erm")
-    for kind, model, factor in ((Weighed, bert(), 2), (DescentTrainer, NoLayers(), 1)):
+    for kind, model, factor in ((Weighed, bert(), 2), (DescentTrainer, NoLayers(), 1), (OwnLoader, bert(), 1)):
         metrics, drawn = evaluated_and_drawn(kind(model, args, eval_dataset=DATA_TEST))
         expected, drawn_by_stock = evaluated_and_drawn(stock(tmp_path, model, DATA_TEST))
         assert (metrics["eval_loss"], drawn) == (factor * expected["eval_loss"], drawn_by_stock)

@@ -334,4 +334,5 @@ def _parse(name: str, value: Any) -> Any:
     for read in (json.loads, float):  # JSON has neither `.5` nor `1.`
         with contextlib.suppress(ValueError):
             return read(value)
-    raise ValueError(f"`{name}` is {value!r}; give a number, a list or 'auto', as JSON on a command line.")
+    words = "'auto', 'line' or 'steps'" if name == "descent_alpha" else "'auto' where it takes it"
+    raise ValueError(f'`{name}` is {value!r}; give a number, {words}, or JSON in quotes: [3, 6] or {{"3": 0.05}}.')

@@ -55,7 +55,7 @@ def test_unknown_names_are_listed(recipe):
         ValueError, match=r"recipe.yaml sets \['rates', 'stepz'\], which `hf-descent test` does not have"
     ):
         parse("--config", recipe("name: a\nstepz: 1\nrates: 2\n"))
-    with pytest.raises(ValueError, match="--rates"):
+    with pytest.raises(ValueError, match=r"`hf-descent test` does not have \['--rates', '2'\]: check the spelling"):
         parse("--name", "a", "--rates", "2")
     with pytest.raises(ValueError, match="--ra"):  # no guessing from abbreviations
         parse("--name", "a", "--ra", "2")

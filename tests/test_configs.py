@@ -179,3 +179,9 @@ def test_smaller_losses_and_violations_are_better(tmp_path, metric, greater):
     assert args.greater_is_better is greater
     stock = TrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
     assert DescentConfig.from_training_arguments(stock, **numbers).greater_is_better is greater
+
+
+@pytest.mark.parametrize(("name", "word"), [("descent_alpha", "'line' or 'steps'"), ("exit_targets", '{"3": 0.05}')])
+def test_a_word_that_is_no_value_is_answered_with_what_is_taken(name, word, tmp_path):
+    with pytest.raises(ValueError, match=f"`{name}` is 'three'.*{re.escape(word)}"):
+        DescentConfig(str(tmp_path), **{name: "three"})

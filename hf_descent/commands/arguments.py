@@ -104,7 +104,10 @@ def parse_recipe(
     parser.set_defaults(**values)
     for action in parser._actions:
         action.required = action.required and action.dest not in values
-    return parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)[:-1]
+    *parsed, _, unknown = parser.parse_args_into_dataclasses(list(argv), True, look_for_args_file=False)
+    if unknown:
+        raise ValueError(f"`{parser.prog}` does not have {unknown}: check the spelling (`{parser.prog} --help`).")
+    return tuple(parsed)
 
 
 def _group(parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool) -> None:

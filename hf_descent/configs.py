@@ -97,7 +97,8 @@ class DescentArguments:
     dual_learning_rate (`float`, *optional*, defaults to `0.02`):
         Step size of the multipliers. It is constant: the scheduler of the primal optimizer does not touch it.
     dual_optim (`str`, *optional*, defaults to `"adam"`):
-        Ascent rule of the multipliers: "adam" (the paper's) or "sgd" (plain projected ascent).
+        Ascent rule of the multipliers: "adam" (the paper's), "pi" (a controller that damps them, on bounded
+        violations; not with resilience) or "sgd" (plain projected ascent).
     normalize_violations (`bool`, *optional*, defaults to `True`):
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
@@ -213,12 +214,16 @@ class DescentArguments:
                 setattr(self, name, _parse(name, value))
         for name, choices in (
             ("objective", OBJECTIVES),
-            ("dual_optim", ("adam", "sgd")),
+            ("dual_optim", ("adam", "pi", "sgd")),
             ("resilience_form", ("weight_decay", "slack")),
             ("negative_weights", ("keep", "clip", "detach")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
+        if self.dual_optim == "pi" and self.resilience:
+            raise ValueError(
+                f"`resilience` is {self.resilience}, which `dual_optim` 'pi' does not take: choose 'adam'."
+            )
         if not self.follows and self.layer_rows is not None:
             check_alpha(self.descent_alpha)
         for name in ("exit_targets", "loss_targets"):

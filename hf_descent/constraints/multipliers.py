@@ -8,6 +8,15 @@ One dual step (paper, Algorithm 1 and Appendix A.5), on the violations g of the 
 `c` is the resilience coefficient (0: hard constraints). Both forms settle at lambda = [g]_+ / c. With `optim="adam"`
 the directions `d` and `u / c - lambda` are passed through Adam, as in the paper: the term c lambda belongs to the
 gradient (coupled), and a multiplier then moves by about eta a step whatever the size of the violation.
+
+With `optim="pi"` they go through a PI controller (nuPI; Sohrabi et al. 2024, arXiv 2406.04558), here on bounded
+directions, d' = d / `BOUND` within [-1, 1]:
+
+    lambda <- [lambda + eta (d' + K (m - m_before))]_+ ,   m <- 0.9 m + 0.1 d'
+
+The second term damps: a multiplier stops to grow as soon as its violation falls. Bounded, the violations of the first
+steps, which can be a hundred times those that count in the end, neither hurl the multipliers up nor, as the second
+moment of Adam, slow them down later.
 """
 
 import torch
@@ -21,7 +30,7 @@ class Multipliers:
     Args:
         num_layers (`int`): number of layers L.
         learning_rate (`float`): dual step size eta > 0.
-        optim (`str`): "adam" or "sgd" (plain projected ascent).
+        optim (`str`): "adam", "pi" or "sgd" (plain projected ascent).
         resilience (`float`): coefficient c >= 0; 0 keeps the constraints hard.
         resilience_form (`str`): "weight_decay" or "slack".
         slack_learning_rate (`float`): step size eta_u > 0 of the slacks; c in its place where "sgd" would not settle.
@@ -31,6 +40,7 @@ class Multipliers:
 
     BETAS = (0.9, 0.999)
     EPSILON = 1e-8
+    BOUND, DAMPING = 0.05, 200.0  # of "pi": the violation above which it is all the same, and K
     _TENSORS = ("values", "slacks", "mean", "square", "slack_mean", "slack_square", "steps", "slack_steps")
 
     def __init__(
@@ -102,10 +112,16 @@ class Multipliers:
             setattr(self, name, state[name].to(current, copy=True))
 
     def _direction(self, gradient, mean, square, steps) -> torch.Tensor:
-        """The gradient `[L]` itself (sgd) or Adam's normalised direction, with the moments updated in place."""
+        """The gradient `[L]` itself (sgd), that of the controller or Adam's normalised direction, with the moments
+        updated in place."""
         if self.optim == "sgd":
             return gradient
         beta1, beta2 = self.BETAS
+        if self.optim == "pi":
+            bounded = (gradient / self.BOUND).clamp(-1, 1)
+            before = torch.where(steps > 1, mean, bounded)
+            mean.copy_(before.lerp(bounded, 1 - beta1))
+            return bounded + self.DAMPING * (mean - before)
         mean.lerp_(gradient, 1 - beta1)
         square.lerp_(gradient.square(), 1 - beta2)
         denominator = (square / (1 - beta2**steps)).sqrt() + self.EPSILON

@@ -59,7 +59,7 @@ STEPS = {"denoiser": 600, "minilm": 300, "lm": 1200}
 BATCH = {"denoiser": 32, "minilm": 16, "lm": 8}
 NUM_LAYERS = {"denoiser": 5, "minilm": 6, "lm": 5}
 CHANCE = {"denoiser": 1.0, "minilm": math.log(2)}  # losses of the noisy input, and of balanced classes
-OURS = {"dual_learning_rate": 0.4, "dual_warmup_steps": 0.0, "target_margin": 0.05}
+OURS = {"dual_optim": "pi", "dual_learning_rate": 0.02, "dual_warmup_steps": 0.0, "target_margin": 0.05}
 GROWTH = 10.0  # of a coefficient whose row is missed
 
 

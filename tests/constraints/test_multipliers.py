@@ -52,6 +52,34 @@ def test_a_constant_violation_settles_at_its_positive_part_over_the_resilience(f
         assert multipliers.slacks.tolist() == pytest.approx([0.2, 0.0, 0.05], abs=5e-3)
 
 
+def test_the_controller_equals_its_formula():
+    """nuPI of arXiv 2406.04558, with x = the violations in units of 0.05, cut at 1."""
+    multipliers, value, mean = Multipliers(3, 0.05, optim="pi"), torch.zeros(3), None
+    for violation in violations(200):
+        multipliers.step(violation)
+        error = (20 * violation).clamp(-1, 1)
+        before = error if mean is None else mean
+        mean = 0.9 * before + 0.1 * error
+        value = (value + 0.05 * (error + 200 * (mean - before))).clamp(min=0)
+        torch.testing.assert_close(multipliers.values, value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("start", [1.0, 100.0])
+def test_the_controller_settles_without_overshooting(start):
+    """min x^2 / 2 subject to b - x <= 0 by gradient steps: x = lambda = b, far from which it starts."""
+    found = {}
+    for optim in ("adam", "pi"):
+        multipliers, x = Multipliers(1, 0.02, optim=optim), torch.tensor([-start])
+        path = []
+        for _ in range(1500):
+            x = x - 0.05 * (x - multipliers.values)
+            multipliers.step(0.5 - x)
+            path.append(x.item())
+        found[optim] = max(path), sum(abs(each - 0.5) for each in path[-200:]) / 200
+    assert found["pi"] == (pytest.approx(0.5, abs=0.06), pytest.approx(0, abs=5e-3))
+    assert found["adam"][0] > 0.6  # it swings
+
+
 @pytest.mark.parametrize("optim", ["sgd", "adam"])
 def test_the_default_slacks_settle_where_they_should(optim):
     """min (x - 1)^2 / 2 subject to x <= 0, relaxed by u^2 / (2 c): x = u = c / (1 + c)."""

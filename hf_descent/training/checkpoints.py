@@ -254,7 +254,12 @@ def faults(checkpoint: str) -> Iterator[str]:
     saved = contents.get(CHECKSUMS_NAME, {"files": {}})
     if saved.get("step", step := contents[TRAINER_STATE_NAME].get("global_step")) != step:
         yield f"{folder / TRAINER_STATE_NAME} is not of step {saved['step']}, as the other files are"
+    # Who converts weights, as to other shards, puts new files in the place of those that were written.
+    tensors = {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
+    converted = any(name.startswith(WEIGHTS) for name in tensors - saved["files"].keys())
     for name, known in saved["files"].items():
+        if converted and name.startswith(WEIGHTS) and not (folder / name).exists():
+            continue
         if not (folder / name).is_file() or size_and_checksum(folder / name) != known:
             yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"
 

@@ -14,7 +14,13 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB, assert_equal_runs, bert, classification_data, config
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_descent import DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
@@ -331,6 +337,21 @@ def test_incomplete_checkpoints_are_passed_over(tmp_path, three_steps, victim, d
     if (victim in TEXTS and damage in ("cut", "empty")) or (victim, damage) == ("model.safetensors", "missing"):
         (checkpoint / CHECKSUMS_NAME).unlink()  # of an older version
         assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+
+
+def test_weights_that_were_put_into_other_shards_by_hand_are_taken(tmp_path, three_steps):
+    shutil.copytree(three_steps, tmp_path, dirs_exist_ok=True)
+    checkpoint = tmp_path / "checkpoint-3"
+    straight = trained(tmp_path / "whole", str(checkpoint), max_steps=5)
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    model.save_pretrained(checkpoint, max_shard_size="20KB")
+    assert newest_complete_checkpoint(str(tmp_path)) == str(checkpoint)
+    resumed = trained(tmp_path / "shards", str(checkpoint), max_steps=5)
+    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    flip(checkpoint / "optimizer.pt")
+    assert newest_complete_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
 
 
 def test_checkpoints_before_the_newest_complete_one_are_not_read(tmp_path, three_steps, caplog):

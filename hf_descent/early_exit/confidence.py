@@ -120,14 +120,16 @@ class ConfidenceExit:
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data, not the test data.
-            max_loss (`float`): accuracy that may be lost, as a difference (0.01: 0.90 becomes 0.89).
+            max_loss (`float`): accuracy that may be lost, as a difference in [0, 1] (0.01: 0.90 becomes 0.89).
             confidence (`float`): probability that no more is lost on other such data; in [0.5, 1).
             settings: `batch_size`, `processing_class`, `data_collator` of [`~evaluation.scoring.Evaluation`].
 
         ValueError as when called; for no data, or a bad `max_loss` or `confidence`.
         """
-        if not (max_loss >= 0 and 0.5 <= confidence < 1):
-            raise ValueError(f"`max_loss` is {max_loss}, `confidence` is {confidence}; give >= 0 and 0.5 to below 1.")
+        if not (0 <= max_loss <= 1 and 0.5 <= confidence < 1):
+            raise ValueError(
+                f"`max_loss` is {max_loss}, `confidence` is {confidence}; give 0 to 1, and 0.5 to below 1."
+            )
         logits, labels = [], []
         with evaluating(self.model):
             for inputs, classes in self._batches(dataset, settings):

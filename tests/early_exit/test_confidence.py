@@ -212,6 +212,7 @@ def test_bad_arguments_to_confidence_exit_are_named():
             input_ids=batch["input_ids"]
         ),
         "`max_loss` is -1": lambda: ConfidenceExit(bert()).calibrate(rows, -1),
+        "`max_loss` is 5": lambda: ConfidenceExit(bert()).calibrate(rows, 5),  # per cent, perhaps
         "`confidence` is 95": lambda: ConfidenceExit(bert()).calibrate(rows, confidence=95),
         "no `labels` that are classes": lambda: ConfidenceExit(bert()).calibrate(numbers),
         "`dataset` is empty": lambda: ConfidenceExit(bert(), threshold=0.5).evaluate([]),

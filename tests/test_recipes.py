@@ -39,12 +39,14 @@ def relative(path):
     return str(path.relative_to(ROOT))
 
 
+# What other tests run, or nobody's to test.
+ELSEWHERE = ("python -m recipes.reproduce ", "python3 -m venv ", "pip install ", "uv run ", "python recipes/examples/")
 READMES = {
     readme: [
         line
         for block in re.findall(r"```bash\n(.*?)```", readme.read_text(), re.DOTALL)
         for line in block.splitlines()
-        if not line.startswith(("python -m recipes.reproduce ", "python3 -m venv "))  # tested elsewhere
+        if not line.startswith(ELSEWHERE)
     ]
     for readme in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(RECIPES.rglob("README.md")))
 }
@@ -70,7 +72,7 @@ def repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-SCRIPTS = re.compile(r"python ((?:recipes/benchmarks|tests/pipeline)/\w+\.py)([^`]*?)(?:`|\n```)")
+SCRIPTS = re.compile(r"python ((?:recipes/benchmarks|recipes/examples|tests/pipeline)/\w+\.py)([^`]*?)(?:`|\n```)")
 
 
 def test_documented_scripts_have_their_options():

@@ -6,7 +6,6 @@ A specification gives layers k < L an exit, f_k <= (1 + eps_k) f_L; it is met wh
 arms, whole runs each:
 
 - ours: `OURS`; a run that misses is followed by one with twice the dual rate and twice the margin;
-- started: the same with multipliers that are 1 after the first step;
 - fixed: f_L + sum_k c_k f_k with constant weights;
 - quadratic: f_L + c/2 sum_k [violation_k]^2;
 - plain: training without any of it, for comparison.
@@ -34,7 +33,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 from datasets import concatenate_datasets
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PrinterCallback, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PrinterCallback, set_seed
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.commands import demo
@@ -52,7 +51,7 @@ EXITS = {
     "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}, "defaults": {}},
     "lm": {"defaults": {}},
 }
-ARMS = ("plain", "ours", "started", "fixed", "quadratic")
+ARMS = ("plain", "ours", "fixed", "quadratic")
 LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,)}
 DEFAULT_RATES = {"denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2)}
 STEPS = {"denoiser": 600, "minilm": 300, "lm": 1200}
@@ -69,31 +68,19 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
         return {"objective": "erm"}
     if arm == "ours" and not exits:
         return {"objective": "descent"}
-    if arm in ("ours", "started"):
-        start = {"multipliers_start": 1.0} if arm == "started" else {}
+    if arm == "ours":
         growing = {name: coefficients[0] * OURS[name] for name in ("dual_learning_rate", "target_margin")}
-        return {"objective": "descent", "exit_targets": exits, **OURS, **growing, **start}
+        return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
     weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
     margin = {"target_margin": OURS["target_margin"]} if arm == "quadratic" else {}
     return {"objective": arm, "exit_targets": exits, "dual_warmup_steps": 0.0, **weights, **margin}
-
-
-class Started(TrainerCallback):
-    """Raises the multipliers of a trainer after its first step, which makes them."""
-
-    def __init__(self, trainer: DescentTrainer, value: float):
-        self._trainer, self._value = trainer, value
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            self._trainer.multipliers.values.fill_(self._value)
 
 
 class Coefficients:
     """The search of an arm: what the next run tries."""
 
     def __init__(self, arm: str, num_exits: int):
-        self.grows_by = 2.0 if arm in ("ours", "started") else GROWTH
+        self.grows_by = 2.0 if arm == "ours" else GROWTH
         count = num_exits if arm == "fixed" else 1
         self.values = (1.0,) * count
         self._low, self._high = [0.0] * count, [math.inf] * count
@@ -134,7 +121,7 @@ def search(
         coefficients.after(last["missed"], last["broke"])
         last = run(coefficients.values, rate)
         runs.append(last)
-    if arm in ("plain", "ours", "started") or not any(found["met"] for found in runs):
+    if arm in ("plain", "ours") or not any(found["met"] for found in runs):
         return runs
     met = best if best["met"] else next(found for found in runs if found["met"])
     high, low = 1.0, 1 / GROWTH  # common factors of the coefficients that are met and, as it is assumed, are not
@@ -199,7 +186,6 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
     given = {"denoiser": (options.smoke,), "minilm": (options.minilm, options.rt_polarity)}
     given["lm"] = (options.stories260k, options.alpaca)
     make = {"denoiser": denoiser, "minilm": minilm, "lm": lm}[kind]
-    start = (settings := dict(settings)).pop("multipliers_start", None)
     make(*given[kind])  # reads the data, once
     set_seed(seed)  # the head is drawn after it
     model, (rows, select, certify), config, extra = make(*given[kind])
@@ -221,8 +207,6 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
         )
         trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
         trainer.remove_callback(PrinterCallback)
-        if start is not None:
-            trainer.add_callback(Started(trainer, start))
         start = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - start

@@ -1,0 +1,179 @@
+"""Writes docs/results.md from the numbers that the benchmarks left in recipes/benchmarks/results.
+
+    python docs/results_page.py
+
+The text is docs/results.md.in, in which a line `<!-- table NAME -->` becomes a table.
+"""
+
+import contextlib
+import importlib.util
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+
+DOCS = Path(__file__).parent
+BENCHMARKS = DOCS.parent / "recipes" / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+def script(name: str):
+    """A benchmark as a module."""
+    if str(BENCHMARKS) not in sys.path:  # they import one another
+        sys.path.append(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def spread(values, digits: int, scale: float = 1.0) -> str:
+    """Mean and standard deviation over seeds; of one seed the value."""
+    values = scale * np.asarray(values, float)
+    mean = f"{values.mean():.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ± {values.std(ddof=1):.{digits}f}"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
+
+
+def controlled(task: str) -> dict[str, tuple[float, list[dict]]]:
+    """Of a task, each arm's best learning rate, and its runs there, one per seed."""
+    arms = defaultdict(lambda: defaultdict(list))
+    for run in map(json.loads, (RESULTS / "controlled.jsonl").read_text().splitlines()):
+        if run["settings"]["task"] == task:
+            arms[run["settings"]["arm"]][run["settings"]["rate"]].append(run)
+    found = {}
+    for arm, rates in arms.items():
+        most = max(map(len, rates.values()))  # only the best ones were trained with every seed
+        whole = {rate: runs for rate, runs in rates.items() if len(runs) == most}
+        best = min(whole, key=lambda rate: np.mean([run["select"][-1] for run in whole[rate]]))
+        found[arm] = best, whole[best]
+    return found
+
+
+def photos() -> str:
+    gammas = list(script("controlled").GAMMAS["photos"])
+    level = gammas.index(0.15)
+    header = [
+        "arm", "learning rate", "f_3 / f_5", "noise 0.15", "no noise", "0.25 to 1, mean", "salt and pepper", "blur",
+    ]  # fmt: skip
+    rows = []
+    for arm, (rate, runs) in controlled("photos").items():
+        tests = [run["test"] for run in runs]
+        curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
+        cells = [curves[:, level], curves[:, 0], curves[:, level + 1 :].mean(1)]
+        cells += [[test[name][0] for test in tests] for name in ("salt and pepper", "blur")]
+        exits = [test["losses"][2] / test["losses"][4] for test in tests]
+        rows.append([arm, f"{rate:g}", spread(exits, 2), *(spread(cell, 2) for cell in cells)])
+    return markdown(header, rows)
+
+
+def imdb() -> str:
+    header = [
+        "arm", "learning rate", "seeds", "accuracy", "at layer 3", "noise 1", "noise 2", "typos", "rt-polarity",
+    ]  # fmt: skip
+    rows = []
+    for arm, (rate, runs) in controlled("imdb").items():
+        tests = [run["test"] for run in runs]
+        cells = [[test["accuracy"][layer] for test in tests] for layer in (-1, 2)]
+        cells += [[test["noise"][index] for test in tests] for index in (2, 4)]
+        cells += [[test["typos"][0] for test in tests], [run["rt-polarity"]["accuracy"][-1] for run in runs]]
+        rows.append([arm, f"{rate:g}", f"{len(runs)}", *(spread(cell, 1, 100) for cell in cells)])
+    return markdown(header, rows)
+
+
+def finished_runs() -> str:
+    return str(RESULTS / "runs_to_specification.jsonl")
+
+
+def specification() -> str:
+    """Of every task and arm what each seed took, from the finished runs alone."""
+    benchmark = script("runs_to_specification")
+    benchmark.train = None
+    rows = []
+    for task, seeds in SPECIFICATIONS.items():
+        kind, number = task.split("_")
+        for arm in ("ours", "fixed"):
+            words = ["--tasks", task, "--arms", arm, "--seeds", *map(str, seeds), "--budget", "4"]
+            words += ["--minilm", "-", "--rt_polarity", "-"]  # whose data are not needed
+            options = benchmark.parse([*words, "--output", finished_runs()])
+            with contextlib.redirect_stdout(None):  # it says what it finds
+                found = [runs for *_, runs in benchmark.searches(options)]
+            met = [[run for run in runs if run["met"]] for runs in found]
+            shown = [min(runs or others, key=lambda run: run["select"][-1]) for runs, others in zip(met, found)]
+            exits = benchmark.EXITS[kind][number]
+            ratios = [spread([r["certify"][k - 1] / r["certify"][-1] for r in shown], 3) for k in exits]
+            asked = ", ".join(f"f_{k} <= {1 + eps:g} f_L" for k, eps in exits.items())
+            counts = ", ".join(f"{len(runs)}" if done else f"not in {len(runs)}" for runs, done in zip(found, met))
+            last = spread([run["certify"][-1] for run in shown], 3)
+            rows.append([kind, asked, arm, counts, last, ", ".join(ratios)])
+    return markdown(["task", "asked", "arm", "runs of each seed", "f_L", "f_k / f_L"], rows)
+
+
+def defaults() -> str:
+    benchmark = script("runs_to_specification")
+    runs = [run for run in benchmark.Runs(finished_runs()).all() if run["settings"]["task"].endswith("_defaults")]
+    rows = []
+    for kind, rates in benchmark.DEFAULT_RATES.items():
+        if not (own := [run for run in runs if run["settings"]["task"] == f"{kind}_defaults"]):
+            continue
+        of_rate = {rate: [run for run in own if run["settings"]["rate"] == rate] for rate in rates}
+        rate = max(of_rate, key=lambda each: len(of_rate[each]))  # every seed was trained at the best alone
+        for name, objective in (("plain", "erm"), ("defaults", "descent")):
+            found = [run for run in of_rate[rate] if run["settings"]["objective"] == objective]
+            middle = (len(found[0]["certify"]) + 1) // 2
+            met = f"{sum(run['met'] for run in found)} of {len(found)}"
+            share = spread([run["share"] for run in found], 2)
+            cells = [spread([run[key][layer - 1] for run in found], 3) for key in ("certify", "values")
+                     for layer in (middle, len(found[0]["certify"]))]  # fmt: skip
+            rows.append([kind, name, f"{rate:g}", met, share, *cells])
+    header = ["task", "arm", "learning rate", "met", "share", "f_3", "f_L", "metric at layer 3", "at the last"]
+    return markdown(header, rows)
+
+
+def steps() -> str:
+    rows = []
+    for name, (file, arm, plain) in STEPS.items():
+        seconds = json.loads((RESULTS / file).read_text())
+        if "runs" in seconds:
+            seconds = {arm: [wall for run in runs for wall, _ in run["steps"]] for arm, runs in seconds["runs"].items()
+                       if arm != "floor"}  # fmt: skip
+            ratios = [median(seconds[arm]) / median(seconds[plain])]
+        else:
+            ratios = [one / other for one, other in zip(seconds["seconds"][arm], seconds["seconds"][plain])]
+        rows.append([name, f"{median(ratios):.2f}"])
+    return markdown(["what", "time, plain training or evaluation = 1"], rows)
+
+
+SPECIFICATIONS = {
+    "denoiser_easy": (3, 4, 5),
+    "denoiser_two": (3, 4, 5),
+    "denoiser_one": (3, 4, 5),
+    "minilm_one": (4, 5, 6),
+}
+STEPS = {
+    "step of a classifier": ("classifier_step.json", "descent", "stock Trainer"),
+    "step of a language model, default": ("lm_step.json", "subsampled", "erm"),
+    "step of a language model, all tokens": ("lm_step.json", "exact", "erm"),
+    "step of a denoiser": ("denoiser_step.json", "descent+noise", "erm+noise"),
+    "evaluation of all layers, language model": ("evaluation.json", "all layers", "plain evaluation"),
+}
+TABLES = {
+    "runs to specification": specification, "defaults": defaults, "photos": photos, "imdb": imdb, "steps": steps,
+}  # fmt: skip
+
+
+def page() -> str:
+    text = (DOCS / "results.md.in").read_text()
+    return re.sub(r"<!-- table (.+?) -->", lambda match: TABLES[match[1]](), text)
+
+
+if __name__ == "__main__":
+    (DOCS / "results.md").write_text(page())

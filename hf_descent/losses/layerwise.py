@@ -269,7 +269,7 @@ def find_layer_losses(
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
             raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason
-        logger.info(f"Each layer is read by running the model's own head: {reason}")
+        logger.info(f"Layers are read by replay of the model's own head: {reason}")
         if trains:
             task.takes_items = task.divides_by_items(inputs)
         return ReplayedLosses(replay, task, token_statistics)

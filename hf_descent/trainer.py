@@ -283,7 +283,7 @@ class DescentMixin:
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
         self._record = replace(self._record, also_selected=evaluation.is_of_training(self, eval_dataset))
-        holdout.report_shared_rows(self, {"eval_dataset": eval_dataset}, self._record.seen)
+        holdout.report_shared_rows(self, eval_dataset, self._record.seen)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
@@ -376,7 +376,7 @@ class DescentMixin:
         profile = layer_profile(model, dataset, **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
-            holdout.report_shared_rows(self, {"eval_dataset": eval_dataset}, self._record.seen)
+            holdout.report_shared_rows(self, eval_dataset, self._record.seen)
             facts = evaluation.facts_of(self._dual, evaluation.is_of_training(self, eval_dataset))
             self._record = replace(self._record, certificate=profile.certificate(**facts))
         return profile

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..hub.push import BENCHMARK_FILE, collect, write_card
+from ..hub.push import OPTIONAL_FILES, collect, write_card
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +44,6 @@ def run(args: argparse.Namespace) -> None:
             folder_path=args.run,
             commit_message="Upload model and card",
             ignore_patterns=ignored,
-            delete_patterns=BENCHMARK_FILE,  # of a former model; this one's, where there is one, is uploaded
+            delete_patterns=list(OPTIONAL_FILES),  # of a former model; this one's, where there are any, are uploaded
         )
         print(f"Uploaded to {commit.repo_url}")

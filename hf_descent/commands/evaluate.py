@@ -178,11 +178,11 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     problem = DescentProblem.saved_in(summary)
     gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
+    warmup = summary.get("warmup_layer_losses")
+    share = None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
-            warmup = torch.tensor(summary.get("warmup_layer_losses", profile.losses * 0))
-            share = problem.descent_share(warmup)
             results[f"verdict{profile.ending}"] = profile.certificate(args.confidence, warmup_share=share)
     run.write(results)
     return tables(results)

@@ -42,7 +42,8 @@ GIVEN = (
 )  # fmt: skip
 BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
 # What `generate(custom_generate=REPO)` runs. A model that trusts its folder has it for its own `generate`.
-DECODING_FILE = "custom_generate/generate.py"
+DECODING_FILE, REQUIREMENTS_FILE = "custom_generate/generate.py", "custom_generate/requirements.txt"
+OPTIONAL_FILES = (BENCHMARK_FILE, DECODING_FILE, REQUIREMENTS_FILE)  # those of a former training are to go
 DECODING = """\
 \"\"\"Decodes with drafts by the first {layer} layers; the text is that of the whole model.\"\"\"
 
@@ -127,9 +128,9 @@ def write_card(folder: str | Path, **facts: Any) -> None:
     layer = card.get("speculation_profile", {}).get("draft_layer")
     if layer and card["library_name"] != "peft":  # an adapter's repository holds no model
         contents[DECODING_FILE] = DECODING.format(layer=layer)
-        contents["custom_generate/requirements.txt"] = "hf_descent\n"
-    for name in {BENCHMARK_FILE, DECODING_FILE} - contents.keys():
-        (folder / name).unlink(missing_ok=True)  # of a former training
+        contents[REQUIREMENTS_FILE] = "hf_descent\n"
+    for name in {*OPTIONAL_FILES} - contents.keys():
+        (folder / name).unlink(missing_ok=True)
     for name, content in contents.items():
         (folder / name).parent.mkdir(exist_ok=True)
         with atomic_write(folder / name) as file:

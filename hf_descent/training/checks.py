@@ -18,7 +18,7 @@ from ..loading import has_position_table, position_limit
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, output_logits, probing
 from ..readout.stack import inner_model
-from .holdout import check_own_rows, check_shared_rows, report_shared_rows
+from .holdout import check_own_rows, check_shared_rows
 from .records import Given, evaluation_sets
 
 
@@ -131,9 +131,7 @@ def check_data(trainer: Trainer, given: Given) -> set[int]:
     if collates and trainer.compute_loss_func is None and given.readout is None:
         parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
         _check_classes(trainer.model, parts, trainer.label_names)
-    seen = check_shared_rows(trainer, given.dual_dataset)
-    report_shared_rows(trainer, evaluation_sets(trainer), seen)
-    return seen
+    return check_shared_rows(trainer, given.dual_dataset)
 
 
 def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:

@@ -1,7 +1,6 @@
 """Rows held out of training, on which the multipliers move (Cotter et al. 2019): constraints are on expectations."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,29 +55,31 @@ def _text(value) -> str:
 
 
 def check_shared_rows(trainer: Trainer, dual_dataset) -> set[int]:
-    """The keys of the rows that training and the multipliers see. ValueError where more than 1 % of the rows of
-    `dual_dataset` are in another part of the data: people's data has duplicates."""
+    """The keys of the rows that training and the multipliers see; evaluation rows among them are logged. ValueError
+    where more than 1 % of the rows of `dual_dataset` are in another part of the data: people's data has duplicates."""
     sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
-    keys = {name: set(row_keys(trainer, rows)) for name, rows in sets.items()}
-    for name, rows in sets.items():
-        share = sum(key in keys[name] for key in dual) / max(len(dual), 1)
-        if dual_dataset is not None and (dual_dataset is rows or share > MOST_SHARED):
+    keys = {name: row_keys(trainer, rows) for name, rows in sets.items()}
+    for name, rows in sets.items() if dual_dataset is not None else ():
+        share = np.isin(dual, keys[name]).mean() if dual else 0.0
+        if dual_dataset is rows or share > MOST_SHARED:
             raise ValueError(
                 f"`dual_dataset` has rows of `{name}` ({share:.1%} of those looked at): give rows that are not in any "
                 "other part of the data."
             )
-    return keys["train_dataset"].union(dual)
+    seen = {*keys.pop("train_dataset"), *dual}
+    for name, found in keys.items():
+        report_shared_rows(trainer, sets[name], seen, name, found)
+    return seen
 
 
-def report_shared_rows(trainer: Trainer, sets: Mapping[str, Any], seen: set[int]) -> None:
-    """Log how many rows of evaluation sets are among those `seen` in training, where there are any."""
-    for name, rows in sets.items() if seen else ():
-        keys = row_keys(trainer, rows)
-        if count := sum(key in seen for key in keys):
-            logger.warning(
-                f"{count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the weights "
-                "or the multipliers are fitted to: a verdict on them says less of new data."
-            )
+def report_shared_rows(trainer: Trainer, rows, seen: set[int], name: str = "eval_dataset", keys=None) -> None:
+    """Log how many `rows` of an evaluation are among those `seen` in training, where there are any."""
+    keys = row_keys(trainer, rows) if keys is None and seen else keys or []
+    if count := sum(key in seen for key in keys):
+        logger.warning(
+            f"{count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the weights "
+            "or the multipliers are fitted to: a verdict on them says less of new data."
+        )
 
 
 def split(dataset, args: DescentArguments) -> tuple:

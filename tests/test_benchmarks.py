@@ -8,6 +8,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import controlled
 import pytest
 
 
@@ -44,10 +45,7 @@ def test_a_benchmark_times_every_arm(name, tmp_path):
         ({-2: (4, 4), -1: (1, math.inf), 0: (2, math.nan), 1: (3, 3)}, {-2, -1, 0, 1}, {-1, 0, 1}),
     ],
 )
-def test_a_learning_rate_is_chosen_on_all_seeds_between_two_others(losses, tried, trained, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "benchmarks"))
-    import controlled
-
+def test_a_learning_rate_is_chosen_on_all_seeds_between_two_others(losses, tried, trained):
     known = defaultdict(lambda: (8, 8), losses)
     calls = []
 

@@ -1,19 +1,7 @@
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
-
-
-PATH = Path(__file__).parents[1] / "recipes" / "benchmarks" / "runs_to_specification.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark():
-    spec = importlib.util.spec_from_file_location("runs_to_specification", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+import runs_to_specification as benchmark
 
 
 # For each arm, what each of two exits needs, the coefficient at which training breaks down, and the coefficients that
@@ -26,10 +14,12 @@ def benchmark():
         ("fixed", (0.5, 30), math.inf, [(1, 1), (1, 10), (1, 100)]),
         ("fixed", (0.5, 30), 50, [(1, 1), (1, 10), (1, 100), (1, math.sqrt(1000))]),
         ("quadratic", (5, 20), math.inf, [(1,), (10,), (100,)]),
+        ("hinge", (5, 20), math.inf, [(1,), (10,), (100,)]),
+        ("deep_supervision", (5, 20), math.inf, [(1,)]),
         ("quadratic", (5, 200), 150, [(1,), (10,), (100,), (1000,)]),
     ],
 )
-def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(benchmark, arm, needs, breaks, tried):
+def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(arm, needs, breaks, tried):
     def run(coefficients, rate):
         values = coefficients if len(coefficients) == 2 else coefficients * 2
         missed = [value < need for value, need in zip(values, needs)]
@@ -43,7 +33,7 @@ def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(benchmark, arm,
     assert [found["coefficients"] for found in runs] == [pytest.approx(values) for values in tried]
 
 
-def test_finished_runs_are_not_repeated(benchmark, tmp_path, monkeypatch):
+def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     output = tmp_path / "runs.jsonl"
     options = ["--smoke", "--seeds", "0", "--tasks", "denoiser_two", "--arms", "ours", "fixed", "--budget", "3"]
     table = benchmark.main([*options, "--output", str(output)])

@@ -14,20 +14,16 @@ them.
 """
 
 import argparse
-import subprocess
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import DatasetDict, load_dataset
-from runs_to_specification import Runs
+from harness import Runs, fit
 from scipy.ndimage import gaussian_filter
-from transformers import PrinterCallback, set_seed
+from transformers import set_seed
 
-from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.commands import demo
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import tokenize
@@ -176,18 +172,6 @@ def classify(task: str, options: argparse.Namespace, settings: dict, rate: float
     return found
 
 
-def fit(model, rows, settings: dict, **extra) -> tuple[DescentTrainer, float]:
-    """A trained trainer, and the processor seconds that it took."""
-    with tempfile.TemporaryDirectory() as folder:
-        quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "error"}
-        args = DescentConfig(folder, use_cpu=True, logging_steps=100, **quiet, **settings)
-        trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
-        trainer.remove_callback(PrinterCallback)
-        start = time.process_time()
-        trainer.train()
-        return trainer, time.process_time() - start
-
-
 def search(arm: str, first: float, seeds: list[int], run) -> None:
     """Train the arm with each seed at the learning rate of the least last loss on the select rows, which lies between
     two others where it can."""
@@ -234,14 +218,12 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     Path(options.output).parent.mkdir(exist_ok=True)
     finished, chosen = Runs(options.output), arms(options.task)
-    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
     train = classify if options.task == "imdb" else denoise
 
     def run(arm: str, rate: float, seed: int) -> dict:
         key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
         key |= {"epochs": options.epochs} if options.task == "imdb" else {}
-        found = finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed) | {"commit": commit})
+        found = finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed))
         print(f"{arm}, {rate:g}, seed {seed}: {[round(loss, 4) for loss in found['select']]}", flush=True)
         return found
 

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
+
+from hf_descent import DescentConfig, DescentTrainer
 
 
 class Clock(TrainerCallback):
@@ -63,6 +68,45 @@ def report(seconds: Mapping[str, Sequence[float]], baseline: str, output: Path |
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     low, middle, high = np.percentile(values, (25, 50, 75))
     return float(low), float(middle), float(high)
+
+
+def fit(model, rows, settings: dict, **extra) -> tuple[DescentTrainer, float]:
+    """A trained trainer that writes and says nothing, and the processor seconds that it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "error"}
+        args = DescentConfig(folder, use_cpu=True, logging_steps=100, **quiet, **settings)
+        trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
+        trainer.remove_callback(PrinterCallback)
+        start = time.process_time()
+        trainer.train()
+        return trainer, time.process_time() - start
+
+
+class Runs:
+    """Finished runs in a file of JSON lines, by their settings, each with the commit of its code."""
+
+    def __init__(self, path: str):
+        self._path, self._known = path, {}
+        describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        self._commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+        if os.path.exists(path):
+            with open(path) as file:
+                for line in map(json.loads, file):
+                    self._known[json.dumps(line["settings"], sort_keys=True)] = line
+
+    def all(self) -> list[dict]:
+        return list(self._known.values())
+
+    def get(self, settings: dict, make: Callable[[], dict]) -> dict:
+        key = json.dumps(settings, sort_keys=True)
+        if key not in self._known:
+            text = json.dumps({"settings": settings, **make(), "commit": self._commit})
+            # Six digits of each number are enough for the tables.
+            found = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
+            self._known[key] = found
+            with open(self._path, "a") as file:
+                file.write(json.dumps(found) + "\n")
+        return self._known[key]
 
 
 def write(output: Path | None, **facts: Any) -> None:

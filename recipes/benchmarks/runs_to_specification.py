@@ -7,7 +7,8 @@ arms, whole runs each:
 
 - ours: `OURS`; a run that misses is followed by one with twice the dual rate and twice the margin;
 - fixed: f_L + sum_k c_k f_k with constant weights;
-- quadratic: f_L + c/2 sum_k [violation_k]^2;
+- quadratic, hinge: f_L + c/2 sum_k [violation_k]^2, or c sum_k [violation_k];
+- deep_supervision: the sum of the losses of all layers, with nothing to search but the learning rate;
 - plain: training without any of it, for comparison.
 
 The coefficients start at 1. Those of exits that are missed grow tenfold, and a coefficient at which training breaks
@@ -24,8 +25,6 @@ import itertools
 import json
 import math
 import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -33,9 +32,9 @@ from functools import cache, partial
 import numpy as np
 import torch
 from datasets import concatenate_datasets
-from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PrinterCallback, set_seed
+from harness import Runs, fit
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, set_seed
 
-from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.commands import demo
 from hf_descent.constraints.problem import DescentProblem
 from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
@@ -45,34 +44,41 @@ from hf_descent.loading import load_tokenizer
 from hf_descent.models import LinearReadoutForSequenceClassification
 
 
-# Those of the denoiser, but the easy one, are fixed on seed 100, by the rule in README.md; those of MiniLM are not.
+# Those of the denoiser, but the easy one, are fixed on seed 100, by the rule in README.md; the others are not.
 EXITS = {
     "denoiser": {"one": {3: 0.16}, "easy": {3: 0.25}, "two": {2: 0.35, 4: 0.08}, "defaults": {}},
     "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}, "defaults": {}},
+    "imdb": {"one": {3: 0.1}, "defaults": {}},
     "lm": {"defaults": {}},
 }
-ARMS = ("plain", "ours", "fixed", "quadratic")
-LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,)}
-DEFAULT_RATES = {"denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2)}
-STEPS = {"denoiser": 600, "minilm": 300, "lm": 1200}
-BATCH = {"denoiser": 32, "minilm": 16, "lm": 8}
-NUM_LAYERS = {"denoiser": 5, "minilm": 6, "lm": 5}
-CHANCE = {"denoiser": 1.0, "minilm": math.log(2)}  # losses of the noisy input, and of balanced classes
+ARMS = ("plain", "ours", "fixed", "quadratic", "hinge", "deep_supervision")
+WITHOUT_COEFFICIENTS = ("plain", "deep_supervision")
+LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,), "imdb": (1e-4,)}
+DEFAULT_RATES = {
+    "denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "imdb": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2),
+}  # fmt: skip
+STEPS = {"denoiser": 600, "minilm": 300, "imdb": 600, "lm": 1200}
+BATCH = {"denoiser": 32, "minilm": 16, "imdb": 16, "lm": 8}
+NUM_LAYERS = {"denoiser": 5, "minilm": 6, "imdb": 6, "lm": 5}
+# Losses of the noisy input, and of balanced classes.
+CHANCE = {"denoiser": 1.0, "minilm": math.log(2), "imdb": math.log(2)}
+# What is held out, as parts of the data and the files that they are read from; all rows, or 4,000 of each.
+TEXTS = {"minilm": {"validation": "validation", "test": "test"}, "imdb": {"validation": "test"}}
 OURS = {"dual_optim": "pi", "dual_learning_rate": 0.02, "dual_warmup_steps": 0.0, "target_margin": 0.05}
 GROWTH = 10.0  # of a coefficient whose row is missed
 
 
 def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ...]) -> dict:
     """The arguments of `DescentConfig` that make an arm."""
-    if arm == "plain":
-        return {"objective": "erm"}
+    if arm in WITHOUT_COEFFICIENTS:
+        return {"objective": "erm" if arm == "plain" else arm}
     if arm == "ours" and not exits:
         return {"objective": "descent"}
     if arm == "ours":
         growing = {name: coefficients[0] * OURS[name] for name in ("dual_learning_rate", "target_margin")}
         return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
     weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
-    margin = {"target_margin": OURS["target_margin"]} if arm == "quadratic" else {}
+    margin = {} if arm == "fixed" else {"target_margin": OURS["target_margin"]}
     return {"objective": arm, "exit_targets": exits, "dual_warmup_steps": 0.0, **weights, **margin}
 
 
@@ -117,11 +123,11 @@ def search(
     # A learning rate that meets it goes first, then the lower f_L; read off the select rows.
     best = min(runs, key=lambda found: (any(found["missed"]), found["broke"], found["select"][-1]))
     rate, last = rates[runs.index(best)], best
-    while arm != "plain" and not any(found["met"] for found in runs) and len(runs) < budget:
+    while arm not in WITHOUT_COEFFICIENTS and not any(found["met"] for found in runs) and len(runs) < budget:
         coefficients.after(last["missed"], last["broke"])
         last = run(coefficients.values, rate)
         runs.append(last)
-    if arm in ("plain", "ours") or not any(found["met"] for found in runs):
+    if arm in (*WITHOUT_COEFFICIENTS, "ours") or not any(found["met"] for found in runs):
         return runs
     met = best if best["met"] else next(found for found in runs if found["met"])
     high, low = 1.0, 1 / GROWTH  # common factors of the coefficients that are met and, as it is assumed, are not
@@ -148,18 +154,20 @@ def denoiser(smoke: bool):
 
 
 @cache
-def sentences(model_path: str, folder: str):
-    """1,000 rows of the training file to select on; the other two files to certify."""
+def texts(kind: str, model_path: str, folder: str):
+    """1,000 rows of the training file to select on; the other files to certify."""
     tokenizer = load_tokenizer(model_path)
-    files = {f"{name}_file": os.path.join(folder, f"{name}.parquet") for name in ("train", "validation", "test")}
-    data = tokenize(load_text_classification(DataArguments(label_column="label", **files)), tokenizer, 64)
+    parts = {"train": "train", **TEXTS[kind]}
+    files = {f"{part}_file": os.path.join(folder, f"{name}.parquet") for part, name in parts.items()}
+    arguments = DataArguments(label_column="label", max_eval_samples=4000, **files)
+    data = tokenize(load_text_classification(arguments), tokenizer, 64)
     rows = data["train"].shuffle(seed=0)
-    certify = concatenate_datasets([data["validation"], data["test"]])
+    certify = concatenate_datasets([data[part] for part in TEXTS[kind]])
     return tokenizer, [rows.select(range(1000, len(rows))), rows.select(range(1000)), certify]
 
 
-def minilm(model_path: str, folder: str):
-    tokenizer, rows = sentences(model_path, folder)
+def minilm(kind: str, model_path: str, folder: str):
+    tokenizer, rows = texts(kind, model_path, folder)
     model = LinearReadoutForSequenceClassification.from_encoder(model_path, "mean", num_labels=2)
     return model, rows, {"lr_scheduler_type": "linear", "warmup_steps": 0.06}, {"processing_class": tokenizer}
 
@@ -181,38 +189,24 @@ def lm(model_path: str, file: str):
 
 
 def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, rate: float, seed: int) -> dict:
-    """One run: layer losses on the select and the certify rows, which rows are met there, seconds of training."""
-    kind, steps = task.split("_")[0], 4 if options.smoke else STEPS[task.split("_")[0]]
-    given = {"denoiser": (options.smoke,), "minilm": (options.minilm, options.rt_polarity)}
-    given["lm"] = (options.stories260k, options.alpaca)
-    make = {"denoiser": denoiser, "minilm": minilm, "lm": lm}[kind]
-    make(*given[kind])  # reads the data, once
+    """One run: layer losses on the select and the certify rows, which rows are met there, and processor seconds."""
+    kind = task.split("_")[0]
+    steps = 4 if options.smoke else STEPS[kind]
+    texts = (minilm, kind, options.minilm)
+    make, *given = {
+        "denoiser": (denoiser, options.smoke),
+        "minilm": (*texts, options.rt_polarity),
+        "imdb": (*texts, options.imdb),
+        "lm": (lm, options.stories260k, options.alpaca),
+    }[kind]
+    make(*given)  # reads the data, once
     set_seed(seed)  # the head is drawn after it
-    model, (rows, select, certify), config, extra = make(*given[kind])
-    with tempfile.TemporaryDirectory() as folder:
-        args = DescentConfig(
-            output_dir=folder,
-            learning_rate=rate,
-            per_device_train_batch_size=BATCH[kind],
-            max_steps=steps,
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=max(1, steps // 10),
-            disable_tqdm=True,
-            log_level="error",
-            use_cpu=True,
-            **config,
-            **settings,
-        )
-        trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
-        trainer.remove_callback(PrinterCallback)
-        start = time.perf_counter()
-        trainer.train()
-        seconds = time.perf_counter() - start
-        shared = {"gamma": config.get("noise_gamma", 0.0), "problem": None, "batch_size": 32}
-        shared["metric"] = "rmse" if kind == "denoiser" else "accuracy"
-        profiles = [trainer.evaluate_layers(data, **shared) for data in (select, certify)]
+    model, (rows, select, certify), config, extra = make(*given)
+    shared = {"learning_rate": rate, "per_device_train_batch_size": BATCH[kind], "max_steps": steps, "seed": seed}
+    trainer, seconds = fit(model, rows, {**shared, **config, **settings}, **extra)
+    measure = {"gamma": config.get("noise_gamma", 0.0), "metric": "rmse" if kind == "denoiser" else "accuracy"}
+    measure |= {"problem": None, "batch_size": 32}
+    profiles = [trainer.evaluate_layers(data, **measure) for data in (select, certify)]
     chance, depth = CHANCE.get(kind, profiles[0].chance), NUM_LAYERS[kind]
     if exits:
         problem = DescentProblem(None, chance, depth, exit_targets=exits)
@@ -234,28 +228,6 @@ def train(task: str, options: argparse.Namespace, exits: dict, settings: dict, r
         "missed": [verdict != "met" for verdict in found["verdicts"][0]],
         "broke": not (np.isfinite(profiles[0].losses).all() and profiles[0].losses[-1] < problem.chance),
     }
-
-
-class Runs:
-    """Finished runs in a file of JSON lines, by their settings."""
-
-    def __init__(self, path: str):
-        self._path, self._known = path, {}
-        if os.path.exists(path):
-            with open(path) as file:
-                for line in map(json.loads, file):
-                    self._known[json.dumps(line["settings"], sort_keys=True)] = line
-
-    def all(self) -> list[dict]:
-        return list(self._known.values())
-
-    def get(self, settings: dict, make: Callable[[], dict]) -> dict:
-        key = json.dumps(settings, sort_keys=True)
-        if key not in self._known:
-            self._known[key] = {"settings": settings, **make()}
-            with open(self._path, "a") as file:
-                file.write(json.dumps(self._known[key]) + "\n")
-        return self._known[key]
 
 
 def runner(options: argparse.Namespace, task: str, arm: str, seed: int) -> Callable[[tuple[float, ...], float], dict]:
@@ -302,7 +274,7 @@ def defaults(options: argparse.Namespace) -> str:
 
 def table(found: list[tuple[str, str, int, list[dict]]]) -> str:
     """Of every search: runs until the specification was met, how many of the first runs (one per learning rate) met
-    it, f_L and exits of the run that did, the least f_L of such a run after `--refine`, seconds of training."""
+    it, f_L and exits of the run that did, the least f_L of such a run after `--refine`, processor seconds."""
     names = ["task", "arm", "seed", "runs", "met by first", "f_L", "f_k / f_L", "f_L refined", "seconds"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for task, arm, seed, runs in found:
@@ -347,6 +319,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default="runs_to_specification.jsonl", help="finished runs; read and appended to")
     parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
     parser.add_argument("--rt_polarity", help="folder with train.parquet, validation.parquet, test.parquet")
+    parser.add_argument("--imdb", help="folder with train.parquet and test.parquet")
     parser.add_argument("--settings", type=json.loads, default={}, help="of ours, in place of its own, as JSON")
     parser.add_argument("--stories260k", help="folder of the language model stories260K")
     parser.add_argument("--alpaca", help="train.parquet of Stanford Alpaca")
@@ -356,7 +329,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--holds", action="store_true", help=help)
     parser.add_argument("--smoke", action="store_true", help="four steps on a few rows, to see that it works")
     options = parser.parse_args(argv)
-    for kind, names in {"minilm": ["minilm", "rt_polarity"], "lm": ["stories260k", "alpaca"]}.items():
+    needed = {
+        "minilm": ["minilm", "rt_polarity"], "imdb": ["minilm", "imdb"], "lm": ["stories260k", "alpaca"],
+    }  # fmt: skip
+    for kind, names in needed.items():
         is_asked = kind in [task.split("_")[0] for task in options.defaults or options.tasks]
         if is_asked and not options.holds and not all(getattr(options, name) for name in names):
             parser.error(f"The tasks of {kind} need --{' and --'.join(names)}.")

@@ -106,8 +106,8 @@ def specification() -> str:
             options = benchmark.parse([*words, "--output", finished_runs()])
             with contextlib.redirect_stdout(None):  # it says what it finds
                 found = [runs for *_, runs in benchmark.searches(options)]
-            met = [[run for run in runs if run["met"]] for runs in found]
-            shown = [min(runs or others, key=lambda run: run["select"][-1]) for runs, others in zip(met, found)]
+            met = list(map(benchmark.found_by, found))
+            shown = [run or min(runs, key=lambda run: run["select"][-1]) for run, runs in zip(met, found)]
             exits = benchmark.EXITS[kind][number]
             ratios = [spread([r["certify"][k - 1] / r["certify"][-1] for r in shown], 3) for k in exits]
             asked = ", ".join(f"f_{k} <= {1 + eps:g} f_L" for k, eps in exits.items())

@@ -41,3 +41,20 @@ def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "train", None)
     assert benchmark.main([*options, "--output", str(output)]) == table
     assert len(output.read_text().splitlines()) == 6
+
+
+def test_settings_that_a_search_found_are_tried_with_the_other_seeds(tmp_path, monkeypatch):
+    """Each seed needs a coefficient of its own: the first two hold for the third, too, which finds its own at once."""
+    needs, trained = {0: 2.0, 1: 2.0, 2: 1.0}, []
+
+    def train(task, options, exits, settings, rate, seed):
+        trained.append(seed)
+        met = settings["dual_learning_rate"] >= needs[seed] * benchmark.OURS["dual_learning_rate"]
+        return {"met": met, "missed": [not met], "broke": False, "select": [1.0], "certify": [1.0]}
+
+    monkeypatch.setattr(benchmark, "train", train)
+    monkeypatch.setattr(benchmark, "LEARNING_RATES", {"denoiser": (1e-3,)})
+    options = ["--holds", "--tasks", "denoiser_one", "--arms", "ours", "--seeds", "0", "1", "2"]
+    table = benchmark.main([*options, "--output", str(tmp_path / "runs.jsonl")])
+    assert table.splitlines()[-1] == "| denoiser_one | ours | 3 of 3 | 4 of 6 |"
+    assert sorted(trained) == [0, 0, 1, 1, 2, 2]

@@ -272,16 +272,22 @@ def defaults(options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def table(found: list[tuple[str, str, int, list[dict]]]) -> str:
+def found_by(runs: list[dict]) -> dict | None:
+    """The run with which a search ends: of learning rates that both meet the specification the one with the lower loss
+    on the select rows; `None` where none did."""
+    met = (run for run in runs if run["met"] and "refines" not in run)
+    return min(met, key=lambda run: run["select"][-1], default=None)
+
+
+def table(options: argparse.Namespace) -> str:
     """Of every search: runs until the specification was met, how many of the first runs (one per learning rate) met
     it, f_L and exits of the run that did, the least f_L of such a run after `--refine`, processor seconds."""
     names = ["task", "arm", "seed", "runs", "met by first", "f_L", "f_k / f_L", "f_L refined", "seconds"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for task, arm, seed, runs in found:
+    for task, arm, seed, runs in searches(options):
         counted = [run for run in runs if "refines" not in run]
         exits = [int(layer) for layer in EXITS[task.split("_")[0]][task.split("_")[1]]]
-        # Of learning rates that both meet it, the one with the lower loss on the select rows.
-        met = min((run for run in counted if run["met"]), key=lambda run: run["select"][-1], default=None)
+        met = found_by(runs)
         shown = met or min(counted, key=lambda run: run["select"][-1])
         last = shown["certify"][-1]
         ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
@@ -295,16 +301,20 @@ def table(found: list[tuple[str, str, int, list[dict]]]) -> str:
     return "\n".join(lines)
 
 
-def holds(path: str) -> str:
-    """Of finished runs that met the specification, how many of the other seeds meet it with the same settings."""
-    groups, lines = {}, ["| settings | met | pairs that hold |", "|---|---|---|"]
-    for run in Runs(path).all():
-        settings = {name: value for name, value in run["settings"].items() if name != "seed"}
-        groups.setdefault(json.dumps(settings), []).append(run["met"])
-    for settings, met in groups.items():
-        if any(met) and (others := len(met) - 1):
-            pairs = f"{sum(met) * (sum(met) - 1)} of {sum(met) * others}"
-            lines.append(f"| {settings} | {sum(met)} of {len(met)} | {pairs} |")
+def holds(options: argparse.Namespace) -> str:
+    """Of every task and arm: how many searches met the specification, and with how many of the other seeds the
+    settings that they found meet it as well."""
+    pairs = {}
+    for task, arm, seed, runs in list(searches(options)):
+        pairs.setdefault((task, arm), [])
+        if found := found_by(runs):
+            others = [runner(options, task, arm, other) for other in options.seeds if other != seed]
+            met = [run(found["coefficients"], found["rate"])["met"] for run in others]
+            pairs[task, arm].append(met)
+    lines = ["| task | arm | searches that met it | pairs that hold |", "|---|---|---|---|"]
+    for (task, arm), found in pairs.items():
+        held = f"{sum(map(sum, found))} of {sum(map(len, found))}"
+        lines.append(f"| {task} | {arm} | {len(found)} of {len(options.seeds)} | {held} |")
     return "\n".join(lines)
 
 
@@ -325,7 +335,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpaca", help="train.parquet of Stanford Alpaca")
     help = "compare the package's defaults to plain training, instead"
     parser.add_argument("--defaults", nargs="+", choices=EXITS, default=[], help=help)
-    help = "of finished runs, print how far what was met is met with the other seeds, instead"
+    help = "train with the settings that each search found and every other seed, and count those that meet it, instead"
     parser.add_argument("--holds", action="store_true", help=help)
     parser.add_argument("--smoke", action="store_true", help="four steps on a few rows, to see that it works")
     options = parser.parse_args(argv)
@@ -334,7 +344,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     }  # fmt: skip
     for kind, names in needed.items():
         is_asked = kind in [task.split("_")[0] for task in options.defaults or options.tasks]
-        if is_asked and not options.holds and not all(getattr(options, name) for name in names):
+        if is_asked and not all(getattr(options, name) for name in names):
             parser.error(f"The tasks of {kind} need --{' and --'.join(names)}.")
     return options
 
@@ -342,9 +352,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> str:
     options = parse(argv)
     torch.set_num_threads(1)
-    if options.holds:
-        return holds(options.output)
-    return defaults(options) if options.defaults else table(list(searches(options)))
+    answer = defaults if options.defaults else holds if options.holds else table
+    return answer(options)
 
 
 if __name__ == "__main__":

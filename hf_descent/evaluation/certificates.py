@@ -54,6 +54,7 @@ class Certificate(Result):
         also_selected (`bool`): whether training was evaluated on this data too, which may have chosen its checkpoint
             and its settings: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
+        loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
     """
 
     losses: np.ndarray
@@ -76,6 +77,7 @@ class Certificate(Result):
     items: int | None = None
     also_selected: bool = False
     data_name: str = ""
+    loss_radii: np.ndarray | None = None
 
     def __str__(self) -> str:
         columns = {
@@ -163,6 +165,7 @@ def certify(
         items=round(total[-1, 1]),
         also_selected=also_selected,
         data_name=data_name,
+        loss_radii=np.broadcast_to(radius(_means, blocks, confidence), losses.shape),
     )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -81,21 +81,25 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
             _line(axes, np.arange(1, len(losses[0]) + 1), losses, error, name, number, len(groups))
             if runs[0].summary.get("objective") not in UNCONSTRAINED and first.problem is not None:
                 draw_asked(axes, first.certificate(), STYLES[number % len(STYLES)]["color"])
-        axes.set(xlabel="layer", title=_level(gamma) + (" (training level)" if gamma in trained else ""))
+        axes.set(xlabel="layer", title=_title(gamma, trained))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
 
 
-def plot_evaluation(losses: Sequence[float], certificate: Certificate | None = None) -> Figure:
-    """The loss of every layer `[L]` in one evaluation, and what each row of its certificate asked."""
+def plot_evaluation(
+    losses: Sequence[float], certificate: Certificate | None = None, gamma_train: float = 0.0, constrained: bool = True
+) -> Figure:
+    """The loss of every layer `[L]` in one evaluation without noise; of its certificate the 95 % intervals and, in a
+    `constrained` training, what each row asked."""
     figure = Figure(figsize=(5, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(np.arange(1, len(losses) + 1), losses, **STYLES[0])
-    if certificate is not None:
+    _line(axes, np.arange(1, len(losses) + 1), [losses], certificate.loss_radii if certificate else 0.0, "", 0, 1)
+    if certificate and constrained:
         draw_asked(axes, certificate)
-    axes.set(xlabel="layer", ylabel="held-out loss")
+    title = _title(0.0, {gamma_train}) + (f"; training level {gamma_train:g}" if gamma_train else "")
+    axes.set(xlabel="layer", ylabel="held-out loss", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
@@ -113,8 +117,8 @@ def pixels(figure: Figure) -> np.ndarray:
     return np.array(canvas.buffer_rgba())[..., :3]
 
 
-def _level(gamma: float) -> str:
-    return f"noise level {gamma:g}" if gamma else "without noise"
+def _title(gamma: float, trained: Collection[float]) -> str:
+    return (f"noise level {gamma:g}" if gamma else "without noise") + (" (training level)" if gamma in trained else "")
 
 
 def _line(axes: Axes, x: np.ndarray, runs: Sequence[np.ndarray], error, name: str, number: int, groups: int):

@@ -89,8 +89,8 @@ class LayerFigureCallback(TrainerCallback):
         names = [name for name in metrics or {} if LAYER_LOSS.search(name)]
         if not (trackers and names and state.is_world_process_zero):
             return
-        certificate = None if args.objective in UNCONSTRAINED else self.certificate()
-        image = pixels(plot_evaluation([metrics[name] for name in names], certificate))
+        facts = self.certificate(), args.gamma_train, args.objective not in UNCONSTRAINED
+        image = pixels(plot_evaluation([metrics[name] for name in names], *facts))
         ((name, image),) = rewrite_logs({LAYER_LOSS.sub("layer_losses", names[0]): image}).items()
         for tracker in trackers:
             if isinstance(tracker, TrackioCallback):

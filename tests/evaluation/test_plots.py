@@ -44,6 +44,9 @@ def test_layers_have_a_panel_for_each_level_that_all_runs_have(groups):
     for run in groups["descent"]:
         run.curve.gamma_train = 2.0
     assert plots.plot_layers(groups).axes[1].get_title() == "noise level 2 (training level)"
+    assert plots.plot_layers(groups).axes[0].get_yscale() == "linear"
+    groups["erm"] = [make_run([0.5, 0.6], losses=(9.0, 5.0, 0.4))]
+    assert {axes.get_yscale() for axes in plots.plot_layers(groups).axes} == {"log"}
     del groups["erm"][0].profiles[2.0]
     assert len(plots.plot_layers(groups).axes) == 1
 

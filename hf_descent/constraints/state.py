@@ -202,6 +202,7 @@ class DescentState:
             self._ascend(self.held_out.layer_losses(layers, step // DUAL_EVERY), step, DUAL_EVERY)
         if step + 1 == self.active_from:
             self.warmup_losses = self.mean_losses
+        self._report_progress(step + 1)
 
     def _ascend(self, layer_losses: torch.Tensor, step: int, repeats: int = 1) -> None:
         """One step of averages and multipliers on layer losses `[L]`, or what `repeats` steps come to; no host reads.
@@ -286,7 +287,6 @@ class DescentState:
             logs |= _numbered("weight", self.weights(step))
         logs["max_violation"] = max(violations[row.index].item() for row in self.problem.rows)
         logs["lagrangian"] = self.problem.lagrangian(losses, self.multipliers.values, self.level).item()
-        self._report_progress(step)
         return logs
 
     def report(self) -> dict[str, float]:

@@ -148,7 +148,7 @@ def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
 def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path, caplog, most):
     args = config(
         tmp_path, max_steps=60, descent_alpha=None, learning_rate=0.0, exit_targets={1: 0.0}, loss_targets={2: 0.5},
-        multiplier_max=most,
+        multiplier_max=most, logging_steps=500,
     )  # fmt: skip
     trainer = DescentTrainer(bert(), args, train_dataset=DATA)
     trainer.train()

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ..constraints.problem import check_constrained_layers, check_targets
 from ..constraints.state import DescentState
 from ..loading import has_position_table, position_limit
 from ..readout.labels import IGNORE_INDEX, labels_of
@@ -37,6 +38,12 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         loss_method: the `compute_loss` of the class that the mixin stands before.
     """
     args, accelerator = trainer.args, trainer.accelerator
+    config = getattr(inner_model(trainer.model), "config", None)
+    # That of an encoder-decoder is the number of its encoder's.
+    if hasattr(config, "num_hidden_layers") and not getattr(config, "is_encoder_decoder", False):
+        for name in ("exit_targets", "loss_targets"):
+            check_targets(name, getattr(args, name), config.num_hidden_layers)
+        check_constrained_layers(args.constrained_layers, config.num_hidden_layers)
     if loss_method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
         raise ValueError(
             f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
@@ -93,7 +100,9 @@ def check_supported(trainer: Trainer, loss_method) -> None:
 
 
 def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
-    """ValueError where a trainer is given both."""
+    """ValueError where a trainer is given both, TypeError where the first is no function."""
+    if not (layer_loss_fn is None or callable(layer_loss_fn)):
+        raise TypeError(f"`layer_loss_fn` is {layer_loss_fn!r}; give a function of outputs, labels and items.")
     if layer_loss_fn is not None and compute_loss_func is not None:
         raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
 

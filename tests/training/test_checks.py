@@ -114,3 +114,21 @@ def test_a_loss_of_ones_own_takes_labels_that_the_model_s_does_not(tmp_path):
     rows = relabelled(lambda index, label: label + 0.5)
     metrics = fit(tmp_path, bert(), rows, rows, layer_loss_fn=ordinal).evaluate()
     assert metrics["eval_layer_loss_3"] == metrics["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"exit_targets": {3: 0.1}}, "`exit_targets` is {3: 0.1}.* layers 1 to 2"),
+        ({"loss_targets": {4: 0.1}}, "`loss_targets` is {4: 0.1}.* layers 1 to 3"),
+        ({"constrained_layers": [1, 4]}, "`constrained_layers` names layer 4"),
+    ],
+)
+def test_layers_that_the_model_does_not_have_are_refused_when_the_trainer_is_made(tmp_path, given, found):
+    with pytest.raises(ValueError, match=found):
+        DescentTrainer(bert(num_layers=3), config(tmp_path, **given), train_dataset=DATA)
+
+
+def test_a_loss_that_is_no_function_is_named(tmp_path):
+    with pytest.raises(TypeError, match="`layer_loss_fn` is 3"):
+        DescentTrainer(bert(), config(tmp_path), train_dataset=DATA, layer_loss_fn=3)

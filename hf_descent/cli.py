@@ -37,7 +37,8 @@ COMMANDS = {
 }
 
 # By the module that is missing, what installs it.
-EXTRAS = {"trl": "sft", "peft": "peft", "optuna": "tune", "av": "video", "dp_accounting": "privacy"}
+EXTRAS = {"trl": "sft", "peft": "peft", "optuna": "tune", "av": "video", "dp_accounting": "privacy", "gradio": "show"}
+EXTRAS |= dict.fromkeys(("onnx", "onnxscript"), "onnx")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
@@ -59,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
-    args = parser.parse_args(argv)
+    args = parser.parse_args((sys.argv[1:] if argv is None else argv) or ["--help"])
     if "LOCAL_RANK" in os.environ:  # some clusters set the size alone, in every container
         check_processes(args.command, int(os.environ.get("WORLD_SIZE", 1)))
 
@@ -94,7 +95,7 @@ def console() -> None:
         if sys.argv[1:2] == ["--debug"]:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):
-            error = f"{error}: `pip install hf_descent[{extra}]`"
+            error = f"{error}: `pip install 'hf_descent[{extra}]'`, in a clone `pip install '.[{extra}]'`"
         print("hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)", file=sys.stderr)
         sys.exit(2)
 

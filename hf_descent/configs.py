@@ -1,5 +1,6 @@
 """Arguments of the descent objective, mixed into the ecosystem's training arguments."""
 
+import ast
 import contextlib
 import dataclasses
 import inspect
@@ -26,7 +27,7 @@ from .constraints.problem import (
 )
 
 
-# Take a number, a list or a word; on a command line, as JSON. Those that are lists alone take several words as well.
+# Take a number, a list or a word; on a command line, as text. Those that are lists alone take several words as well.
 JSON_ARGUMENTS = (
     "descent_alpha", "initial_loss_bound", "constrained_layers", "exit_targets", "loss_targets", "fixed_multipliers",
     "noise_gamma", "eval_gammas",
@@ -76,8 +77,8 @@ class DescentArguments:
         that the last layer has at the time. "steps": the paper's rows with the step sizes of such a descent. "auto" is
         "line"; so is leaving it out, unless there are targets.
     exit_targets (`dict[int, float]`, *optional*):
-        Maps a layer k < L to how much higher its loss may be than the last layer's: {3: 0.05} asks that a model cut
-        after layer 3 loses at most 5 %.
+        Maps a layer k < L to how much higher its loss may be than the last layer's: {3: 0.05}, in a shell in quotes,
+        asks that a model cut after layer 3 loses at most 5 %.
     loss_targets (`dict[int, float]`, *optional*):
         Maps a layer to the loss that it must be below, in units of the task loss.
     initial_loss_bound (`float` or `"auto"`, *optional*, defaults to `"auto"`):
@@ -336,8 +337,8 @@ def _parse(name: str, value: Any) -> Any:
     is_folder = name == "fixed_multipliers" and isinstance(value, str) and not value.startswith("[")
     if not isinstance(value, str) or value in ("auto", *PATHS) or is_folder:
         return value
-    for read in (json.loads, float):  # JSON has neither `.5` nor `1.`
-        with contextlib.suppress(ValueError):
+    for read in (json.loads, float, ast.literal_eval):  # JSON has neither `.5` nor `{3: 0.05}`
+        with contextlib.suppress(ValueError, SyntaxError):
             return read(value)
     words = "'auto', 'line' or 'steps'" if name == "descent_alpha" else "'auto' where it takes it"
-    raise ValueError(f'`{name}` is {value!r}; give a number, {words}, or JSON in quotes: [3, 6] or {{"3": 0.05}}.')
+    raise ValueError(f"`{name}` is {value!r}; give a number, {words}, or in quotes a list or a mapping: {{3: 0.05}}.")

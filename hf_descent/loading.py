@@ -1,5 +1,7 @@
 """Loading the models of finished runs, whole or as adapters, and their tokenizers."""
 
+import os
+
 import torch
 from torch import nn
 from transformers import (
@@ -24,9 +26,14 @@ TASKS = {"CAUSAL_LM": "ForCausalLM", "SEQ_CLS": "ForSequenceClassification"}
 
 
 def architecture_of(name: str) -> str:
-    """The class name of a saved model. For an adapter: of the model that it adapts if known, else the end of it."""
+    """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
     if not (adapter := find_json(name, ADAPTER)):
-        return (AutoConfig.from_pretrained(name).architectures or ["unknown"])[0]
+        try:
+            return (AutoConfig.from_pretrained(name).architectures or ["unknown"])[0]
+        except OSError as error:
+            if os.path.isdir(name):
+                raise
+            raise ValueError(f"There is no folder {name!r}, and the Hub gave no such model: {error}") from error
     task = adapter.get("task_type")
     return RunFolder(name).summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
 

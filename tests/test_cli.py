@@ -1,5 +1,6 @@
 """The command line's grammar: how a recipe and flags become arguments. What commands do is tested with the recipes."""
 
+import configparser
 import re
 import subprocess
 import sys
@@ -85,6 +86,9 @@ def test_unknown_command_and_help(capsys):
     printed = capsys.readouterr()
     assert "invalid choice: 'train'" in printed.err
     assert all(f"  {name} " in printed.out for name in cli.COMMANDS)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([])
+    assert stop.value.code == 0 and capsys.readouterr().out == printed.out
 
 
 def test_every_command_has_help(capsys):
@@ -136,7 +140,25 @@ def test_help_without_what_the_extras_install():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     ended = dict(re.findall(r"^ended (\w+) (\d)$", done.stdout, re.MULTILINE))
     assert ended == {command: "2" if command == "sft" else "0" for command in cli.COMMANDS}
-    assert "`pip install hf_descent[sft]`" in done.stderr
+    assert "`pip install 'hf_descent[sft]'`" in done.stderr
+
+
+def test_every_extra_of_a_command_is_one_of_setup_cfg():
+    setup = configparser.ConfigParser()
+    setup.read(Path(cli.__file__).parents[1] / "setup.cfg")
+    extras = setup["options.extras_require"]
+    for module, extra in cli.EXTRAS.items():
+        assert module.replace("_", "-") in re.findall(r"^[\w-]+", extras[extra], re.MULTILINE), module
+
+
+@pytest.mark.parametrize("command", ["show", "export", "exit"])
+def test_a_run_that_is_not_there_is_named(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    flags = ["--layer", "1", "--output_dir", "out"] if command == "export" else []
+    for name in ("runs/mistyped", "runs/imdb/mistyped"):
+        with pytest.raises(ValueError, match=f"There is no folder '{name}'"):
+            cli.main([command, name, *flags])
 
 
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")])

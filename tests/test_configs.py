@@ -70,6 +70,7 @@ def test_numbers_of_any_kind_become_python_s_own(tmp_path):
     [
         ({}, "line"), ({"descent_alpha": "auto"}, "line"), ({"descent_alpha": "steps"}, "steps"),
         ({"exit_targets": {1: 0.1}}, None), ({"loss_targets": "{\"1\": 0.1}"}, None),
+        ({"exit_targets": "{1: .1}"}, None),
         ({"exit_targets": {1: 0.1}, "descent_alpha": "auto"}, "line"), ({"descent_alpha": 0.2}, 0.2),
     ],
 )  # fmt: skip
@@ -181,7 +182,7 @@ def test_smaller_losses_and_violations_are_better(tmp_path, metric, greater):
     assert DescentConfig.from_training_arguments(stock, **numbers).greater_is_better is greater
 
 
-@pytest.mark.parametrize(("name", "word"), [("descent_alpha", "'line' or 'steps'"), ("exit_targets", '{"3": 0.05}')])
+@pytest.mark.parametrize(("name", "word"), [("descent_alpha", "'line' or 'steps'"), ("exit_targets", "{3: 0.05}")])
 def test_a_word_that_is_no_value_is_answered_with_what_is_taken(name, word, tmp_path):
     with pytest.raises(ValueError, match=f"`{name}` is 'three'.*{re.escape(word)}"):
         DescentConfig(str(tmp_path), **{name: "three"})

@@ -1,7 +1,7 @@
 """`hf-descent export MODEL --layer K --output_dir DIR`: the first K layers as a checkpoint, and how to serve it."""
 
 import argparse
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> None:
     template and generation config, and prints commands that serve it.
 
     Raises:
-        ValueError: the folder holds something, the model has no such layer or cannot be cut by its config, or there is
-            no ONNX.
+        ValueError: the folder holds something, or the model has no such layer or cannot be cut by its config.
+        ImportError: there is no ONNX.
     """
-    if args.format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
-        raise ValueError("`format` onnx needs packages that are not there: `pip install onnx onnxscript onnxruntime`.")
+    for package in ("onnx", "onnxscript") if args.format == "onnx" else ():
+        import_module(package)  # raises before the folder is made
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

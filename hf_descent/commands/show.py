@@ -43,12 +43,10 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, threshold:
     """The page, a `gradio.Blocks` to `launch`, for a classifier of one label a text or a causal language model.
 
     `threshold` is where the slider starts: the uncertainty below which a layer is sure. Nothing leaves this machine.
-    ImportError without Gradio; ValueError where the layers have no shared readout, or their input takes no noise.
+    ValueError where the layers have no shared readout, or their input takes no noise.
     """
-    try:
-        import gradio
-    except ImportError as error:
-        raise ImportError("The page needs Gradio: `pip install 'hf_descent[show]'`.") from error
+    import gradio
+
     ConfidenceExit(model, threshold)  # refuses several labels for one text
     noise = EmbeddingNoise(model, 0.0, seed=0)
     read_layers(model, tokenizer, "a", noise)  # raises here what it would at the first text

@@ -85,8 +85,7 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
     ends = np.array([axes.dataLim.intervaly for axes in panels])
-    if 0 < 10 * ends.min() < ends.max():  # else the lower of the losses would lie on one another
-        panels[0].set_yscale("log")
+    panels[0].set_yscale("log" if 0 < 10 * ends.min() < ends.max() else "linear")  # small losses stay apart
     figure.legend(*panels[0].get_legend_handles_labels(), **LEGEND)
     return figure
 

@@ -138,12 +138,14 @@ def test_models_that_it_cannot_show_are_refused_before_the_page_opens(monkeypatc
         build(bert(num_labels=1), word_tokenizer())
 
 
-def test_without_gradio_it_says_how_to_install_it(tmp_path, monkeypatch):
+def test_without_gradio_it_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     bert().save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf_descent\[show\]'"):
-        cli.main(["show", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["hf-descent", "show", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.console()
+    assert "`pip install 'hf_descent[show]'`" in capsys.readouterr().err
 
 
 def test_it_begins_with_the_threshold_that_was_calibrated(tmp_path, monkeypatch):

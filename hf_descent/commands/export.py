@@ -18,7 +18,7 @@ SERVED = """
   vllm serve {draft}
   python -m sglang.launch_server --model-path {draft}
   python convert_hf_to_gguf.py {draft} --outfile draft.gguf && llama-server -m draft.gguf"""
-# As the documentation of vLLM (draft models), SGLang (standalone drafts) and llama.cpp (speculation) has them.
+# The parsers of vLLM 0.33.0 and SGLang 0.5.23 take them; that of llama.cpp (speculation) is by its documentation.
 DRAFTING = """
 As a draft of the whole model, whose text stays what it is:
   whole.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ..readout.replay import Readout, probing
 from ..readout.stack import intercepted
@@ -30,7 +30,9 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
-def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None) -> Callable:
+def draft_with(
+    layer: int, shortlist: Sequence[int] | torch.Tensor | None = None, streamer: BaseStreamer | None = None
+) -> Callable:
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
     The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. But
@@ -45,6 +47,8 @@ def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None
         layer (`int`): layers that draft, 1..L-1.
         shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
             frequent ones, to read less of a large head. The text may have all tokens.
+        streamer (`BaseStreamer`, *optional*): gets the prompt and the tokens of each round, at batch 1. Give it here:
+            `generate` hands its own `streamer` to no other loop.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states); beams; inputs other than tokens,
@@ -79,9 +83,15 @@ def draft_with(layer: int, shortlist: Sequence[int] | torch.Tensor | None = None
             _check_halves(model, halves, example)
             checked[model] = reader.stack
         options = logits_processor, stopping_criteria, generation_config, model_kwargs
-        decoding = _Decoding(halves, counts, input_ids, *options)
+        if streamer is not None:
+            if len(input_ids) > 1:
+                raise ValueError(f"`streamer` takes one text; the batch has {len(input_ids)}.")
+            streamer.put(input_ids.cpu())
+        decoding = _Decoding(halves, counts, streamer, input_ids, *options)
         with halves.attached(cache), model._optimize_model_for_decode():
             sequences = decoding.run(outputs.logits[:, -1])
+        if streamer is not None:
+            streamer.end()
         return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
 
     return decode
@@ -139,8 +149,9 @@ class _Halves:
 class _Decoding:
     """The texts of one call of `generate`. A row that stops leaves the batch; rejected drafts are masked."""
 
-    def __init__(self, halves, counts, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
+    def __init__(self, halves, counts, streamer, input_ids, logits_processor, stopping_criteria, config, model_kwargs):
         self.halves, self.process, self.stops, self.config = halves, logits_processor, stopping_criteria, config
+        self.streamer = streamer
         self.texts = list(input_ids)  # of all rows, [length] each
         self.rows = list(range(len(input_ids)))  # that go on
         self.positions = model_kwargs["position_ids"][:, -1]  # [rows], of the last token of each
@@ -195,6 +206,8 @@ class _Decoding:
                     break
             else:
                 going.append(place)
+        if self.streamer is not None:
+            self.streamer.put(chosen[0, : counts[0]].cpu())
         counts = torch.as_tensor(counts, device=self.positions.device)
         kept = min(cached, int(counts.max()))
         self.halves.cache.crop(kept - cached)

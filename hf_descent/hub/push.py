@@ -50,8 +50,8 @@ DECODING = """\
 from hf_descent.early_exit import draft_with
 
 
-def generate(model, **arguments):
-    return type(model).generate(model, **arguments, custom_generate=draft_with({layer}))
+def generate(model, streamer=None, **arguments):
+    return type(model).generate(model, **arguments, custom_generate=draft_with({layer}, streamer=streamer))
 """
 
 

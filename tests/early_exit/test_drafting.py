@@ -20,7 +20,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
-from transformers.generation import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation import BaseStreamer, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_descent.early_exit import draft_with, truncate
 
@@ -142,6 +142,29 @@ def test_a_conversation_goes_on_from_its_cache():
     longer = torch.cat([first, torch.tensor([[9, 8]])], dim=1)
     second = model.generate(longer, past_key_values=cache, custom_generate=draft_with(2), **settings)
     assert torch.equal(second, model.generate(longer, **settings))
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.parts, self.ends = [], 0
+
+    def put(self, value):
+        self.parts.append(value.flatten())
+
+    def end(self):
+        self.ends += 1
+
+
+def test_a_text_is_streamed_as_transformers_streams_it():
+    model = agreeing(spread(llama(num_layers=4)))
+    settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    stock, ours, prompt = Recorder(), Recorder(), torch.tensor([[3, 4, 5]])
+    text = model.generate(prompt, streamer=stock, **settings)
+    model.generate(prompt, custom_generate=draft_with(2, streamer=ours), **settings)
+    assert torch.equal(torch.cat(ours.parts), text[0]) and torch.equal(torch.cat(stock.parts), text[0])
+    assert ours.ends == stock.ends == 1 and 2 < len(ours.parts) < len(stock.parts)
+    with pytest.raises(ValueError, match="`streamer` takes one text; the batch has 4"):
+        model.generate(**prompts(4), custom_generate=draft_with(2, streamer=Recorder()), **settings)
 
 
 def test_a_saved_model_brings_its_decoding_along(tmp_path):

@@ -96,7 +96,7 @@ def layer_metrics(
 
     `feasible_score` is one number to choose a checkpoint by; greater is better. Where every row is met it is positive,
     and the greater, the smaller f_L is. Else it is minus the `shortfall` of the [`Certificate`], a little less for a
-    greater f_L. Models whose layers are not shown to be better than chance come last, the latest one first.
+    greater f_L. Models whose layers are not shown to be better than chance come last: the latest first, then by f_L.
 
     Args:
         dual ([`DescentState`]): the problem and its multipliers.
@@ -115,7 +115,10 @@ def layer_metrics(
     losses = torch.from_numpy(blocks[..., 0].sum(0) / blocks[..., 1].sum(0))  # [layers]
     # Trainer averages batches; f_L is an average over items.
     metrics = {f"layer_loss_{layer}": loss for layer, loss in enumerate(losses.tolist(), start=1)}
-    metrics |= {"loss": losses[-1].item(), "feasible": 0.0, "feasible_score": UNKNOWN_SCORE + step}
+    last = losses[-1].item()
+    height = 1 / (1 + last) if last >= 0 else 1 - last  # the greater, the smaller f_L is
+    unknown = UNKNOWN_SCORE + step + (height / (1 + height) if math.isfinite(height) else 0.0)
+    metrics |= {"loss": last, "feasible": 0.0, "feasible_score": unknown}
     certificate, metrics["largest_rise"] = None, largest_rise(losses)
     if dual.problem is not None:
         if len(blocks) < MIN_BLOCKS and dual.args.objective not in UNCONSTRAINED:
@@ -127,8 +130,9 @@ def layer_metrics(
         certificate = certify(dual.problem, blocks, **facts)
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
         metrics["descent_share"] = certificate.descent_share
-        if certificate.has_learned and math.isfinite(score := _score(certificate, losses)):
-            metrics["feasible_score"] = score
+        miss = certificate.shortfall + 1e-3 / (1 + height)
+        if certificate.has_learned and math.isfinite(miss):
+            metrics["feasible_score"] = height if certificate.feasible else -miss
     return {f"{prefix}_{name}": value for name, value in metrics.items() if value is not None}, certificate
 
 
@@ -141,12 +145,6 @@ def facts_of(dual: DescentState | None, also_selected: bool) -> dict[str, Any]:
             "warmup_share": dual.problem.descent_share(dual.warmup_losses),
         }
     return facts
-
-
-def _score(certificate: Certificate, losses: torch.Tensor) -> float:
-    last = losses[-1].item()
-    score = 1 / (1 + last) if last >= 0 else 1 - last
-    return score if certificate.feasible else -(certificate.shortfall + 1e-3 / (1 + score))
 
 
 def chosen_levels(args: DescentArguments, gammas) -> list[float]:

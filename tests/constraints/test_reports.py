@@ -64,6 +64,7 @@ def test_the_score_ranks_the_untrained_below_unmet_below_met_and_met_by_loss(tmp
     # Layer 1 is asked for 0.7, and may miss it by a tenth of 0.3.
     assert unmet[0] == pytest.approx(-(0.9 - 0.7 - 0.03) / 0.3, abs=1e-3) and score(0.9, 0.5, 0.02) < unmet[0]
     assert score(0.7, 0.49, 0.3, blocks=7) < -1e8 and unknown[0] > unknown[1]  # too little data; the later one first
+    assert unknown[1] < score(1.0, 1.0, 0.1) < score(1.0, 1.0, 0.01) < unknown[0]  # trials of a search, as long
 
 
 def test_a_last_loss_that_is_no_number_has_no_score_to_be_chosen_by_though_no_constraint_names_it(tmp_path):

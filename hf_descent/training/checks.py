@@ -39,11 +39,11 @@ def check_supported(trainer: Trainer, loss_method) -> None:
     """
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(inner_model(trainer.model), "config", None)
-    # That of an encoder-decoder is the number of its encoder's.
-    if hasattr(config, "num_hidden_layers") and not getattr(config, "is_encoder_decoder", False):
+    depth = getattr(config, "num_hidden_layers", None)  # of an encoder-decoder the number of its encoder's
+    if isinstance(depth, int) and not getattr(config, "is_encoder_decoder", False):
         for name in ("exit_targets", "loss_targets"):
-            check_targets(name, getattr(args, name), config.num_hidden_layers)
-        check_constrained_layers(args.constrained_layers, config.num_hidden_layers)
+            check_targets(name, getattr(args, name), depth)
+        check_constrained_layers(args.constrained_layers, depth)
     if loss_method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
         raise ValueError(
             f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. Give it as "

@@ -54,7 +54,7 @@ def __getattr__(name: str):
     except ModuleNotFoundError as error:
         if error.name != "trl":
             raise
-        raise ImportError(f"`{name}` needs TRL: `pip install hf_descent[sft]`.") from error
+        raise ImportError(f"`{name}` needs TRL: `pip install 'hf_descent[sft]'` ('.[sft]' in a clone).") from error
     return getattr(module, name)
 
 

@@ -95,7 +95,7 @@ def console() -> None:
         if sys.argv[1:2] == ["--debug"]:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):
-            error = f"{error}: `pip install 'hf_descent[{extra}]'`, in a clone `pip install '.[{extra}]'`"
+            error = f"{error}: `pip install 'hf_descent[{extra}]'` ('.[{extra}]' in a clone)"
         print("hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)", file=sys.stderr)
         sys.exit(2)
 

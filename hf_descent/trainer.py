@@ -33,6 +33,7 @@ from .losses.layerwise import LayerLosses
 from .losses.task import TaskLoss
 from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
+from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import LayerFigureCallback, StepCallback, add_callbacks, show_messages
@@ -236,7 +237,7 @@ class DescentMixin:
 
     def _prepare(self, model, inputs) -> None:
         """Find the layers on the first batch, anew where the model has become another; build or load the dual side."""
-        model = self.accelerator.unwrap_model(model)
+        model = unwrapped(model)
         if self._layers is not None and not self._layers.readout.fits(model):
             self._layers = self._task = None
         if self._layers is not None and self._dual is not None:

@@ -81,9 +81,16 @@ def find_layer_stack(model, inputs) -> LayerStack:
     )
 
 
+def unwrapped(model: nn.Module, **options: bool) -> nn.Module:
+    """The model inside the wrappers of DDP, FSDP and DeepSpeed, as `extract_model_from_parallel` gives it."""
+    # That looks through the installed packages first, which takes milliseconds at each step.
+    is_wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
+    return extract_model_from_parallel(model, **options) if is_wrapped else model
+
+
 def inner_model(model: nn.Module) -> nn.Module:
     """The transformers model inside DDP, compile and PEFT wrappers, which `generate` calls past its PEFT wrapper."""
-    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    model = unwrapped(model, keep_torch_compile=False)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -166,6 +173,8 @@ def tensors(tree) -> list[torch.Tensor]:
 
 def map_tensors(function, tree):
     """`tree` with `function` applied to its tensors."""
+    if isinstance(tree, torch.Tensor):  # what most layers return, without pytree's search
+        return function(tree)
     return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 

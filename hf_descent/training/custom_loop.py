@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import extract_model_from_parallel, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
 
 from ..configs import DescentArguments
@@ -17,6 +17,7 @@ from ..losses.constant import find_predictor
 from ..losses.layerwise import find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
+from ..readout.stack import unwrapped
 from .initial_loss import chance_of_batches
 from .records import StepSums
 
@@ -68,7 +69,7 @@ class DescentObjective:
             raise ValueError(f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`.")
         if args.dual_holdout is not None:
             raise ValueError(f"`dual_holdout` is {args.dual_holdout}; leave it out: only a trainer can hold rows out.")
-        model, chances = extract_model_from_parallel(model), [None]
+        model, chances = unwrapped(model), [None]
         self._device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn
             batches = iter(batches)
@@ -97,7 +98,7 @@ class DescentObjective:
         them (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
         way gradients are to be averaged over processes, as DDP does.
         """
-        if not self._layers.readout.fits(extract_model_from_parallel(model)):
+        if not self._layers.readout.fits(unwrapped(model)):
             raise ValueError("The objective was made for another model, or another head of it: make a new one.")
         rank, processes = _processes()
         self._sums = replace(self._sums, items=self._layers.task.count(batch) if items is None else items)

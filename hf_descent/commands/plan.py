@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from ..data.splits import check_arguments
+from ..losses.layerwise import DEFAULT_TOKEN_FRACTION as DEFAULT
 from ..training.planning import PARTS, PlannedModel, StepCost
 from .arguments import HELP, models_of, parse_recipe
 
@@ -87,7 +88,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     costs = {f"as configured ({rows} x {length} tokens)": cost, "plain training (`objective: erm`)": plain}
     changes = {"activation_checkpointing": not args.activation_checkpointing}
     if (fraction := getattr(model.layers, "token_fraction", None)) is not None:
-        changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else 0.125
+        changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else DEFAULT
     changes |= {"per_device_train_batch_size": 2 * rows, "use_peft": not model_args.use_peft}
     for name, value in changes.items():
         with suppress(ValueError):  # not every model can have every setting

@@ -1,64 +1,90 @@
 """What a sample of the tokens costs in noise: violations estimated on part of the tokens against all of them.
 
     python recipes/benchmarks/token_fraction.py MODEL TEXTS.parquet [--text_column text --batch 4 --length 256]
+    python recipes/benchmarks/token_fraction.py MODEL TEXTS.parquet --steps 400 --correction 0  # the sample alone
 
-MODEL is a causal language model of the Hub or a folder, TEXTS a parquet, csv or json file. For each fraction the table
-gives the standard deviation of the estimate of g_l = f_l - (1 - alpha) f_(l-1) about its value on all tokens of the
-batch; that of the estimate in all, batches differing too, absolute and against all tokens; and the products with the
-head that the step needs, as a share of those on all tokens.
+MODEL is a causal language model of the Hub or a folder, TEXTS a parquet, csv or json file; with `--steps` it is first
+trained that long, by the defaults. For each fraction the table gives, about its value on all tokens of the batch: the
+standard deviation of the estimate of f_l for l < L ("lines", as their rows have it), and that of f_l - (1 - alpha)
+f_(l-1) ("steps"); the latter in all, batches differing too, against all tokens; the variance of the gradient of
+f_1 + ... + f_L, from batch to batch = 1; and the products with the head that the step needs, on all tokens = 1.
+`--correction` is the part of the last layer's sampling error that is taken back on every layer.
 """
 
 import argparse
+import tempfile
 
 import torch
 import transformers
 from lm_step import token_ids
 
+from hf_descent import DescentConfig, DescentTrainer
+from hf_descent.readout import linear_cross_entropy
 from hf_descent.readout.head import HeadReadout
 
 
-@torch.no_grad()
+def train(model, ids, options):
+    args = DescentConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=options.batch, max_steps=options.steps,
+        learning_rate=1e-3, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+    )  # fmt: skip
+    DescentTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids]).train()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model")
     parser.add_argument("text_file", help="parquet, json, jsonl, csv or txt")
     parser.add_argument("--text_column", default="text")
-    for name, default in (("batch", 4), ("length", 256), ("batches", 20), ("draws", 10)):
+    for name, default in (("batch", 4), ("length", 256), ("batches", 20), ("draws", 10), ("steps", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.0625, 0.03125])
+    parser.add_argument("--correction", type=float, default=linear_cross_entropy.CORRECTION)
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.1, 0.0625, 0.03125])
     options = parser.parse_args()
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model).eval()
+    linear_cross_entropy.CORRECTION = options.correction
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
+    ids = torch.tensor(token_ids(options, (options.batches + options.steps) * options.batch))
+    measured, others = ids.split([options.batches * options.batch, options.steps * options.batch])
+    if options.steps:
+        train(model, others, options)
+    model.eval()
 
     full, sampled = [], {fraction: [] for fraction in options.fractions}
     generator, readout = torch.Generator().manual_seed(0), None
 
-    def violations(losses):
-        mean = losses.sums / len(readout.tokens(inputs).rows)  # [layers]
-        return mean[1:] - (1 - options.alpha) * mean[:-1]
+    def estimates(read, tokens):
+        """[layers - 1] of f_l, [layers - 1] of the violations, and the gradient of the sum of all f_l."""
+        losses = read(tokens, torch.ones(readout.num_layers))
+        gradients = torch.autograd.grad(losses.objective, list(model.parameters()), retain_graph=True)
+        mean = losses.sums / len(tokens.rows)  # [layers]
+        steps = mean[1:] - (1 - options.alpha) * mean[:-1]
+        return mean[:-1], steps, torch.cat([gradient.flatten() for gradient in gradients])
 
     def on_forward(read, outputs, hidden_states):
-        full.append(violations(read(readout.tokens(inputs))))
+        full.append(estimates(read, readout.tokens(inputs)))
         for fraction, draws in sampled.items():
-            drawn = [violations(read(readout.tokens(inputs, fraction, generator))) for _ in range(options.draws)]
-            draws.append(torch.stack(drawn) - full[-1])  # [draws, layers - 1]
+            for _ in range(options.draws):
+                drawn = estimates(read, readout.tokens(inputs, fraction, generator))
+                draws.append([(found - true).square() for found, true in zip(drawn, full[-1])])
 
-    for ids in torch.tensor(token_ids(options, options.batches * options.batch)).split(options.batch):
-        inputs = {"input_ids": ids, "labels": ids}
+    for batch in measured.split(options.batch):
+        inputs = {"input_ids": batch, "labels": batch}
         readout = readout or HeadReadout.probe(model, inputs, shifts=True)
         with readout.attach(on_forward):
             model(**inputs)
 
-    between = torch.stack(full).var(0)  # [layers - 1]
+    _, between, gradient = (torch.stack(values).var(0) for values in zip(*full))
     print(f"{len(full)} batches of {options.batch} x {options.length} tokens, {readout.num_layers} layers, "
-          f"{readout.vocab_size} classes; batch to batch {between.mean().sqrt():.4f}")  # fmt: skip
-    print("fraction  of the sample  in all  against all tokens  products")
+          f"{readout.vocab_size} classes; steps from batch to batch {between.mean().sqrt():.4f}")  # fmt: skip
+    print("fraction   lines   steps  against all tokens  gradient  products")
     for fraction, draws in sampled.items():
-        within = torch.stack(draws).square().mean((0, 1))  # [layers - 1]
-        total = ((within + between) / between).mean().sqrt()
+        lines, steps, within = (torch.stack(values).mean(0) for values in zip(*draws))
+        total = ((steps + between) / between).mean().sqrt()
         products = (1 + (readout.num_layers - 1) * fraction) / readout.num_layers
-        print(f"{fraction:8.4f} {within.mean().sqrt():14.4f} {(within + between).mean().sqrt():7.4f} {total:19.2f} "
-              f"{products:9.3f}")  # fmt: skip
+        print(f"{fraction:8.4f} {lines.mean().sqrt():7.4f} {steps.mean().sqrt():7.4f} {total:19.2f} "
+              f"{within.sum() / gradient.sum():9.2f} {products:9.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -242,9 +242,24 @@ def test_sampled_losses_and_gradients_are_unbiased_with_the_stated_variance():
     def stated(values):
         return count**2 * (1 - size / count) * values.var(-1) / size
 
-    torch.testing.assert_close(sums.var(0, correction=0), stated(per_token))
+    corrected = per_token - 0.5 * per_token[-1]
+    torch.testing.assert_close(sums.var(0, correction=0), stated(corrected))
     violations = sums[:, 1:] - 0.9 * sums[:, :-1]
-    torch.testing.assert_close(violations.var(0, correction=0), stated(per_token[1:] - 0.9 * per_token[:-1]))
+    torch.testing.assert_close(violations.var(0, correction=0), stated(corrected[1:] - 0.9 * corrected[:-1]))
+
+
+def test_estimates_are_less_noisy_than_the_sample_where_layers_err_on_the_same_tokens():
+    hidden, norm, head, labels = setting()
+    hidden = [hidden[-1] + 0.3 * state for state in hidden[:-1]] + hidden[-1:]
+    tokens = labelled_tokens(labels)
+    drawn = all_samples(tokens, 2)
+    per_token = torch.stack(
+        [tiled_layer_losses([state], tokens, norm, head, token_statistics=True).tokens.losses for state in hidden]
+    )  # [layers, tokens]
+    plain = torch.stack([len(tokens.rows) * per_token[:, draw.sample].mean(1) for draw in drawn])  # [samples, layers]
+    found = torch.stack([tiled_layer_losses(hidden, draw, norm, head).sums for draw in drawn])
+    torch.testing.assert_close(found.mean(0), plain.mean(0))
+    assert (found.var(0) < 0.7 * plain.var(0)).all()
 
 
 def test_the_objective_reads_the_last_layer_on_all_tokens():
@@ -254,8 +269,9 @@ def test_the_objective_reads_the_last_layer_on_all_tokens():
     full = hidden[-1].grad.flatten(0, 1)[tokens.rows] / WEIGHTS[-1]
     hidden[-1].grad = None
     tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1).objective.backward()
-    share = torch.ones(len(tokens.rows), dtype=torch.float64)
-    share[tokens.sample] += (WEIGHTS[-1] - 1.0) * len(tokens.rows) / len(tokens.sample)
+    half = (WEIGHTS.sum() - 1) / 2  # the estimates' correction
+    share = torch.full((len(tokens.rows),), (1 + half).item(), dtype=torch.float64)
+    share[tokens.sample] += (WEIGHTS[-1] - 1 - half) * len(tokens.rows) / len(tokens.sample)
     torch.testing.assert_close(hidden[-1].grad.flatten(0, 1)[tokens.rows], share[:, None] * full)
     unread = torch.ones(BATCH * SEQ, dtype=torch.bool)
     unread[tokens.rows[tokens.sample]] = False

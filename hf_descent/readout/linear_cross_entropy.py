@@ -20,7 +20,8 @@ from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Worksp
 # A token's weight multiplies its hidden state in the dtype of the head: float16 ends at 65504.
 LARGEST_COEFFICIENT = 64.0
 # What a sample is off on the last layer, which is read on all tokens, it is off on the others in part: this much is
-# taken back (a control variate, which leaves estimates unbiased). By measurement (`recipes/benchmarks/`).
+# taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`). Not
+# from the objective: its gradient would weigh the last layer's sampling error by the sum of all multipliers.
 CORRECTION = 0.5
 
 
@@ -98,7 +99,7 @@ def tiled_layer_losses(
             `[tokens, hidden]`.
         head (`nn.Linear`): the output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
         weights (`torch.Tensor` of shape `[L]`, *optional*): w_l. `None`: values only. Where tokens were sampled, 1 of
-            w_L is spent on all labelled tokens (the objective is f_L + ...) and the rest on the estimates.
+            w_L is spent on all labelled tokens (the objective is f_L + ...) and the rest on the sample.
         num_items (`torch.Tensor` or `int`, *optional*): what the objective is divided by; by default the labelled
             tokens of this micro-batch.
         value_only (sequence of `int`): layers (1-based) whose weight is zero by construction: they cost one product
@@ -123,9 +124,8 @@ def tiled_layer_losses(
         for read, weight in zip(reads, spread / unit):
             read.coefficients = weight.expand(len(read.rows))
         if sample is not None:
-            correction = CORRECTION * (spread.sum() - expansion)
-            reads[-1].coefficients = ((1 + correction / expansion) / unit).repeat(num_tokens)
-            reads[-1].coefficients[sample] += (spread[-1] - expansion - correction) / unit
+            reads[-1].coefficients = (1 / unit).repeat(num_tokens)
+            reads[-1].coefficients[sample] += (spread[-1] - expansion) / unit
         for layer in value_only:
             reads[layer - 1].coefficients = None
 

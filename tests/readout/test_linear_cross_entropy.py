@@ -269,9 +269,8 @@ def test_the_objective_reads_the_last_layer_on_all_tokens():
     full = hidden[-1].grad.flatten(0, 1)[tokens.rows] / WEIGHTS[-1]
     hidden[-1].grad = None
     tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS, num_items=1).objective.backward()
-    half = (WEIGHTS.sum() - 1) / 2  # the estimates' correction
-    share = torch.full((len(tokens.rows),), (1 + half).item(), dtype=torch.float64)
-    share[tokens.sample] += (WEIGHTS[-1] - 1 - half) * len(tokens.rows) / len(tokens.sample)
+    share = torch.ones(len(tokens.rows), dtype=torch.float64)
+    share[tokens.sample] += (WEIGHTS[-1] - 1.0) * len(tokens.rows) / len(tokens.sample)
     torch.testing.assert_close(hidden[-1].grad.flatten(0, 1)[tokens.rows], share[:, None] * full)
     unread = torch.ones(BATCH * SEQ, dtype=torch.bool)
     unread[tokens.rows[tokens.sample]] = False

@@ -14,7 +14,7 @@ them.
 """
 
 import argparse
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -89,15 +89,17 @@ def photos(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dic
     return train, select, {"test": photo_pans(512, held_out=True)}
 
 
+@cache
+def windows(path: str) -> torch.Tensor:
+    arguments = VideoArguments(train_files=[path], split_by="time", split_gap=0, frame_size=80)
+    clips = load_clips(arguments)
+    frames = torch.cat([torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")])
+    cut = frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255  # [clips, T, 10, 10, 8, 8]
+    return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)  # [clips * 100, T, 64], in time's order
+
+
 def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The beginning of the first video to train on, then its later parts, and the second video."""
-
-    def windows(path: str) -> torch.Tensor:
-        arguments = VideoArguments(train_files=[path], split_by="time", split_gap=0, frame_size=80)
-        clips = load_clips(arguments)
-        frames = torch.cat([torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")])
-        cut = frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255  # [clips, T, 10, 10, 8, 8]
-        return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)  # [clips * 100, T, 64], in time's order
 
     first, second = map(windows, options.videos)
     border, seed = len(first) // 10, torch.Generator().manual_seed(0)

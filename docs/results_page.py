@@ -105,9 +105,9 @@ def from_finished(benchmark, ask, task: str, arm: str, seeds):
 def specification() -> str:
     """Of every task and arm what each seed took, from the finished runs alone."""
     benchmark, rows = script("runs_to_specification"), []
-    for task, seeds in SPECIFICATIONS.items():
+    for task, (seeds, arms) in SPECIFICATIONS.items():
         kind, number = task.split("_")
-        for arm in ("ours", "fixed"):
+        for arm in arms:
             searches = from_finished(benchmark, lambda options: list(benchmark.searches(options)), task, arm, seeds)
             found = [runs for *_, runs in searches]
             met = list(map(benchmark.found_by, found))
@@ -119,7 +119,7 @@ def specification() -> str:
             last = spread([run["certify"][-1] for run in shown], 3)
             metric = spread([run["values"][-1] for run in shown], 4)
             seconds = spread([sum(run["seconds"] for run in runs) for runs in found], 0)
-            rows.append([kind, asked, arm, counts, last, ", ".join(ratios), metric, seconds])
+            rows.append([kind, asked, arm.replace("_", " "), counts, last, ", ".join(ratios), metric, seconds])
     header = ["task", "asked", "arm", "runs of each seed", "f_L", "f_k / f_L", "metric at the last", "seconds"]
     return markdown(header, rows)
 
@@ -135,19 +135,18 @@ def defaults() -> str:
     benchmark = script("runs_to_specification")
     runs = [run for run in benchmark.Runs(finished_runs()).all() if run["settings"]["task"].endswith("_defaults")]
     rows = []
-    for kind, rates in benchmark.DEFAULT_RATES.items():
-        if not (own := [run for run in runs if run["settings"]["task"] == f"{kind}_defaults"]):
-            continue
-        of_rate = {rate: [run for run in own if run["settings"]["rate"] == rate] for rate in rates}
-        rate = max(of_rate, key=lambda each: len(of_rate[each]))  # every seed was trained at the best alone
-        for name, objective in (("plain", "erm"), ("defaults", "descent")):
-            found = [run for run in of_rate[rate] if run["settings"]["objective"] == objective]
+    for kind in benchmark.DEFAULT_RATES:
+        own = [run for run in runs if run["settings"]["task"] == f"{kind}_defaults"]
+        ours = [run for run in own if run["settings"]["objective"] == "descent"]
+        rates = {run["settings"]["rate"] for run in ours}  # the best one for plain training
+        plain = [run for run in own if run["settings"]["objective"] == "erm" and run["settings"]["rate"] in rates]
+        for name, found in (("plain", plain), ("defaults", ours)) if ours else ():
             middle = (len(found[0]["certify"]) + 1) // 2
             met = f"{sum(run['met'] for run in found)} of {len(found)}"
             share = spread([run["share"] for run in found], 2)
             cells = [spread([run[key][layer - 1] for run in found], 3) for key in ("certify", "values")
                      for layer in (middle, len(found[0]["certify"]))]  # fmt: skip
-            rows.append([kind, name, f"{rate:g}", met, share, *cells])
+            rows.append([kind, name, f"{found[0]['settings']['rate']:g}", met, share, *cells])
     header = ["task", "arm", "learning rate", "met", "share", "f_3", "f_L", "metric at layer 3", "at the last"]
     return markdown(header, rows)
 
@@ -166,11 +165,12 @@ def steps() -> str:
     return markdown(["what", "time, plain training or evaluation = 1"], rows)
 
 
-SPECIFICATIONS = {
-    "denoiser_easy": (3, 4, 5),
-    "denoiser_two": (3, 4, 5),
-    "denoiser_one": (3, 4, 5),
-    "minilm_one": (4, 5, 6),
+SEARCHED = ("ours", "fixed", "hinge", "deep_supervision")
+SPECIFICATIONS = {  # seeds and arms of each task
+    "denoiser_easy": ((3, 4, 5), SEARCHED[:2]),
+    "denoiser_two": ((3, 4, 5), SEARCHED),
+    "denoiser_one": ((3, 4, 5), SEARCHED),
+    "minilm_one": ((4, 5, 6), SEARCHED[:2]),
 }
 HOLDS = {"denoiser_easy": range(3, 8), "denoiser_two": range(3, 8)}
 STEPS = {

@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import controlled
+import harness
 import pytest
 
 
@@ -60,3 +61,10 @@ def test_a_learning_rate_is_chosen_on_all_seeds_between_two_others(losses, tried
     means = {exponent: sum(known[exponent]) for exponent in trained}
     best = min(trained, key=lambda exponent: means[exponent] if math.isfinite(means[exponent]) else math.inf)
     assert {best - 1, best + 1} <= {exponent for exponent, _ in calls}
+
+
+def test_finished_runs_are_found_by_settings_of_any_number_of_digits(tmp_path):
+    path, settings = str(tmp_path / "runs.jsonl"), {"coefficient": 10**0.5}
+    made = harness.Runs(path).get(settings, lambda: {"losses": [2 / 3]})
+    assert harness.Runs(path).get(settings, None) == made
+    assert made["settings"] == settings and made["losses"] == [0.666667] and made["commit"]

@@ -100,10 +100,9 @@ class Runs:
     def get(self, settings: dict, make: Callable[[], dict]) -> dict:
         key = json.dumps(settings, sort_keys=True)
         if key not in self._known:
-            text = json.dumps({"settings": settings, **make(), "commit": self._commit})
-            # Six digits of each number are enough for the tables.
-            found = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}"))
-            self._known[key] = found
+            # Six digits are enough for the tables.
+            found = json.loads(json.dumps(make()), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+            self._known[key] = found = {"settings": settings, **found, "commit": self._commit}
             with open(self._path, "a") as file:
                 file.write(json.dumps(found) + "\n")
         return self._known[key]

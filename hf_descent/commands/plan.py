@@ -84,6 +84,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         return PlannedModel(partial(load, module, model_args), batch(rows), token_statistics=is_lm)
 
     model = planned(model_args)
+    probe = model.probe()
     cost, plain = (model.step(batch(rows), each) for each in (args, replace(args, objective="erm")))
     costs = {f"as configured ({rows} x {length} tokens)": cost, "plain training (`objective: erm`)": plain}
     changes = {"activation_checkpointing": not args.activation_checkpointing}
@@ -109,7 +110,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         f"{weights[True]:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
         f"10^12 operations of a step.\n\n{table(costs, plan_args.gpu_memory)}\n\n"
         f"The step takes {cost.operations.total() / plain.operations.total():.2f} times the operations of plain "
-        f"training. The probe before the first step takes {model.probe / 2**30:.1f} GiB beside the weights. Rows are "
+        f"training. The probe before the first step takes {probe / 2**30:.1f} GiB beside the weights. Rows are "
         f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain."
     )
 

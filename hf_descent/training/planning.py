@@ -79,6 +79,10 @@ class Meter(TorchDispatchMode):
         for tensor in (*model.parameters(), *model.buffers()):
             self._hold(tensor)
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # or torch guards each call against its compiler, which takes as long as the counting
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
@@ -153,7 +157,7 @@ class PlannedModel:
             twin = build(narrow)
             task = TaskLoss.probe(twin, batch)
             layers = find_layer_losses(twin, batch, task, token_statistics=token_statistics, trains=True)
-        short = task.short(batch)
+        self._short = task.short(batch)
         with torch.device("meta"):
             self.model = build(copy.copy).train()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -162,17 +166,19 @@ class PlannedModel:
             inner_model(self.model).tie_weights()
         counterparts = {id(module): self.model.get_submodule(name) for name, module in twin.named_modules()}
         self.layers = copy.deepcopy(layers, counterparts)
+
+    def probe(self) -> int:
+        """Bytes that the search for the layers takes beside the weights, before the first step; ValueError where the
+        model cannot be planned."""
         try:
             with self._fake, Meter(self.model) as meter, probing(self.model):
                 meter.begin("probe")
-                own = self.model(**short)
-                self.layers.readout.read(short, output_loss, [1])  # one layer needs what another does
-                del own
+                self.layers.readout.read(self._short, output_loss, [1])  # one layer needs what another does
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ValueError(
-                f"{type(twin).__name__} cannot be planned: what it computes depends on values ({error})."
+                f"{type(self.model).__name__} cannot be planned: what it computes depends on values ({error})."
             ) from error
-        self.probe = meter.peak["probe"]  # bytes beside the weights
+        return meter.peak["probe"]
 
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
         """What a step outside the warm-up costs on a GPU; `args` are training arguments with those of the descent."""

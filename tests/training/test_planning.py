@@ -115,4 +115,4 @@ def test_the_narrow_copy_keeps_depth_and_vocabulary():
 def test_a_model_that_goes_by_values_is_named():
     config = AutoConfig.for_model("deberta-v2", num_hidden_layers=2, vocab_size=VOCAB, **WIDTHS)
     with pytest.raises(ValueError, match="DebertaV2ForSequenceClassification cannot be planned"):
-        PlannedModel(lambda shape: DebertaV2ForSequenceClassification(shape(config)), batch("bert"))
+        PlannedModel(lambda shape: DebertaV2ForSequenceClassification(shape(config)), batch("bert")).probe()

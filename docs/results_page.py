@@ -170,7 +170,7 @@ SPECIFICATIONS = {  # seeds and arms of each task
     "denoiser_easy": ((3, 4, 5), SEARCHED[:2]),
     "denoiser_two": ((3, 4, 5), SEARCHED),
     "denoiser_one": ((3, 4, 5), SEARCHED),
-    "minilm_one": ((4, 5, 6), SEARCHED[:2]),
+    "minilm_one": ((4, 5, 6), ("ours", "fixed", "deep_supervision")),
 }
 HOLDS = {"denoiser_easy": range(3, 8), "denoiser_two": range(3, 8)}
 STEPS = {

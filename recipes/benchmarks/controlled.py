@@ -91,11 +91,12 @@ def photos(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dic
 
 @cache
 def windows(path: str) -> torch.Tensor:
+    """Windows of 8 x 8 pixels, `[windows, T, 64]`, in the order of time."""
     arguments = VideoArguments(train_files=[path], split_by="time", split_gap=0, frame_size=80)
     clips = load_clips(arguments)
     frames = torch.cat([torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")])
     cut = frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255  # [clips, T, 10, 10, 8, 8]
-    return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)  # [clips * 100, T, 64], in time's order
+    return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)
 
 
 def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

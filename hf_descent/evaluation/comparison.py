@@ -12,6 +12,7 @@ Source: Dorfman, Berbaum, Metz (1992), Investigative Radiology 27: 723-731; Hill
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,10 +66,21 @@ class Run:
     def feasible(self) -> bool | None:
         """Whether the constraints hold on held-out rows at the training level; `None` without constraints, or without
         a profile at that level."""
+        return None if self._constrained is None else self._constrained.feasible
+
+    @property
+    def missed(self) -> list[str]:
+        """The names of the rows that are not shown to hold there; none where `feasible` is `None`."""
+        if self.feasible is None:
+            return []
+        found = self._constrained.certificate()
+        return [name for name, verdict in zip(found.rows, found.verdicts) if verdict != "met"]
+
+    @property
+    def _constrained(self) -> LayerProfile | None:
         if self.summary.get("objective") in UNCONSTRAINED:
             return None
-        profile = self.profiles.get(self.gamma_train or 0.0)
-        return None if profile is None else profile.feasible
+        return self.profiles.get(self.gamma_train or 0.0)
 
     @property
     def gamma_train(self) -> float | None:
@@ -217,11 +229,17 @@ class Comparison:
             feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
             rows.append([name, str(len(runs)), *(_format(*found[each]) for each in (*SUMMARIES, "sigma")), feasible])
         levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
+        missed = [
+            f"Rows that runs of {name} miss: {', '.join(f'{row} ({count})' for row, count in counts.items())}"
+            for name, runs in self.groups.items()
+            if (counts := self._summary(runs)["missed"])
+        ]
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}; in units of sigma"
-        return "\n".join([title, format_table(rows), "", *map(str, self.differences)])
+        return "\n".join([title, format_table(rows), *missed, "", *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem)."""
+        """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem), and by row
+        the number of runs that miss it."""
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
         found = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
         columns = {name: [getattr(curve, name) for curve in curves] for name in SUMMARIES}
@@ -230,7 +248,8 @@ class Comparison:
             values = np.array(column, dtype=float)  # of None: not a number
             found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
         feasible = [run.feasible for run in runs if run.feasible is not None]
-        return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None}
+        missed = Counter(row for run in runs for row in run.missed)
+        return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None, "missed": dict(missed)}
 
 
 def compare(

@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 LARGE_VOCABULARY = 8192
 # By measurement (`recipes/benchmarks/`): violations are two to three times as noisy as on all tokens, which the
 # multipliers average out, and a step costs little more than plain training.
-DEFAULT_TOKEN_FRACTION = 0.1
+DEFAULT_TOKEN_FRACTION = 0.125
 
 
 @dataclass
@@ -251,7 +251,7 @@ def find_layer_losses(
         model, task: the unwrapped model, and its task loss, probed.
         readout: a custom readout(model, hidden, inputs) -> logits.
         token_fraction, seed: share of the labelled tokens on which layers below the last are read in training (by
-            default 1/10 from a vocabulary of 8192 on, else all), and the seed of their draw.
+            default 1/8 from a vocabulary of 8192 on, else all), and the seed of their draw.
         token_statistics: whether to give the [`TokenStatistics`] of the last layer.
         trains: whether to train on the losses.
         needs_logits: whether each layer's logits are needed, for a custom metric.

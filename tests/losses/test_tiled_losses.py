@@ -211,7 +211,7 @@ def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.1), (0.5, False, 0.5), (1.0, True, None)]
+    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.125), (0.5, False, 0.5), (1.0, True, None)]
 )
 def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share):
     monkeypatch.setattr(layerwise, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)

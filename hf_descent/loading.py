@@ -29,11 +29,14 @@ def architecture_of(name: str) -> str:
     """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
     if not (adapter := find_json(name, ADAPTER)):
         try:
-            return (AutoConfig.from_pretrained(name).architectures or ["unknown"])[0]
+            architectures = AutoConfig.from_pretrained(name).architectures
         except OSError as error:
             if os.path.isdir(name):
                 raise
             raise ValueError(f"There is no folder {name!r}, and the Hub gave no such model: {error}") from error
+        if not architectures:
+            raise ValueError(f"The config of {name!r} names no architecture; save the model by `save_pretrained`.")
+        return architectures[0]
     task = adapter.get("task_type")
     return RunFolder(name).summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
 

@@ -52,6 +52,12 @@ def test_models_of_other_kinds_are_refused(tmp_path):
         load_model(str(tmp_path))
 
 
+def test_a_config_without_an_architecture_is_named(tmp_path):
+    transformers.BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path.name}' names no architecture; save the model"):
+        architecture_of(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "mbart", "nllb-moe"])
 def test_a_tokenizer_that_knows_no_word_is_not_the_models(kind, tmp_path):
     transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path)

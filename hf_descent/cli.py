@@ -9,9 +9,11 @@ for `run(*parsed)`. What a command cannot do raises ValueError. Modules are impo
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -96,7 +98,11 @@ def console() -> None:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):
             error = f"{error}: `pip install 'hf_descent[{extra}]'` ('.[{extra}]' in a clone)"
-        print("hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)", file=sys.stderr)
+        line = " ".join(["hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)"])
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher tells it, once for all processes
+            Path(file).write_text(json.dumps({"message": line}), encoding="utf-8")
+        else:
+            print(line, file=sys.stderr)
         sys.exit(2)
 
 

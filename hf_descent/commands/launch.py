@@ -5,6 +5,8 @@ takes all of accelerate's flags; of these the short form knows the ones that dif
 """
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -52,7 +54,15 @@ def check_processes(command: str, processes: int) -> None:
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """Start the processes and wait for them."""
+    """Start the processes and wait for them; SystemExit, with the status of the first that failed."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    launch_command(launch_command_parser().parse_args(arguments))
+    try:
+        launch_command(launch_command_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        failure = error.get_first_failure()[1]
+        print(failure.message, file=sys.stderr)
+        sys.exit(failure.exitcode)
+    except subprocess.CalledProcessError as error:
+        sys.exit(error.returncode)

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
@@ -44,3 +47,13 @@ def test_machines_do_not_choose_ports_of_their_own():
         launch_arguments(["sft", "--launch", "ddp", *several])
     assert launch_arguments(["sft", "--launch", "ddp", *several, "--main_process_port", "29511"])
     assert launch_arguments(["sft", "--launch", "ddp_multi_node", *several])
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_error_of_the_user_is_told_once_by_all_processes(processes, tmp_path):
+    words = ["classify", "--launch", "cpu_ddp", "--num_processes", processes, "--config", str(tmp_path / "no.yaml")]
+    words = [sys.executable, "-m", "hf_descent.cli", *words]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hf-descent: error:")]
+    assert "no.yaml" in line

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -194,13 +195,17 @@ class PlannedModel:
         if "foreach" in inspect.signature(optimizer_class).parameters and not options.get("fused"):
             options["foreach"] = True  # torch's choice on a GPU
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        forward = self.model.forward
+        if args.bf16 or args.fp16:  # as accelerate wraps it; the backward pass is outside
+            autocast = torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16)
+            forward = convert_outputs_to_fp32(autocast(forward))
         # Which positions have a label is no question of shapes.
         find_labels = unset_fake_temporarily()(head.labelled_tokens)
         with (
             mock.patch.object(head, "labelled_tokens", find_labels),
             mock.patch.dict(tiles.TILE_ELEMENTS, cpu=tiles.DEFAULT_TILE_ELEMENTS),
             mock.patch.dict(tiles.SLICE_ELEMENTS, cpu=tiles.DEFAULT_SLICE_ELEMENTS),
-            torch.autocast("cpu", torch.float16 if args.fp16 else None, args.bf16 or args.fp16),
+            mock.patch.object(self.model, "forward", forward),
             self._fake,
             Meter(self.model) as meter,
         ):

@@ -20,9 +20,9 @@ from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
 from hf_descent.training.planning import PlannedModel, narrow
 
 
-ROWS, LENGTH, VOCAB, STEPS = 4, 48, 700, 2
+ROWS, LENGTH, VOCAB, STEPS, OPTIMIZER = 4, 48, 700, 2, "adamw_torch_fused"
 CLASSES = {"bert": BertForSequenceClassification, "llama": LlamaForCausalLM, "t5": T5ForConditionalGeneration}
-WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 SIZES = {
     "bert": WIDTHS,
     "llama": WIDTHS | {"num_key_value_heads": 2},
@@ -36,12 +36,12 @@ def model_config(kind):
     return AutoConfig.for_model(kind, **sizes)
 
 
-def batch(kind):
-    ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+def batch(kind, rows=ROWS):
+    ids = torch.randint(3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     return {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "labels": torch.arange(ROWS) % 2 if kind == "bert" else ids,
+        "labels": torch.arange(rows) % 2 if kind == "bert" else ids,
     }
 
 
@@ -65,12 +65,11 @@ class Counted(DescentTrainer):
         return loss
 
 
-def measured(kind, tmp_path, **arguments):
+def measured(kind, args):
     """Bytes at the peak of a real run, its weights included, and the operations of a step."""
     torch.manual_seed(0)
     model, inputs = CLASSES[kind](model_config(kind)), batch(kind)
     rows = [{name: values[row] for name, values in inputs.items()} for row in range(ROWS)] * STEPS
-    args = config(tmp_path, per_device_train_batch_size=ROWS, max_steps=STEPS, optim="adamw_torch_fused", **arguments)
     trainer = Counted(model, args, train_dataset=rows)
     weights = {tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
     with LiveStorage() as live:
@@ -87,17 +86,24 @@ def measured(kind, tmp_path, **arguments):
         ("llama", {}),
         ("llama", {"activation_checkpointing": True, "readout_token_fraction": 0.25}),
         ("llama", {"objective": "erm"}),
+        ("bert", {"bf16": True, "per_device_train_batch_size": 1}),
+        ("llama", {"bf16": True}),
+        ("llama", {"bf16": True, "per_device_train_batch_size": 1, "activation_checkpointing": True}),
     ],
 )
 def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, arguments, tmp_path):
-    peak, operations = measured(kind, tmp_path, **arguments)
+    args = config(
+        tmp_path, **{"per_device_train_batch_size": ROWS, "max_steps": STEPS, "optim": OPTIMIZER} | arguments
+    )
+    rows = args.per_device_train_batch_size
+    peak, operations = measured(kind, args)
     planned = PlannedModel(lambda shape: CLASSES[kind](shape(model_config(kind))), batch(kind))
-    cost = planned.step(batch(kind), config(tmp_path, optim="adamw_torch_fused", **arguments))
+    cost = planned.step(batch(kind, rows), args)
     assert isinstance(planned.layers, TiledLosses if kind == "llama" else ReplayedLosses)
     assert cost.operations.total() == operations
     if kind == "llama":  # of each layer's tokens with the head: the scores and both gradients
-        read = ROWS * (LENGTH - 1), 2 * round(arguments.get("readout_token_fraction", 1) * ROWS * (LENGTH - 1))
-        products = 3 * (ROWS * LENGTH if "objective" in arguments else sum(read))
+        read = rows * (LENGTH - 1), 2 * round(arguments.get("readout_token_fraction", 1) * rows * (LENGTH - 1))
+        products = 3 * (rows * LENGTH if "objective" in arguments else sum(read))
         assert cost.operations["readout"] == products * 2 * VOCAB * SIZES[kind]["hidden_size"]
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
 

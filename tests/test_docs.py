@@ -16,7 +16,8 @@ from tiny_files import WORDS, save_generator, save_tiny_model
 from tiny_sft import chats
 from transformers import AutoModelForSequenceClassification
 
-from hf_descent import DescentTrainer
+import hf_descent
+from hf_descent import DescentTrainer, early_exit, evaluation
 
 
 ROOT = Path(__file__).parent.parent
@@ -150,6 +151,13 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
     for row in rows:
         numbers = re.findall(r"\d+\.\d+|\d, \d, \d", row)
         assert numbers and all(number in results for number in numbers), row
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs/api.md").read_text()
+    listed = set(re.findall(r"^::: .*?(\w+)$", text, re.MULTILINE)) | set(re.findall(r"`(\w+Config)`", text))
+    for module in (hf_descent, early_exit, evaluation):
+        assert set(module.__all__) <= listed, set(module.__all__) - listed
 
 
 def test_the_results_are_those_of_the_runs():

@@ -1,8 +1,11 @@
 """Loading the models of finished runs, whole or as adapters, and their tokenizers."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -29,16 +32,29 @@ def architecture_of(name: str) -> str:
     """The class name of a saved model, for an adapter of its base or the end of it; ValueError where there is none."""
     if not (adapter := find_json(name, ADAPTER)):
         try:
-            architectures = AutoConfig.from_pretrained(name).architectures
+            return (AutoConfig.from_pretrained(name).architectures or ["model whose config names no architecture"])[0]
         except OSError as error:
             if os.path.isdir(name):
                 raise
             raise ValueError(f"There is no folder {name!r}, and the Hub gave no such model: {error}") from error
-        if not architectures:
-            raise ValueError(f"The config of {name!r} names no architecture; save the model by `save_pretrained`.")
-        return architectures[0]
     task = adapter.get("task_type")
     return RunFolder(name).summary.get("model") or TASKS.get(task, f"model with an adapter of task {task}")
+
+
+@contextmanager
+def weights_of(name: str, num_labels: int | None = None) -> Iterator[None]:
+    """ValueError where the weights of `name` are damaged, or do not fit its config or the `num_labels` of the data."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {name!r} are damaged ({error}); copy or download them again.") from error
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        fault = "do not fit its config or its base; take those of its training"
+        if num_labels and num_labels != (saved := AutoConfig.from_pretrained(name).num_labels):
+            fault = f"have {saved} labels, the data {num_labels}; `--pooling cls_linear` puts a new readout on it"
+        raise ValueError(f"The weights of {name!r} {fault}.") from error
 
 
 def load_model(name: str) -> PreTrainedModel:
@@ -55,18 +71,20 @@ def load_model(name: str) -> PreTrainedModel:
         raise ValueError(f"`model` is {name!r}, a {architecture}; give a text classifier or a causal language model.")
     if not find_json(name, ADAPTER):
         auto_class = AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
-        return auto_class.from_pretrained(name, dtype="auto")
+        with weights_of(name):
+            return auto_class.from_pretrained(name, dtype="auto")
     from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, PeftModel
 
     # An adapter's folder does not have the config of its base.
-    labels = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
-    if architecture == LinearReadoutForSequenceClassification.__name__:
-        base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **labels)
-        model = PeftModel.from_pretrained(base, name)
-    elif is_classifier:
-        model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype="auto", **labels)
-    else:
-        model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
+    known = {"num_labels": summary["num_labels"]} if "num_labels" in summary else {}
+    with weights_of(name):
+        if architecture == LinearReadoutForSequenceClassification.__name__:
+            base = LinearReadoutForSequenceClassification.from_encoder(summary["encoder"], summary["pooling"], **known)
+            model = PeftModel.from_pretrained(base, name)
+        elif is_classifier:
+            model = AutoPeftModelForSequenceClassification.from_pretrained(name, dtype="auto", **known)
+        else:
+            model = AutoPeftModelForCausalLM.from_pretrained(name, dtype="auto")
     if is_classifier:
         # The base may have other names, or the same ones in another order.
         names = summary.get("id2label", {str(number): f"LABEL_{number}" for number in range(model.config.num_labels)})

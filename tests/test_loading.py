@@ -1,7 +1,9 @@
 """Saved runs, whole and as adapters, against what was saved."""
 
+import dataclasses
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from tiny import bert, classification_data, config, llama
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_descent import DescentTrainer
+from hf_descent.commands import classify
+from hf_descent.commands.classify import ModelArguments
 from hf_descent.loading import architecture_of, has_position_table, load_model, load_tokenizer, position_limit
 
 
@@ -52,10 +56,47 @@ def test_models_of_other_kinds_are_refused(tmp_path):
         load_model(str(tmp_path))
 
 
+def test_weights_that_do_not_fit_or_are_damaged_are_named(tmp_path):
+    bert().save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    labels = len(json.loads(saved)["id2label"])
+    arguments = ModelArguments(model_name_or_path=str(tmp_path))
+    loads = (load_model, str(tmp_path)), (partial(classify.load_model, classes=["x"] * labels), arguments)
+    with pytest.raises(ValueError, match=f"' have {labels} labels, the data 5; `--pooling cls_linear"):
+        classify.load_model(arguments, list("abcde"))
+    for pooling in ("cls_linear", "mean_linear"):  # the remedy
+        remedied = classify.load_model(dataclasses.replace(arguments, pooling=pooling), list("abcde"))
+        assert remedied.config.num_labels == 5
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(saved) | {"intermediate_size": 24}))
+    for load, name in loads:
+        with pytest.raises(ValueError, match=f"{tmp_path.name}' do not fit its config"):
+            load(name)
+    (tmp_path / "config.json").write_text(saved)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    for damaged in (weights[:-8], b"version https://git-lfs.github.com/spec/v1"):
+        (tmp_path / "model.safetensors").write_bytes(damaged)
+        for load, name in loads:
+            with pytest.raises(ValueError, match=f"{tmp_path.name}' are damaged"):
+                load(name)
+
+
+def test_an_adapter_whose_base_has_another_width_is_named(tmp_path):
+    peft = pytest.importorskip("peft")
+    bert().save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules="all-linear")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    config = model.config
+    config.intermediate_size = 24
+    type(model)(config).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="adapter' do not fit its config or its base"):
+        load_model(str(tmp_path / "adapter"))
+
+
 def test_a_config_without_an_architecture_is_named(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path.name}' names no architecture; save the model"):
-        architecture_of(str(tmp_path))
+    with pytest.raises(ValueError, match=f"{tmp_path.name}', a model whose config names no architecture; give a"):
+        load_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "t5", "mbart", "nllb-moe"])

@@ -10,7 +10,7 @@ from transformers.hf_argparser import HfArg
 from ..configs import DescentConfig
 from ..data.splits import check_arguments
 from ..data.text import DataArguments, load_text_classification, most_tokens, tokenize
-from ..loading import load_tokenizer
+from ..loading import load_tokenizer, weights_of
 from ..models import LinearReadoutForSequenceClassification, UTForSequenceClassification
 from ..trainer import DescentTrainer
 from .training import OutputArguments, report, resume_choice, train_and_report
@@ -77,17 +77,15 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
     """The classifier that `args` names, with one output for each of `classes`."""
-    labels = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
-    if args.unrolled_layers is not None:
-        model = UTForSequenceClassification.from_embeddings(
-            args.model_name_or_path, num_hidden_layers=args.unrolled_layers, **labels
-        )
-    elif args.pooling == "head":
-        model = AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **labels)
-    else:
-        model = LinearReadoutForSequenceClassification.from_encoder(
-            args.model_name_or_path, args.pooling.removesuffix("_linear"), **labels
-        )
+    labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+    name, pooling = args.model_name_or_path, args.pooling.removesuffix("_linear")
+    with weights_of(name, len(classes)):
+        if args.unrolled_layers is not None:
+            model = UTForSequenceClassification.from_embeddings(name, num_hidden_layers=args.unrolled_layers, **labels)
+        elif pooling == "head":
+            model = AutoModelForSequenceClassification.from_pretrained(name, **labels)
+        else:
+            model = LinearReadoutForSequenceClassification.from_encoder(name, pooling, **labels)
     if args.freeze_embeddings:
         model.get_input_embeddings().requires_grad_(False)
     if not args.use_peft:

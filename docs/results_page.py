@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -58,18 +59,20 @@ def controlled(task: str) -> dict[str, tuple[float, list[dict]]]:
     return found
 
 
-def photos() -> str:
-    gammas = list(script("controlled").GAMMAS["photos"])
+def denoisers(task: str) -> str:
+    gammas = list(script("controlled").GAMMAS[task])
     level = gammas.index(0.15)
     header = [
         "arm", "learning rate", "f_3 / f_5", "noise 0.15", "no noise", "0.25 to 1, mean", "salt and pepper", "blur",
     ]  # fmt: skip
+    header += ["another video, noise 0.15"] if task == "video" else []
     rows = []
-    for arm, (rate, runs) in controlled("photos").items():
+    for arm, (rate, runs) in controlled(task).items():
         tests = [run["test"] for run in runs]
         curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
         cells = [curves[:, level], curves[:, 0], curves[:, level + 1 :].mean(1)]
         cells += [[test[name][0] for test in tests] for name in ("salt and pepper", "blur")]
+        cells += [[run["another video"]["noise"][level] for run in runs]] if task == "video" else []
         exits = [test["losses"][2] / test["losses"][4] for test in tests]
         rows.append([arm, f"{rate:g}", spread(exits, 2), *(spread(cell, 2) for cell in cells)])
     return markdown(header, rows)
@@ -181,8 +184,8 @@ STEPS = {
     "evaluation of all layers, language model": ("evaluation.json", "all layers", "plain evaluation"),
 }
 TABLES = {
-    "runs to specification": specification, "holds": holds, "defaults": defaults, "photos": photos, "imdb": imdb,
-    "steps": steps,
+    "runs to specification": specification, "holds": holds, "defaults": defaults, "steps": steps,
+    "photos": partial(denoisers, "photos"), "video": partial(denoisers, "video"), "imdb": imdb,
 }  # fmt: skip
 
 

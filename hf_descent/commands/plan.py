@@ -86,7 +86,9 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     model = planned(model_args)
     probe = model.probe()
     cost, plain = (model.step(batch(rows), each) for each in (args, replace(args, objective="erm")))
-    costs = {f"as configured ({rows} x {length} tokens)": cost, "plain training (`objective: erm`)": plain}
+    size, micro_batches = f"{rows} x {length} tokens", args.gradient_accumulation_steps
+    size = f"{micro_batches} micro-batches of {size}" if micro_batches > 1 else size
+    costs = {f"as configured ({size})": cost, "plain training (`objective: erm`)": plain}
     changes = {"activation_checkpointing": not args.activation_checkpointing}
     if (fraction := getattr(model.layers, "token_fraction", None)) is not None:
         changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else DEFAULT

@@ -182,7 +182,8 @@ class PlannedModel:
         return meter.peak["probe"]
 
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
-        """What a step outside the warm-up costs on a GPU; `args` are training arguments with those of the descent."""
+        """What a step outside the warm-up costs on a GPU, with such micro-batches; `args` are training arguments with
+        those of the descent."""
         layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
         dual = DescentState(replace(args, dual_warmup_steps=0.0), layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
@@ -209,20 +210,25 @@ class PlannedModel:
             self._fake,
             Meter(self.model) as meter,
         ):
-            hooks = meter.follow(layers.readout.stack)
-            if args.objective == "erm":
-                objective = output_loss(self.model(**batch))
-            else:
-                objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
-            objective.backward()
-            for hook in hooks:
-                hook.remove()
+            # From the second micro-batch on, the gradients lie beside what the passes hold.
+            repeats = min(2, args.gradient_accumulation_steps)
+            for _ in range(repeats):
+                hooks = meter.follow(layers.readout.stack)
+                if args.objective == "erm":
+                    objective = output_loss(self.model(**batch))
+                else:
+                    objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
+                objective.backward()
+                for hook in hooks:
+                    hook.remove()
             passes = meter.begin("optimizer")
             optimizer = optimizer_class(trained, **options)
             optimizer.step()
             optimizer.zero_grad()
             passes["optimizer"] += meter.alive["optimizer"]  # its state is there from the second step on
-        return StepCost([passes, meter.peak], meter.operations)
+        micro_batches = args.gradient_accumulation_steps
+        operations = {part: count * micro_batches // repeats for part, count in meter.operations.items()}
+        return StepCost([passes, meter.peak], Counter(operations))
 
     def sharded(self, cost: StepCost, processes: int, weights: bool) -> StepCost:
         """The cost in each of several processes that share optimizer and gradients (ZeRO-2) and, where asked for, the

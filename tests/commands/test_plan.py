@@ -50,6 +50,11 @@ def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_micro_batches_are_named(tmp_path, capsys):
+    cli.main(["plan", recipe("bert", tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)])
+    assert "as configured (4 micro-batches of 2 x 24 tokens)" in cells(capsys.readouterr().out)
+
+
 def test_what_does_not_fit_is_said(tmp_path, capsys):
     cli.main(["plan", recipe("llama", tmp_path), "--gpu_memory", "1KiB"])
     assert {row[-1] for row in cells(capsys.readouterr().out).values()} == {"no"}

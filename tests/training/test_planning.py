@@ -69,7 +69,8 @@ def measured(kind, args):
     """Bytes at the peak of a real run, its weights included, and the operations of a step."""
     torch.manual_seed(0)
     model, inputs = CLASSES[kind](model_config(kind)), batch(kind)
-    rows = [{name: values[row] for name, values in inputs.items()} for row in range(ROWS)] * STEPS
+    rows = [{name: values[row] for name, values in inputs.items()} for row in range(ROWS)]
+    rows *= STEPS * args.gradient_accumulation_steps
     trainer = Counted(model, args, train_dataset=rows)
     weights = {tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())}
     with LiveStorage() as live:
@@ -86,6 +87,8 @@ def measured(kind, args):
         ("llama", {}),
         ("llama", {"activation_checkpointing": True, "readout_token_fraction": 0.25}),
         ("llama", {"objective": "erm"}),
+        ("bert", {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
+        ("llama", {"gradient_accumulation_steps": 4}),
         ("bert", {"bf16": True, "per_device_train_batch_size": 1}),
         ("llama", {"bf16": True}),
         ("llama", {"bf16": True, "per_device_train_batch_size": 1, "activation_checkpointing": True}),
@@ -103,7 +106,7 @@ def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, a
     assert cost.operations.total() == operations
     if kind == "llama":  # of each layer's tokens with the head: the scores and both gradients
         read = rows * (LENGTH - 1), 2 * round(arguments.get("readout_token_fraction", 1) * rows * (LENGTH - 1))
-        products = 3 * (rows * LENGTH if "objective" in arguments else sum(read))
+        products = 3 * args.gradient_accumulation_steps * (rows * LENGTH if "objective" in arguments else sum(read))
         assert cost.operations["readout"] == products * 2 * VOCAB * SIZES[kind]["hidden_size"]
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
 

@@ -201,5 +201,7 @@ def _add_product_(total, left, right) -> torch.Tensor:
         return total.addmm_(left, right)
     try:
         return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    except torch.OutOfMemoryError:  # a RuntimeError, which the other way would make worse
+        raise
     except (RuntimeError, TypeError):  # on a CPU, by ROCm, and by torch before 2.10
         return total.addmm_(left.to(total.dtype), right.to(total.dtype))

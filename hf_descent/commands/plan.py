@@ -107,13 +107,17 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     weights = Counter()
     for weight in model.model.parameters():
         weights[weight.requires_grad] += weight.numel() / 1e6
+    masters = 16e6 * weights[True] / plan_args.processes
     print(
         f"{type(model.model).__name__}: {model.layers.num_layers} layers, {weights.total():,.1f} million weights, "
         f"{weights[True]:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
         f"10^12 operations of a step.\n\n{table(costs, plan_args.gpu_memory)}\n\n"
         f"The step takes {cost.operations.total() / plain.operations.total():.2f} times the operations of plain "
         f"training. The probe before the first step takes {probe / 2**30:.1f} GiB beside the weights. Rows are "
-        f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain."
+        f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain. "
+        f"The `--launch` rows have the recipe's precision. These launchers compute in bf16, and keep shards of the "
+        f"trained weights, gradients and optimizer state in float32: with Adam {masters / 2**30:.1f} GiB in each "
+        "process, for zero2 and zero3 beside the bf16 weights."
     )
 
 

@@ -21,9 +21,9 @@ RECIPES = {
 }
 
 
-def recipe(kind, tmp_path, **settings):
+def recipe(kind, tmp_path, vocab_size=50, **settings):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
-    AutoConfig.for_model(kind, vocab_size=50, **sizes, **CONFIGS[kind]).save_pretrained(tmp_path / "model")
+    AutoConfig.for_model(kind, vocab_size=vocab_size, **sizes, **CONFIGS[kind]).save_pretrained(tmp_path / "model")
     values = RECIPES[kind] | {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values | settings))
@@ -53,6 +53,13 @@ def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
 def test_micro_batches_are_named(tmp_path, capsys):
     cli.main(["plan", recipe("bert", tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)])
     assert "as configured (4 micro-batches of 2 x 24 tokens)" in cells(capsys.readouterr().out)
+
+
+def test_the_precision_of_the_launchers_is_said(tmp_path, capsys):
+    # 32 million weights, nearly all of them embeddings, at 16 bytes each.
+    cli.main(["plan", recipe("bert", tmp_path, vocab_size=1_000_000), "--processes", "1"])
+    assert "`--launch` rows have the recipe's precision" in (printed := capsys.readouterr().out)
+    assert re.search(r"float32: with Adam 0\.5 GiB in each process", printed)
 
 
 def test_what_does_not_fit_is_said(tmp_path, capsys):

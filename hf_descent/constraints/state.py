@@ -1,6 +1,7 @@
 """The dual side of one training run: warm-up, problem, multipliers, running averages, and what they say of the run."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from ..training.holdout import HeldOutRows
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
+# Accelerate's logger for the first process alone needs a state that a loop of one's own may not have.
+logger.addFilter(lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank()))
 
 STATE_NAME = "descent_state.safetensors"
 AVERAGE_DECAY = 0.98  # running averages look back about 50 steps

@@ -157,7 +157,9 @@ def table_rows(text):
 
 def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
     assert len(README) <= 9000
-    results = list(table_rows((ROOT / "docs/results.md").read_text()))
+    page = (ROOT / "docs/results.md").read_text()
+    # Its arms have the names of those on the photographs, which the README quotes.
+    results = list(table_rows(re.sub(r"\n## Denoising real video\n.*?(?=\n## )", "", page, flags=re.DOTALL)))
 
     def at(column, *first):
         """The column's cell in the one row that begins with these cells."""

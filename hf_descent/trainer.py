@@ -223,7 +223,7 @@ class DescentMixin:
         if self._task is None:
             inputs = inputs if is_shared else shared_batch(inputs, self)
             self._task = TaskLoss.probe(
-                self.accelerator.unwrap_model(model),
+                unwrapped(model),
                 inputs,
                 label_names=self.label_names,
                 loss_fn=self.compute_loss_func or self.label_smoother,
@@ -253,7 +253,7 @@ class DescentMixin:
         """The noise of a micro-batch as a context."""
         is_noisy = self.args.gamma_train > 0
         if self._noise is None and (is_noisy or self.args.eval_gammas):  # sigma is that before training
-            model = self.accelerator.unwrap_model(model)
+            model = unwrapped(model)
             self._noise = EmbeddingNoise(model, self.args.noise_gamma, self.args.seed, self.noise_sigma(model))
         if not is_noisy:
             return contextlib.nullcontext()
@@ -264,7 +264,7 @@ class DescentMixin:
     def noise_sigma(self, model=None) -> float:
         """The deviation of the clean signal: given, saved with the model, or estimated from the training data once;
         ValueError where it is none of these."""
-        model = self.accelerator.unwrap_model(self.model) if model is None else model
+        model = unwrapped(self.model) if model is None else model
         return find_sigma(self, model, self._record.resumed_from, self._reduce)
 
     # ---- items ----

@@ -66,6 +66,8 @@ def draft_with(
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         _check_options(model, generation_config, logits_processor, model_kwargs)
+        if streamer is not None and len(input_ids) > 1:
+            raise ValueError(f"`streamer` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % model.get_output_embeddings().out_features
         reader = Readout.probe(model, {"input_ids": example})
         if not 1 <= layer < reader.num_layers:
@@ -84,8 +86,6 @@ def draft_with(
             checked[model] = reader.stack
         options = logits_processor, stopping_criteria, generation_config, model_kwargs
         if streamer is not None:
-            if len(input_ids) > 1:
-                raise ValueError(f"`streamer` takes one text; the batch has {len(input_ids)}.")
             streamer.put(input_ids.cpu())
         decoding = _Decoding(halves, counts, streamer, input_ids, *options)
         with halves.attached(cache), model._optimize_model_for_decode():

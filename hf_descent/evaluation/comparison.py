@@ -23,6 +23,7 @@ from scipy import stats
 from ..configs import upper_level
 from ..constraints.objectives import UNCONSTRAINED
 from ..runs import RunFolder
+from .certificates import Certificate
 from .profile import LayerProfile
 from .robustness import NoiseCurve
 from .scoring import format_table
@@ -66,21 +67,15 @@ class Run:
     def feasible(self) -> bool | None:
         """Whether the constraints hold on held-out rows at the training level; `None` without constraints, or without
         a profile at that level."""
-        return None if self._constrained is None else self._constrained.feasible
+        found = self.certificate
+        return None if found is None else found.feasible
 
     @property
-    def missed(self) -> list[str]:
-        """The names of the rows that are not shown to hold there; none where `feasible` is `None`."""
-        if self.feasible is None:
-            return []
-        found = self._constrained.certificate()
-        return [name for name, verdict in zip(found.rows, found.verdicts) if verdict != "met"]
-
-    @property
-    def _constrained(self) -> LayerProfile | None:
-        if self.summary.get("objective") in UNCONSTRAINED:
-            return None
-        return self.profiles.get(self.gamma_train or 0.0)
+    def certificate(self) -> Certificate | None:
+        """What each row asked and reached there; `None` as for `feasible`."""
+        profile = self.profiles.get(self.gamma_train or 0.0)
+        is_asked = profile and profile.problem is not None and self.summary.get("objective") not in UNCONSTRAINED
+        return profile.certificate() if is_asked else None
 
     @property
     def gamma_train(self) -> float | None:
@@ -223,17 +218,14 @@ class Comparison:
         return {"groups": groups, "differences": verdicts}
 
     def __str__(self) -> str:
-        rows = [["", "runs", *SUMMARIES.values(), "sigma", "feasible"]]
+        rows, missed = [["", "runs", *SUMMARIES.values(), "sigma", "feasible"]], []
         for name, runs in self.groups.items():
             found = self._summary(runs)
+            counts = ", ".join(f"{row} ({count})" for row, count in found["missed"].items())
+            missed += [f"Rows that runs of {name} miss: {counts}"] if counts else []
             feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
             rows.append([name, str(len(runs)), *(_format(*found[each]) for each in (*SUMMARIES, "sigma")), feasible])
         levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
-        missed = [
-            f"Rows that runs of {name} miss: {', '.join(f'{row} ({count})' for row, count in counts.items())}"
-            for name, runs in self.groups.items()
-            if (counts := self._summary(runs)["missed"])
-        ]
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}; in units of sigma"
         return "\n".join([title, format_table(rows), *missed, "", *map(str, self.differences)])
 
@@ -247,8 +239,9 @@ class Comparison:
         for name, column in columns.items():
             values = np.array(column, dtype=float)  # of None: not a number
             found[name] = values.mean(), values.std(ddof=1) if len(values) > 1 else np.nan
-        feasible = [run.feasible for run in runs if run.feasible is not None]
-        missed = Counter(row for run in runs for row in run.missed)
+        certificates = [each for each in (run.certificate for run in runs) if each is not None]
+        feasible = [each.feasible for each in certificates]
+        missed = Counter(row for each in certificates for row, said in zip(each.rows, each.verdicts) if said != "met")
         return found | {"feasible": (sum(feasible), len(feasible)) if feasible else None, "missed": dict(missed)}
 
 

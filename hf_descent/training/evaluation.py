@@ -21,7 +21,7 @@ from ..evaluation.profile import layer_profile
 from ..losses.constant import ConstantPredictor, chance_of
 from ..losses.layerwise import LayerLosses
 from ..readout.replay import Readout, probing
-from ..readout.stack import inner_model
+from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported
 from .records import evaluation_sets
 
@@ -56,7 +56,7 @@ def readout_without_labels(
 ) -> Readout:
     """The custom `readout` for a batch without labels: that of `layers` where they are known, else found on this batch
     alone, which does not show what labels the loss predicts."""
-    model = trainer.accelerator.unwrap_model(model)
+    model = unwrapped(model)
     if layers is not None and layers.readout.fits(model):
         return layers.readout
     return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
@@ -182,7 +182,7 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
     if accelerator.mixed_precision != "no" and not shards_parameters and not accelerator._models:
         # Before the first turn of `evaluate`, mixed precision is not yet in the model's forward.
         accelerator.prepare_model(trainer.model, evaluation_mode=True)
-    model = accelerator.unwrap_model(trainer.model)
+    model = unwrapped(trainer.model)
     config = getattr(inner_model(model), "config", None)
     # Regression, as transformers' own losses recognise it.
     problem = getattr(config, "problem_type", None)

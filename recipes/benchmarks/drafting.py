@@ -14,12 +14,12 @@ from collections import Counter
 import numpy as np
 import torch
 from harness import parser, quartiles, write
-from transformers import AutoModelForCausalLM
 
 from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.early_exit import draft_with
 from hf_descent.evaluation import layer_profile
-from hf_descent.loading import load_tokenizer
+from hf_descent.loading import load_model, load_tokenizer
+from hf_descent.readout.labels import IGNORE_INDEX
 
 
 def main():
@@ -30,8 +30,7 @@ def main():
     command.add_argument("--layers", type=int, nargs="+", required=True, help="that draft, one arm each")
     options = command.parse_args()
     torch.set_num_threads(options.threads)
-    tokenizer = load_tokenizer(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
     files = {name: getattr(options, name) for name in ("train_file", "validation_file")}
     data = load_alpaca(AlpacaArguments(**files), tokenizer)
     rows = [completion_labels(row, tokenizer) for row in data["train"].select(range(min(4000, len(data["train"]))))]
@@ -54,7 +53,9 @@ def main():
             wall[name].append(time.perf_counter() - start[1])
             texts[name].append(text[len(prompt) :])
             equal[name].append(text == prompt + texts["plain"][-1])
-    written = [{"input_ids": p + t, "labels": [-100] * len(p) + t} for p, t in zip(prompts, texts["plain"]) if t]
+    written = [
+        {"input_ids": p + t, "labels": [IGNORE_INDEX] * len(p) + t} for p, t in zip(prompts, texts["plain"]) if t
+    ]
     acceptance = layer_profile(model, written, batch_size=1).values.tolist()
     tokens = sum(map(len, texts["plain"]))
     for name in arms:

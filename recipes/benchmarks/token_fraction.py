@@ -12,23 +12,14 @@ f_1 + ... + f_L, from batch to batch = 1; and the products with the head that th
 """
 
 import argparse
-import tempfile
 
 import torch
 import transformers
+from harness import fit
 from lm_step import token_ids
 
-from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.readout import linear_cross_entropy
 from hf_descent.readout.head import HeadReadout
-
-
-def train(model, ids, options):
-    args = DescentConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=options.batch, max_steps=options.steps,
-        learning_rate=1e-3, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
-    DescentTrainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in ids]).train()
 
 
 def main():
@@ -48,7 +39,8 @@ def main():
     ids = torch.tensor(token_ids(options, (options.batches + options.steps) * options.batch))
     measured, others = ids.split([options.batches * options.batch, options.steps * options.batch])
     if options.steps:
-        train(model, others, options)
+        settings = {"per_device_train_batch_size": options.batch, "max_steps": options.steps, "learning_rate": 1e-3}
+        fit(model, [{"input_ids": row, "labels": row} for row in others], settings)
     model.eval()
 
     full, sampled = [], {fraction: [] for fraction in options.fractions}

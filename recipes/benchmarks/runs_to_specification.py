@@ -57,7 +57,7 @@ LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,), "imdb": (1e-4,)}
 DEFAULT_RATES = {
     "denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "imdb": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2),
 }  # fmt: skip
-STEPS = {"denoiser": 600, "minilm": 300, "imdb": 600, "lm": 1200}
+STEPS = {"denoiser": 600, "minilm": 300, "imdb": 300, "lm": 1200}
 BATCH = {"denoiser": 32, "minilm": 16, "imdb": 16, "lm": 8}
 NUM_LAYERS = {"denoiser": 5, "minilm": 6, "imdb": 6, "lm": 5}
 # Losses of the noisy input, and of balanced classes.

@@ -18,7 +18,7 @@ SERVED = """
   vllm serve {draft}
   python -m sglang.launch_server --model-path {draft}
   python convert_hf_to_gguf.py {draft} --outfile draft.gguf && llama-server -m draft.gguf"""
-# The parsers of vLLM 0.33.0 and SGLang 0.5.23 take them; that of llama.cpp (speculation) is by its documentation.
+# vLLM 0.33.0 and SGLang 0.5.23 parse them; llama.cpp 0c1e570 decodes with the two files and these options.
 DRAFTING = """
 As a draft of the whole model, whose text stays what it is:
   whole.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("{draft}"))
@@ -27,7 +27,8 @@ As a draft of the whole model, whose text stays what it is:
   python -m sglang.launch_server --model-path {whole} --speculative-algorithm STANDALONE \\
     --speculative-draft-model-path {draft} --speculative-num-steps 4 --speculative-eagle-topk 1 \\
     --speculative-num-draft-tokens 5
-  python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf -md draft.gguf --draft-max 4
+  python convert_hf_to_gguf.py {whole} --outfile whole.gguf && llama-server -m whole.gguf \\
+    --spec-type draft-simple -md draft.gguf --spec-draft-n-max 4
 Without this checkpoint, and no layer run twice: whole.generate(**inputs, custom_generate=draft_with({layer}))"""
 ONNX = """\
 With ONNX Runtime, for rows of any number and length:

@@ -64,7 +64,7 @@ def test_the_printed_commands_are_whole(language_model, tmp_path, capsys):
     sglang = next(words for words in drafting if "STANDALONE" in words)
     options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
     assert options["--model-path"] == str(language_model) and options["--speculative-draft-model-path"] == str(short)
-    assert any(words[-5:] == ["whole.gguf", "-md", "draft.gguf", "--draft-max", "4"] for words in drafting)
+    assert any("--spec-type draft-simple -md draft.gguf --spec-draft-n-max 4" in " ".join(words) for words in drafting)
     assert f'assistant_model=AutoModelForCausalLM.from_pretrained("{short}")' in printed
     assert "draft_with(2)" in printed and "The first 2 of 4 layers" in printed
 

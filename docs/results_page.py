@@ -140,10 +140,13 @@ def defaults() -> str:
     rows = []
     for kind in benchmark.DEFAULT_RATES:
         own = [run for run in runs if run["settings"]["task"] == f"{kind}_defaults"]
-        ours = [run for run in own if run["settings"]["objective"] == "descent"]
-        rates = {run["settings"]["rate"] for run in ours}  # the best one for plain training
-        plain = [run for run in own if run["settings"]["objective"] == "erm" and run["settings"]["rate"] in rates]
-        for name, found in (("plain", plain), ("defaults", ours)) if ours else ():
+        rates = {run["settings"]["rate"] for run in own if run["settings"]["objective"] == "descent"}
+        found_by_arm = defaultdict(list)
+        for run in (run for run in own if run["settings"]["rate"] in rates):  # the best one for plain training
+            is_plain, is_apart = run["settings"]["objective"] == "erm", "dual_holdout" in run["settings"]
+            name = "plain" if is_plain else "defaults, `dual_holdout` 0.05" if is_apart else "defaults"
+            found_by_arm[name].append(run)
+        for name, found in sorted(found_by_arm.items(), key=lambda pair: pair[0] != "plain"):
             middle = (len(found[0]["certify"]) + 1) // 2
             met = f"{sum(run['met'] for run in found)} of {len(found)}"
             share = spread([run["share"] for run in found], 2)

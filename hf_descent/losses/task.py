@@ -11,7 +11,7 @@ from transformers.utils import find_labels
 
 from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, shifts_labels
 from ..readout.replay import Readout, output_logits, output_loss, probing
-from ..readout.stack import inner_model
+from ..readout.stack import inner_model, map_tensors, tensors
 
 
 PROBED_TOKENS = 32  # of a row, where a model is tried out
@@ -121,30 +121,36 @@ class TaskLoss:
         return {name: value for name, value in inputs.items() if name not in withheld}
 
     def short(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A batch to try the model out on in little memory: of labels of tokens one or two rows, those with the most
-        and the least padding, cut to 32 tokens and labelled there; any other batch as it is."""
-        labels, mask = labels_of(inputs, self.label_names), inputs.get("attention_mask")
+        """A batch to try the model out on in little memory: two rows, with the most and the least padding and, where
+        there are some, different labels; of labels of tokens cut to 32 tokens and labelled there."""
+        labels, mask, ids = labels_of(inputs, self.label_names), inputs.get("attention_mask"), inputs.get("input_ids")
         config = getattr(inner_model(self.model), "config", None)
-        of_packing = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        rows_of = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and k not in of_packing}
+        of_rows = {name: value for name, value in inputs.items() if not name.startswith(("cu_seq_lens", "max_length"))}
+        values, image = [v for v in tensors(of_rows) if v.dim()], getattr(config, "image_token_id", None)
         if (
-            not are_token_labels(labels)
-            or any(v.dim() != 2 or v.is_floating_point() or len(v) != len(labels) for v in rows_of.values())
-            or (len({v.shape for v in rows_of.values()}) > 1 and not getattr(config, "is_encoder_decoder", False))
-            or getattr(config, "attention_type", None) == "block_sparse"  # BigBird is another model on few tokens
+            not isinstance(labels, torch.Tensor)
+            or any(len(value) != len(labels) for value in values)
+            or (None not in (ids, image) and len((ids == image).sum(1).unique()) > 1)  # images are not of rows
         ):
             return inputs
-        lengths = (torch.ones_like(labels) if mask is None else mask).sum(1)  # [batch]
-        rows = torch.stack([lengths.argmax(), lengths.argmin()]).unique()
-        pads_left = mask is not None and not mask[:, 0].all()
-        part = slice(-PROBED_TOKENS, None) if pads_left else slice(PROBED_TOKENS)
-        found = {**inputs, **{name: value[rows, part] for name, value in rows_of.items()}}
-        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-            if inputs.get(name) is not None:
-                found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
+        lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
+        first = lengths.argmax()
+        order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
+        order[first] += 1
+        rows, part = torch.stack([first, order.argmin()]).unique(), slice(None)
+        if (
+            all(are_token_labels(value) for value in values)
+            and (len({value.shape for value in values}) == 1 or getattr(config, "is_encoder_decoder", False))
+            and getattr(config, "attention_type", None) != "block_sparse"  # BigBird is another model on few tokens
+        ):
+            part = slice(-PROBED_TOKENS, None) if mask is not None and not mask[:, 0].all() else slice(PROBED_TOKENS)
+        found = {**inputs, **map_tensors(lambda value: value[rows][..., part] if value.dim() else value, of_rows)}
+        for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & inputs.keys():
+            found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
         counted = labels[labels != IGNORE_INDEX]
-        for name in {*self.label_names, "labels", "shift_labels"} & rows_of.keys():
-            if len(counted) and not found[name][:, 1:].ne(IGNORE_INDEX).any():  # they come later in each row
+        for name in {*self.label_names, "labels", "shift_labels"} & found.keys():
+            uncounted = are_token_labels(found[name]) and not found[name][:, 1:].ne(IGNORE_INDEX).any()
+            if len(counted) and uncounted:  # they come later in each row, or in others
                 found[name] = counted[torch.arange(found[name].numel()) % len(counted)].view_as(found[name])
         return found
 

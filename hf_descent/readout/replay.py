@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput, logging
 from . import random_state
 from .pooling import pooled_readout
 from .stack import errors_explained, find_layer_stack, map_tensors, tensors
-from .tape import Tape, clone, noise_disabled, taped
+from .tape import Tape, noise_disabled, taped
 
 
 logger = logging.get_logger(__name__)
@@ -195,13 +195,10 @@ class Readout:
 def _check_replay(model, stack, inputs):
     """Replay every layer once, and check that layer L gives the model's own logits, from the last layer alone."""
     name = type(model).__name__
-    tape, given = Tape(model, stack), []
-
-    def give(output):
-        # Clones, so that a write in place shows in their version and cannot spoil the record.
-        output = clone(output)
-        given.extend((tensor, tensor._version) for tensor in tensors(output))
-        return output
+    stack.clones |= any(getattr(module, "inplace", False) for module in stack.neighbours)
+    # In train mode alone, which is not tried here: speech models mask their features in place.
+    stack.clones |= any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
+    tape = Tape(model, stack)
 
     def compare(logits, own_logits, what):
         # Row by row: the logits of a large vocabulary fill the memory that training itself will need.
@@ -213,27 +210,24 @@ def _check_replay(model, stack, inputs):
     def check(args, kwargs, own):
         with errors_explained(f"{name}:"):
             own_logits = output_logits(own)
+        record = [(tensor, tensor._version) for tensor in tensors(list(tape.answers.values()))]
         for layer in range(1, stack.num_layers + 1):
             logits = None  # gone before the next ones are made
             with errors_explained(f"{name}, read out at layer {layer} of `{stack.name}`:", " Pass `readout=`."):
                 logits = output_logits(tape.replay(args, kwargs, layer))
                 if logits.shape != own_logits.shape:
                     raise ValueError(f"logits of shape {list(logits.shape)}, not {list(own_logits.shape)}")
+        if any(tensor._version != version for tensor, version in record):
+            stack.clones = True
+            return _check_replay(model, stack, inputs)
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
         tape.give_within_stack, logits = _poisoned, None
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
 
-    tape.give = tape.give_within_stack = give
     with taped(tape, check):
         model(**inputs)
-    stack.clones = (
-        any(tensor._version != version for tensor, version in given)
-        or any(getattr(module, "inplace", False) for module in stack.neighbours)
-        # In train mode alone, which is not tried here: speech models mask their features in place.
-        or any(getattr(getattr(m, "config", None), "apply_spec_augment", False) for m in model.modules())
-    )
 
 
 def _output_embeddings(model):

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from architectures import DECODER, IMAGE, MODELS, SPEECH, TEXT, build
 from naive_head import LiveStorage
 from tiny import llama
+from transformers import ViTConfig
 
 from hf_descent import layer_losses
 from hf_descent.configs import DescentArguments
 from hf_descent.losses.layerwise import find_layer_losses
 from hf_descent.losses.task import TaskLoss
+from hf_descent.models import ViTDenoiserConfig, ViTForDenoising
 from hf_descent.training.custom_loop import DescentObjective
 
 
@@ -52,6 +55,80 @@ def test_layers_found_on_beginnings_have_the_losses_of_the_whole_batch(kind):
     layers = find_layer_losses(made, inputs, task)
     assert task.shifts_labels and task.divides_by_items(inputs)
     torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
+
+
+ROWS = 4
+LONG = TEXT | {"num_hidden_layers": 12, "max_position_embeddings": LENGTH}
+PICTURES = IMAGE | {"num_hidden_layers": 12, "hidden_size": 96, "image_size": 32}
+
+
+def other_setting(kind):
+    """A model, and a batch whose inputs or labels are no tokens; the first three rows have the same label."""
+    torch.manual_seed(0)
+    labels, pixels = torch.tensor([1, 1, 1, 0]), torch.rand(ROWS, 3, 32, 32)
+    if kind == "denoiser":
+        made = ViTForDenoising(ViTDenoiserConfig(encoder_config=ViTConfig(**PICTURES), readout="linear"))
+        return made, {"pixel_values": pixels + 0.1 * torch.randn_like(pixels), "labels": pixels}
+    if kind == "images":
+        return build("ViTForImageClassification", PICTURES), {"pixel_values": pixels, "labels": labels}
+    if kind == "audio":
+        name = "Wav2Vec2ForSequenceClassification"
+        fields = MODELS[name][0] | {"layerdrop": 0.0, "mask_time_prob": 0.0, "attention_dropout": 0.0}
+        mask = (torch.arange(2000) < torch.tensor([2000, 1500, 2000, 900])[:, None]).long()  # [rows, samples]
+        return build(name, fields), {"input_values": torch.randn(ROWS, 2000), "attention_mask": mask, "labels": labels}
+    if kind == "speech to text":
+        tokens = torch.randint(5, 99, (ROWS, 8))
+        return build("WhisperForConditionalGeneration", SPEECH | {"decoder_start_token_id": 2}), {
+            "input_features": torch.randn(ROWS, 8, 80), "labels": tokens
+        }  # fmt: skip
+    name = {"choices": "RobertaForMultipleChoice", "answers": "BertForQuestionAnswering"}.get(kind)
+    ids = torch.randint(5, 99, (ROWS, 2, LENGTH // 2) if kind == "choices" else (ROWS, LENGTH))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if kind == "answers":
+        return build(name, LONG), given | {"start_positions": 50 + labels, "end_positions": 60 + labels}
+    return build(name or "BertForSequenceClassification", LONG), given | {"labels": labels}
+
+
+OTHERS = ["denoiser", "images", "audio", "speech to text", "choices", "answers", "long rows"]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_probe_takes_two_rows_of_what_is_no_token_and_finds_the_same(kind):
+    (made, inputs), rows = other_setting(kind), set()
+    made.register_forward_pre_hook(
+        lambda _, args, given: rows.update(len(v) for v in given.values() if torch.is_tensor(v)), with_kwargs=True
+    )
+    with LiveStorage() as probe:
+        objective = DescentObjective(made, [inputs], DescentArguments(initial_loss_bound=2.0), max_steps=10)
+    assert rows == {2}
+    made.train().gradient_checkpointing_enable({"use_reentrant": False})  # which leaves the step the least
+    with LiveStorage() as step:
+        objective(made, inputs).backward()
+    assert probe.peak <= step.peak
+    made.eval().gradient_checkpointing_disable()
+    layers = find_layer_losses(made, inputs, TaskLoss.probe(made, inputs))
+    torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
+
+
+def test_of_rows_with_as_much_padding_two_have_different_labels():
+    made, inputs = other_setting("long rows")
+    assert TaskLoss.probe(made, inputs).short(inputs)["labels"].tolist() == [1, 0]
+
+
+def test_images_that_belong_to_tokens_stay_with_them():
+    eye = IMAGE | {"model_type": "clip_vision_model", "image_size": 8}
+    fields = {"vision_config": eye, "text_config": DECODER | {"model_type": "llama"}, "image_token_index": 98}
+    made = build("LlavaForConditionalGeneration", fields)
+    per_image = (8 // 4) ** 2
+    for images in ([2, 0, 1, 1], [1, 1, 1, 1]):
+        ids = torch.randint(5, 90, (ROWS, 12))
+        for row, count in enumerate(images):
+            ids[row, : count * per_image] = 98
+        inputs = {"input_ids": ids, "labels": ids.clone(), "pixel_values": torch.rand(ROWS, 3, 8, 8)}
+        task = TaskLoss.probe(made, inputs)
+        assert len(task.short(inputs)["input_ids"]) == (ROWS if 2 in images else 2)
+        layers = find_layer_losses(made, inputs, task)
+        torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,6 +15,7 @@ from ..constraints.problem import SMALLEST
 from ..data.denoising import DenoisingTask, ImageTask, PatchTask
 from ..data.splits import check_arguments
 from ..data.video import VideoArguments, load_clips
+from ..loading import weights_of
 from ..models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising, ViTForDenoising
 from ..noise.embedding_noise import deviation_from_moments, moments_of
 from ..runs import RunFolder, tables
@@ -116,8 +117,9 @@ def build_model(args: ModelArguments, task: DenoisingTask, sigma: float, row: di
     num_values = task.collate([row])["pixel_values"].numel()
     loss_scale = 0.5 if args.loss_gamma is None else 1 / ((args.loss_gamma * sigma) ** 2 * num_values)
     if args.architecture == "vit":
-        model = ViTForDenoising.from_encoder(args.model_name_or_path, readout=args.readout, loss_scale=loss_scale)
-        return model.train()
+        name = args.model_name_or_path
+        with weights_of(name):
+            return ViTForDenoising.from_encoder(name, readout=args.readout, loss_scale=loss_scale).train()
     sizes = {"hidden_size": task.patch_size**2, "num_hidden_layers": args.num_layers, "loss_scale": loss_scale}
     if args.architecture == "ut":
         # Untrained layers only average frames: those of a deep model by as much, together, as those of a shallow one.

@@ -6,7 +6,7 @@ from functools import partial
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..data.alpaca import AlpacaArguments, load_alpaca
-from ..loading import load_tokenizer
+from ..loading import load_tokenizer, weights_of
 from ..sft_config import SFTDescentConfig
 from ..sft_trainer import SFTDescentTrainer
 from .training import OutputArguments, report, resume_choice, train_and_report
@@ -36,14 +36,15 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
         "dtype": model_args.dtype,
         **(args.model_init_kwargs or {}),
     }
-    trainer = SFTDescentTrainer(
-        model_args.model_name_or_path,
-        args,
-        train_dataset=dataset["train"],
-        eval_dataset=dataset["validation"],
-        processing_class=tokenizer,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    with weights_of(model_args.model_name_or_path):
+        trainer = SFTDescentTrainer(
+            model_args.model_name_or_path,
+            args,
+            train_dataset=dataset["train"],
+            eval_dataset=dataset["validation"],
+            processing_class=tokenizer,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
     trainer.accelerator.print(trainer.preview())
     train_and_report(trainer, resume, partial(report, trainer, dataset, "mean_token_accuracy"), model_args, data_args)

@@ -8,6 +8,7 @@ import torch
 from datasets import Array2D, Dataset, Features
 from transformers import AutoImageProcessor, AutoModelForImageToImage, PreTrainedModel
 
+from ..loading import weights_of
 from ..models import ViTForDenoising
 from .video import CLIPS_AT_ONCE
 
@@ -64,7 +65,8 @@ class ImageTask(DenoisingTask):
 
 def load_denoiser(name: str) -> tuple[PreTrainedModel, DenoisingTask]:
     """A saved denoiser in eval mode, and the form in which it takes frames."""
-    model = AutoModelForImageToImage.from_pretrained(name)
+    with weights_of(name):
+        model = AutoModelForImageToImage.from_pretrained(name)
     if isinstance(model, ViTForDenoising):
         return model, ImageTask(name)
     return model, PatchTask(math.isqrt(model.config.hidden_size))

@@ -1,5 +1,7 @@
 """`hf-descent denoise` from its smoke recipes, on a small video and a tiny random ViT."""
 
+import shutil
+
 import datasets
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ from tiny_files import write_video
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
 from hf_descent import cli
-from hf_descent.commands.denoise import ModelArguments, measure_sigma
-from hf_descent.data.denoising import PatchTask, load_denoiser, patch_rows
+from hf_descent.commands.denoise import ModelArguments, build_model, measure_sigma
+from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser, patch_rows
 from hf_descent.data.video import VideoArguments, load_clips
 from hf_descent.evaluation.perturbations import salt_and_pepper
 from hf_descent.evaluation.scoring import noise_key
@@ -157,3 +159,16 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
 def test_bad_arguments_are_refused(values, match):
     with pytest.raises(ValueError, match=match):
         ModelArguments(**values)
+
+
+def test_damaged_weights_are_named(workplace, tmp_path):
+    shutil.copytree(workplace / "vit", tmp_path / "vit")
+    args, task = ModelArguments("vit", model_name_or_path=str(tmp_path / "vit")), ImageTask(str(tmp_path / "vit"))
+    row = {"pixel_values": torch.zeros(32, 32, dtype=torch.uint8)}
+    build_model(args, task, 0.5, row).save_pretrained(tmp_path / "run")
+    for name in ("vit", "run"):
+        (tmp_path / name / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="vit' are damaged"):
+        build_model(args, task, 0.5, row)
+    with pytest.raises(ValueError, match="run' are damaged"):
+        load_denoiser(str(tmp_path / "run"))

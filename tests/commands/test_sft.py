@@ -1,6 +1,7 @@
 """The `sft` command through the smoke recipes, as their README gives them."""
 
 import json
+import shutil
 
 import datasets
 import pytest
@@ -119,3 +120,10 @@ def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsy
 def test_a_model_must_be_named(sft):
     with pytest.raises(ValueError, match="`model_name_or_path` is not given"):
         cli.main(["sft", "--output_dir", "unused", "--use_cpu", "--bf16", "false"])
+
+
+def test_damaged_weights_are_named(sft, workplace):
+    shutil.copytree(workplace / "plain", workplace / "damaged")
+    (workplace / "damaged" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="damaged' are damaged"):
+        sft("erm", model="damaged")

@@ -42,8 +42,12 @@ LIMITS = {
     "target_margin": (0.0, 0.5),
     "dual_holdout": (SMALLEST, 0.5),
 }
-# Beside names that end in "loss", which TrainingArguments knows to be so.
-SMALLER_IS_BETTER = re.compile(r"(layer_loss_\d+|max_violation)$")
+# Names of metrics, after any prefix: the loss of a layer, any value of one, what only an evaluation under constraints
+# has, and what a worse last layer improves.
+LAYER_LOSS = re.compile(r"layer_loss_\d+$")
+PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_(exit_|bound_)?\d+$")
+CONSTRAINT_METRICS = ("max_violation", "feasible", "feasible_score")
+RELATIVE_METRICS = ("descent_share", "largest_rise")
 
 
 def _help_from_docstring(cls: type) -> type:
@@ -194,8 +198,9 @@ class DescentArguments:
     def __post_init__(self):
         if isinstance(self, TrainingArguments):  # else it is for a loop without a Trainer
             super().__post_init__()
-            if SMALLER_IS_BETTER.search(self.metric_for_best_model or ""):
-                self.greater_is_better = False
+            name = self.metric_for_best_model or ""
+            if LAYER_LOSS.search(name) or name.endswith("max_violation"):
+                self.greater_is_better = False  # as TrainingArguments knows of names that end in "loss"
         self.check_descent_arguments()
 
     def check_descent_arguments(self) -> None:
@@ -260,7 +265,7 @@ class DescentArguments:
                 "folder of a constrained run, or a list."
             )
         chosen_by = getattr(self, "metric_for_best_model", None) or ""
-        if chosen_by.endswith(("descent_share", "largest_rise")):
+        if chosen_by.endswith(RELATIVE_METRICS):
             raise ValueError(
                 f"`metric_for_best_model` is {chosen_by!r}, which a worse last layer improves: choose by "
                 "'feasible_score' or the loss."

@@ -2,7 +2,6 @@
 And its messages."""
 
 import logging
-import re
 from collections.abc import Callable
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
@@ -10,13 +9,10 @@ from transformers.integrations.integration_utils import TensorBoardCallback, Tra
 from transformers.trainer_callback import ProgressCallback
 from transformers.trainer_utils import has_length
 
+from ..configs import LAYER_LOSS, PER_LAYER
 from ..constraints.objectives import UNCONSTRAINED
 from ..evaluation import Certificate
 from ..evaluation.plots import pixels, plot_evaluation
-
-
-LAYER_LOSS = re.compile(r"layer_loss_\d+$")
-PER_LAYER = re.compile(r"(layer_loss|violation|multiplier|weight)_(exit_|bound_)?\d+$")
 
 
 def show_messages(args: TrainingArguments) -> None:

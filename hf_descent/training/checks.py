@@ -1,6 +1,5 @@
 """What a run that reads its layers refuses, before any training time is spent."""
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
+from ..configs import CONSTRAINT_METRICS, LAYER_LOSS
 from ..constraints.problem import check_constrained_layers, check_targets
 from ..constraints.state import DescentState
 from ..loading import has_position_table, position_limit
@@ -26,9 +26,6 @@ from .records import Given, evaluation_sets
 logger = get_logger(__name__)
 
 PACKING_TOKENS = 64  # of each of the two documents by which packing is tried
-
-# Metrics that only an evaluation that reads layers has.
-LAYER_METRICS = re.compile(r"layer_loss_\d+|max_violation|feasible|feasible_score")
 
 
 def check_supported(trainer: Trainer, loss_method) -> None:
@@ -253,7 +250,9 @@ def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
     """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
     chosen_by, args = trainer.args.metric_for_best_model or "", trainer.args
     is_one_set = reads_layers and not isinstance(trainer.eval_dataset, dict)
-    if args.eval_strategy != "no" and LAYER_METRICS.fullmatch(chosen_by.removeprefix("eval_")) and not is_one_set:
+    name = chosen_by.removeprefix("eval_")
+    of_layers = LAYER_LOSS.match(name) or name in CONSTRAINT_METRICS
+    if args.eval_strategy != "no" and of_layers and not is_one_set:
         raise ValueError(
             f"`metric_for_best_model` is {chosen_by!r}, which no evaluation will have: `objective='erm'` reads no "
             "layers in training, and of several `eval_dataset` each has its own ('name_feasible_score')."

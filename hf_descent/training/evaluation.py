@@ -1,7 +1,6 @@
 """What the evaluation of a trainer needs beside its model: which rows count, which data, with which settings."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
-from ..configs import DescentArguments, levels_of
+from ..configs import LAYER_LOSS, RELATIVE_METRICS, DescentArguments, levels_of
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
@@ -29,7 +28,6 @@ from .records import evaluation_sets
 logger = logging.get_logger(__name__)
 
 UNKNOWN_SCORE = -1e9  # below that of any model that has learned something, also when steps are added to it
-DESCENT_METRICS = re.compile(r"layer_loss_|descent_share|largest_rise")
 HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
@@ -81,7 +79,8 @@ def plain_metrics(trainer: Trainer, dataloader, prefix: str, loss_method: Callab
     except Exception as error:  # of models and data of which plain training need not know
         logger.info_once(f"The evaluation of plain training leaves the layers out: {error}")
         return {}
-    return {f"{prefix}_{name}": value for name, value in measured.items() if DESCENT_METRICS.match(name)}
+    kept = {name: value for name, value in measured.items() if LAYER_LOSS.match(name) or name in RELATIVE_METRICS}
+    return {f"{prefix}_{name}": value for name, value in kept.items()}
 
 
 def layer_metrics(

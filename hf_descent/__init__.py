@@ -28,6 +28,11 @@ _EXPORTS = {
 }
 __all__ = list(_EXPORTS)
 
+# By the module that is missing, the extra that installs it.
+EXTRAS = {"trl": "sft", "peft": "peft", "optuna": "tune", "av": "video", "dp_accounting": "privacy", "gradio": "show"}
+EXTRAS |= dict.fromkeys(("onnx", "onnxscript"), "onnx")
+INSTALL = "`pip install '.[{0}]'` in a clone of hf_descent, else 'hf_descent[{0}]'"
+
 if TYPE_CHECKING:
     from .configs import DescentConfig as DescentConfig
     from .constraints.multipliers import Multipliers as Multipliers
@@ -52,9 +57,9 @@ def __getattr__(name: str):
     try:
         module = importlib.import_module(f".{_EXPORTS[name]}", __name__)
     except ModuleNotFoundError as error:
-        if error.name != "trl":
+        if error.name not in EXTRAS:
             raise
-        raise ImportError(f"`{name}` needs TRL: `pip install 'hf_descent[sft]'` ('.[sft]' in a clone).") from error
+        raise ImportError(f"`{name}` needs {error.name}: {INSTALL.format(EXTRAS[error.name])}") from error
     return getattr(module, name)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from . import EXTRAS, INSTALL
 from .commands.arguments import parse_recipe
 from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
@@ -37,10 +38,6 @@ COMMANDS = {
     "export": "write a model's first layers as a checkpoint, and print how to serve it, also as a draft",
     "card": "write the model card of a run from what was measured, and upload it where asked to",
 }
-
-# By the module that is missing, what installs it.
-EXTRAS = {"trl": "sft", "peft": "peft", "optuna": "tune", "av": "video", "dp_accounting": "privacy", "gradio": "show"}
-EXTRAS |= dict.fromkeys(("onnx", "onnxscript"), "onnx")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
@@ -97,7 +94,7 @@ def console() -> None:
         if sys.argv[1:2] == ["--debug"]:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):
-            error = f"{error}: `pip install 'hf_descent[{extra}]'` ('.[{extra}]' in a clone)"
+            error = f"{error}: {INSTALL.format(extra)}"
         line = " ".join(["hf-descent: error:", *str(error).split(), "(`hf-descent --debug ...` shows where)"])
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher tells it, once for all processes
             Path(file).write_text(json.dumps({"message": line}), encoding="utf-8")

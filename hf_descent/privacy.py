@@ -19,7 +19,7 @@ Gaussian's to about 2^-34, unless the deviation is far below the norm, with tail
 
 What it costs, `noise_curve(model, data, gammas, noise=PrivateEmbeddings(model, 1.0, clip_norm, seed=0))` measures.
 
-Source: Balle, Wang (2018), arXiv 1805.06530, as in Google's `dp-accounting` (`pip install hf_descent[privacy]`).
+Source: Balle, Wang (2018), arXiv 1805.06530, as in Google's `dp-accounting` (`pip install '.[privacy]'`).
 """
 
 import math

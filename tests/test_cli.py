@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import bert
 
+import hf_descent
 from hf_descent import cli
 
 
@@ -140,14 +141,14 @@ def test_help_without_what_the_extras_install():
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     ended = dict(re.findall(r"^ended (\w+) (\d)$", done.stdout, re.MULTILINE))
     assert ended == {command: "2" if command == "sft" else "0" for command in cli.COMMANDS}
-    assert "`pip install 'hf_descent[sft]'`" in done.stderr
+    assert "`pip install '.[sft]'` in a clone" in done.stderr
 
 
 def test_every_extra_of_a_command_is_one_of_setup_cfg():
     setup = configparser.ConfigParser()
     setup.read(Path(cli.__file__).parents[1] / "setup.cfg")
     extras = setup["options.extras_require"]
-    for module, extra in cli.EXTRAS.items():
+    for module, extra in hf_descent.EXTRAS.items():
         assert module.replace("_", "-") in re.findall(r"^[\w-]+", extras[extra], re.MULTILINE), module
 
 

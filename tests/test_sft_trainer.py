@@ -373,7 +373,7 @@ def test_importing_the_package_needs_neither_trl_nor_peft():
         "try:\n    hf_descent.SFTDescentTrainer\nexcept ImportError as error:\n    print(error)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "`pip install 'hf_descent[sft]'` ('.[sft]' in a clone)" in result.stdout
+    assert "`SFTDescentTrainer` needs trl: `pip install '.[sft]'` in a clone" in result.stdout
 
 
 @pytest.mark.parametrize("coefficient", [None, 5.0])

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
 
 def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args: Any) -> None:
     """Runs the trials and prints them, the best last; `args.output_dir` gets `trial-<n>` folders and `study.json`."""
-    import optuna  # `pip install hf_descent[tune]`
+    import optuna
 
     gamma = float(args.gamma_train if tune_args.tune_gamma is None else tune_args.tune_gamma)
     ranges = search_space(tune_args, args)

@@ -184,7 +184,7 @@ def _natural(path: str) -> list:
 @contextmanager
 def _opened(path: str):
     """A video file or an image; ValueError naming it where it or one of its frames cannot be read."""
-    import av  # `pip install hf_descent[video]`
+    import av
 
     try:
         with av.open(path) as container:

@@ -73,13 +73,13 @@ class DescentArguments:
     objective (`str`, *optional*, defaults to `"descent"`):
         What is minimised: "descent" (the constrained problem), or a baseline in the same trainer: "erm" (plain
         training), "deep_supervision" (fixed weights), "layerskip" (LayerSkip's early exit loss and curricula),
-        "fixed" (frozen multipliers), "hinge", "quadratic" (penalties on the violations; under gradient accumulation
-        these two are evaluated per micro-batch).
+        "fixed" (frozen multipliers), "hinge" or "quadratic" (penalties on the violations). Under gradient accumulation
+        penalties are evaluated per micro-batch.
     descent_alpha (`float`, `list[float]`, `"auto"`, `"line"` or `"steps"`, *optional*):
-        What each layer must do. A step size alpha_l in (0, 1), or one per layer: bring the loss to (1 - alpha_l) times
-        that of the layer before (the paper's rows). "line": lie below an even geometric descent from f_0 to the loss
-        that the last layer has at the time. "steps": the paper's rows with the step sizes of such a descent. "auto" is
-        "line"; so is leaving it out, unless there are targets.
+        What each layer must do: a step size in (0, 1), one per layer, "line" or "steps". A step size alpha_l (the
+        paper's rows) asks to bring the loss to (1 - alpha_l) times that of the layer before; "line" to lie below an
+        even geometric descent from f_0 to the loss that the last layer has at the time; "steps" for the step sizes of
+        such a descent. "auto" is "line"; so is leaving it out, unless there are targets.
     exit_targets (`dict[int, float]`, *optional*):
         Maps a layer k < L to how much higher its loss may be than the last layer's: {3: 0.05}, in a shell in quotes,
         asks that a model cut after layer 3 loses at most 5 %.

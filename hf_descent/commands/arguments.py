@@ -84,10 +84,9 @@ def parse_recipe(
     config_parser.add_argument("--config", help="YAML file with values for any of the arguments; flags win over it.")
     parser_kwargs.setdefault("usage", f"{parser_kwargs.get('prog', '')} [--config RECIPE] [flags]")
     parser = HfArgumentParser(argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs)
-    if HELP & {*argv}:
-        _group(parser, argument_types, "--help_all" in argv)
-
     config_path, values = config_parser.parse_known_args(argv)[0].config, {}
+    if HELP & {*argv}:
+        _arrange(parser, argument_types, "--help_all" in argv)
     fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
     if config_path is not None:
         values = yaml.safe_load(Path(config_path).read_text(encoding="utf-8"))
@@ -110,13 +109,14 @@ def parse_recipe(
     return tuple(parsed)
 
 
-def _group(parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool) -> None:
-    """A group of the help for each dataclass, the descent's first; of Trainer's arguments the common ones, or all."""
+def _arrange(parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool) -> None:
+    """The help: a group for each dataclass, the descent's first, and each flag once, with the first sentence of its
+    text; of Trainer's arguments the common ones. All texts and arguments where `shows_all`."""
     from ..configs import DescentArguments
 
     groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
-    if issubclass(argument_types[-1], DescentArguments):
-        parser.add_argument("--help_all", action="help", help="List all of Trainer's arguments as well.")
+    if is_training := issubclass(argument_types[-1], DescentArguments):
+        parser.add_argument("--help_all", action="help", help="also list Trainer's arguments; explain all in full")
         *others, (_, trainer) = groups.items()
         groups = {"Descent constraints and noise": DescentArguments, **dict(others), "Trainer": trainer}
     options = parser._optionals._group_actions
@@ -125,8 +125,17 @@ def _group(parser: argparse.ArgumentParser, argument_types: Sequence[type], show
         for action in [action for action in options if action.dest in names]:
             options.remove(action)
             group._group_actions.append(action)
-            if title == "Trainer" and not shows_all and action.dest not in COMMON:
+            is_rare = title == "Trainer" and not shows_all and action.dest not in COMMON
+            if is_rare or action.const is False:  # a flag is turned off by its value, too
                 action.help = argparse.SUPPRESS
+                continue
+            action.option_strings = action.option_strings[:1]
+            action.help = action.help.split(". ")[0].rstrip(".") if is_training and not shows_all else action.help
+            action.help += " (required)" * action.required
+            if action.choices is None:
+                action.metavar = "{true,false}" if action.const else "VALUE"
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS if action.default is None else action.default
 
 
 def models_of(argv: Sequence[str]) -> list[str]:

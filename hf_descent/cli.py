@@ -43,10 +43,8 @@ COMMANDS = {
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     """Turns a command line (by default this process's) into the command's module and the arguments of its `run`.
 
-    Raises:
-        ValueError: a `--config` file cannot be read, or it or the command line sets something the command lacks; or
-            the command works in one process, and this is one of several.
-        SystemExit: by argparse, on an unknown command or a value of the wrong type.
+    ValueError where a recipe or a flag is wrong, or the command works in one process and this is one of several;
+    SystemExit, by argparse, on an unknown command or a value of the wrong type.
     """
     parser = argparse.ArgumentParser(
         prog="hf-descent",
@@ -90,7 +88,7 @@ def console() -> None:
     """[`main`], but errors of the user end in one line on stderr and exit status 2, unless `--debug` comes first."""
     try:
         main()
-    except (ValueError, TypeError, OSError, ImportError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, KeyError, OSError, ImportError, yaml.YAMLError) as error:
         if sys.argv[1:2] == ["--debug"]:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):

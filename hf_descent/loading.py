@@ -102,7 +102,10 @@ def best_device() -> torch.device:
 def load_tokenizer(name: str, **kwargs) -> PreTrainedTokenizerBase:
     """The tokenizer of a model, which pads with the end of text where it has no padding token; ValueError where none
     is saved with the model (transformers would make one without any word)."""
-    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} gives no tokenizer: {error}") from error
     if not tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens, "▁"}:  # SentencePiece's space
         raise ValueError(f"{name!r} has no tokenizer; save the one of its training there (`save_pretrained`).")
     if tokenizer.pad_token is None:

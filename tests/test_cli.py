@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny import bert
+from transformers.trainer_utils import SaveStrategy
 
 import hf_descent
 from hf_descent import cli
@@ -63,12 +65,42 @@ def test_unknown_names_are_listed(recipe):
         parse("--name", "a", "--ra", "2")
 
 
+@dataclass
+class Kinds(Arguments):
+    """As Trainer's and the commands' own."""
+
+    strategy: SaveStrategy | str = "steps"
+    files: list[str] | None = None
+    column: str = "text"
+    kwargs: dict | str | None = None
+
+
+def test_values_of_a_recipe_are_read_as_flags_or_refused_by_name(recipe):
+    def read(text):
+        return cli.parse_recipe((Kinds,), ["--config", recipe(f"name: a\n{text}\n")], prog="hf-descent test")[0]
+
+    assert read("strategy: no").strategy == "no"  # which is False in YAML
+    assert (type(read("rate: 1").rate), read("column: 3").column, read("files: a.avi").files) == (
+        float,
+        "3",
+        ["a.avi"],
+    )
+    assert (read("kwargs: {a: 1}").kwargs, read("files: [a, b]").files) == ({"a": 1}, ["a", "b"])
+    for line in ("rate: [1]", "column: null", "column: [a]", "steps: {a: 1}", "files: {a: 1}"):
+        with pytest.raises(ValueError, match=f"recipe.yaml sets `{line.split(':')[0]}` to .*; give a single value"):
+            read(line)
+    with pytest.raises(SystemExit):
+        read("steps: 1.5")
+
+
 def test_unreadable_recipes_are_named(recipe):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml"):
         parse("--config", "nowhere.yaml")
     for text in ("- name\n", "name\n", "", "1: 2\n"):
         with pytest.raises(ValueError, match="must hold lines of the form"):
             parse("--config", recipe(text))
+    with pytest.raises(yaml.YAMLError, match=r"recipe\.yaml"):
+        parse("--config", recipe("a: b: c\n"))
 
 
 def test_a_recipe_runs_no_code(recipe, tmp_path):
@@ -168,6 +200,22 @@ def test_a_run_that_is_not_there_is_named(command, tmp_path, monkeypatch):
     for name in ("runs/mistyped", "runs/imdb/mistyped"):
         with pytest.raises(ValueError, match=f"There is no folder '{name}'"):
             cli.main([command, name, *flags])
+
+
+@pytest.mark.parametrize("command", ["classify", "sft", "generate", "compare"])
+def test_a_model_that_is_not_there_is_named(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--model_name_or_path", "mistyped", "--output_dir", "out", "--report_to", "none", "--use_cpu", "true"]
+    words = {"generate": ["mistyped", "--output", "out.json"], "compare": ["mistyped"]}.get(command, flags)
+    with pytest.raises(ValueError, match="'mistyped'"):
+        cli.main([command, *words])
+
+
+def test_a_metric_that_no_evaluation_has_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "main", lambda: {"eval_loss": 1.0}["eval_f2"])  # as Trainer does
+    with pytest.raises(SystemExit) as end:
+        cli.console()
+    assert end.value.code == 2 and "error: 'eval_f2'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -65,17 +65,11 @@ def absolute(name: str, value: Any) -> Any:
 def parse_recipe(
     argument_types: Sequence[type], argv: Sequence[str], models: Sequence[str] = (), **parser_kwargs
 ) -> tuple:
-    """Parses flags into dataclasses; a YAML file named by `--config` gives defaults, and flags win over it.
+    """Parses flags into dataclasses, by `transformers.HfArgumentParser`; a YAML file named by `--config` gives
+    defaults, and flags win over it. ValueError where the file is no mapping, or a name or kind of value is unknown.
 
-    Args:
-        argument_types (sequence of `type`): dataclasses as `transformers.HfArgumentParser` takes them.
-        argv (sequence of `str`): the flags.
-        models (sequence of `str`): finished runs, whose records give what neither flags nor the file do. The file may
-            then be the recipe of their training: what else it sets is left out.
-        parser_kwargs: passed to the parser (`prog`, `description`, ...).
-
-    Raises:
-        ValueError: the file is not a mapping, or has keys that no dataclass has; or a flag is unknown.
+    What neither gives is that of the records of `models`, finished runs. The file may then be the recipe of their
+    training: what else it sets is left out.
     """
     from transformers import HfArgumentParser  # takes seconds: not for `hf-descent --help`
 
@@ -89,13 +83,16 @@ def parse_recipe(
         _arrange(parser, argument_types, "--help_all" in argv)
     fields = {field.name for dtype in argument_types for field in dataclasses.fields(dtype) if field.init}
     if config_path is not None:
-        values = yaml.safe_load(Path(config_path).read_text(encoding="utf-8"))
+        with open(config_path, "rb") as file:
+            values = yaml.safe_load(file)
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
             raise ValueError(f"{config_path} must hold lines of the form `argument: value`.")
         if models:
             values = {name: value for name, value in values.items() if name in fields}
         elif unknown := sorted(set(values) - fields):
             raise ValueError(f"{config_path} sets {unknown}, which `{parser.prog}` does not have: check the spelling.")
+    hints = {name: hint for dtype in argument_types for name, hint in get_type_hints(dtype).items()}
+    values = {name: _as_flag(name, value, hints[name], config_path) for name, value in values.items()}
     flags = {word[2:].split("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     known = recorded(models, flags | values.keys()) if models else {}
     values = {name: value for name, value in known.items() if name in fields} | values
@@ -107,6 +104,22 @@ def parse_recipe(
     if unknown:
         raise ValueError(f"`{parser.prog}` does not have {unknown}: check the spelling (`{parser.prog} --help`).")
     return tuple(parsed)
+
+
+def _as_flag(name: str, value: Any, hint: Any, path: str) -> Any:
+    """The value of the argument `name` in the YAML file `path`, one of a list as a list; a number of another type than
+    the argument's as text, which argparse converts. ValueError where it is of a kind that the argument does not take.
+    """
+    from ..configs import JSON_ARGUMENTS
+
+    kinds = {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
+    if list in kinds and str not in kinds and isinstance(value, str | float | int):
+        return [value]
+    if isinstance(value, str) or name in JSON_ARGUMENTS or type(value) in kinds:
+        return value
+    if isinstance(value, bool | int | float):
+        return "no" if value is False else str(value)  # the word "no" is False in YAML
+    raise ValueError(f"{path} sets `{name}` to {value!r}; give a single value, or leave the line out.")
 
 
 def _arrange(parser: argparse.ArgumentParser, argument_types: Sequence[type], shows_all: bool) -> None:
@@ -146,11 +159,8 @@ def models_of(argv: Sequence[str]) -> list[str]:
 def parse_models(
     argument_types: Sequence[type], argv: Sequence[str], prog: str, description: str, most: int | None = 1
 ) -> tuple:
-    """Parses `MODEL... [--config RECIPE] [flags]` (see [`parse_recipe`]) into the models and the dataclasses.
-
-    Raises:
-        ValueError: there is no model, or more than `most`.
-    """
+    """Parses `MODEL... [--config RECIPE] [flags]` (see [`parse_recipe`]) into the models and the dataclasses;
+    ValueError where there is no model, or more than `most`."""
     models, usage = models_of(argv), f"{prog} MODEL{'' if most else '...'} [--config RECIPE] [flags]"
     if not HELP & {*argv} and not 0 < len(models) <= (most or len(models)):
         raise ValueError(f"The models are {models or 'missing'}: `{usage}`.")

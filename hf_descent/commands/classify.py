@@ -38,7 +38,7 @@ class ModelArguments(OutputArguments):
     lora_dropout: float = HfArg(default=0.0, help="Dropout before the adapters.")
 
     def __post_init__(self):
-        check_arguments(self, {})
+        check_arguments(self, {"unrolled_layers": 1})
         if self.unrolled_layers is not None and (self.use_peft or self.pooling != "head"):
             raise ValueError(
                 "`unrolled_layers` takes neither `use_peft` nor another `pooling`: a UT has no layers to adapt, and "

@@ -49,7 +49,9 @@ class ModelArguments(OutputArguments):
     noise_draws: int = HfArg(default=1, help="Draws of the noise at each level of the final report.")
 
     def __post_init__(self):
-        check_arguments(self, {"noise_draws": 1, "loss_gamma": SMALLEST})
+        limits = dict.fromkeys(("noise_draws", "num_layers", "dictionary_size"), 1) | {"sparsity": 0, "coupling": 0}
+        limits |= {"loss_gamma": SMALLEST, "curvature": SMALLEST, "attention_step": (SMALLEST, 1)}
+        check_arguments(self, limits)
         if (self.architecture == "vit") != (self.model_name_or_path is not None):
             raise ValueError(
                 f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}: a ViT "

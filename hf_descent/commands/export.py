@@ -49,11 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Writes the first layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
-    template and generation config, and prints commands that serve it.
-
-    Raises:
-        ValueError: the folder holds something, or the model has no such layer or cannot be cut by its config.
-        ImportError: there is no ONNX.
+    template and generation config, and prints commands that serve it. ValueError where the folder holds something, or
+    the model has no such layer or cannot be cut by its config.
     """
     for package in ("onnx", "onnxscript") if args.format == "onnx" else ():
         import_module(package)  # raises before the folder is made

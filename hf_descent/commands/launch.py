@@ -20,11 +20,7 @@ FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "ma
 
 def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     """The command line for `accelerate launch` that `argv` is short for; `None` where `--launch` is not in it.
-
-    Raises:
-        ValueError: `--launch` names neither a config of ours nor a file, is given to a command that works in one
-            process, or its config is for one machine and `--num_machines` for several.
-    """
+    ValueError where it names no config, or one for fewer processes or machines than the command is to work on."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("launch", *FLAGS):
         parser.add_argument(f"--{flag}")

@@ -6,7 +6,7 @@ from functools import partial
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..data.alpaca import AlpacaArguments, load_alpaca
-from ..loading import load_tokenizer, weights_of
+from ..loading import architecture_of, load_tokenizer, weights_of
 from ..sft_config import SFTDescentConfig
 from ..sft_trainer import SFTDescentTrainer
 from .training import OutputArguments, report, resume_choice, train_and_report
@@ -22,12 +22,14 @@ argument_types = (ModelArguments, AlpacaArguments, SFTDescentConfig)
 
 def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
-    if model_args.model_name_or_path is None:
+    if (name := model_args.model_name_or_path) is None:
         raise ValueError("`model_name_or_path` is not given; name a model on the Hub or in a local folder.")
+    kind = "" if args.trust_remote_code else architecture_of(name)
+    if kind and not kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        raise ValueError(f"`model_name_or_path` is {name!r}, a {kind}; give a language model.")
     resume = resume_choice(args, model_args.overwrite_output_dir)
-    tokenizer = load_tokenizer(
-        model_args.model_name_or_path, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
-    )
+    hub = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+    tokenizer = load_tokenizer(name, **hub)
     with args.main_process_first(desc="loading"):
         dataset = load_alpaca(data_args, tokenizer, gets_template=args.chat_template_path is not None)
     args.model_init_kwargs = {
@@ -36,9 +38,9 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
         "dtype": model_args.dtype,
         **(args.model_init_kwargs or {}),
     }
-    with weights_of(model_args.model_name_or_path):
+    with weights_of(name):
         trainer = SFTDescentTrainer(
-            model_args.model_name_or_path,
+            name,
             args,
             train_dataset=dataset["train"],
             eval_dataset=dataset["validation"],

@@ -27,11 +27,8 @@ class OutputArguments:
 
 
 def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
-    """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch).
-
-    Raises:
-        ValueError: the output folder holds something, and the arguments say neither to resume nor to overwrite.
-    """
+    """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
+    ValueError where the output folder holds something, and the arguments say neither to resume nor to overwrite."""
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     resume = {"true": True, "false": None, "none": None}.get(
         str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint

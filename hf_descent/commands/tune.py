@@ -26,7 +26,7 @@ from ..evaluation.comparison import Run
 from ..files import atomic_write
 from ..runs import training_arguments
 from ..training.search import RANGES, hp_space
-from .arguments import parse_recipe
+from .arguments import HELP, parse_recipe
 
 
 TRAINING_COMMANDS = ("classify", "sft", "denoise")
@@ -54,6 +54,8 @@ class TuneArguments:
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command, then its own arguments and those of the search."""
     command = argv[0] if argv and argv[0] in TRAINING_COMMANDS else None
+    if command is None and not HELP & {*argv}:
+        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
     module = importlib.import_module(f"hf_descent.commands.{command or TRAINING_COMMANDS[0]}")
     arguments = parse_recipe(
         (TuneArguments, *module.argument_types),
@@ -62,8 +64,6 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
         usage=f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]",
         description=description,
     )
-    if command is None:
-        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
     return (module, *arguments)
 
 

@@ -80,6 +80,8 @@ def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 def patch_rows(clips: Dataset, patch_size: int) -> Dataset:
     """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
+    if (size := clips.features["frames"].shape[1]) % patch_size:
+        raise ValueError(f"`patch_size` is {patch_size}; give one that divides `frame_size`, {size}.")
 
     def cut(batch):
         patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), patch_size)  # [clips, places, T, values]

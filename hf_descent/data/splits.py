@@ -123,7 +123,7 @@ def load_file(argument: str, path: str) -> Dataset:
     try:
         # Brackets and the like in a name would make it a pattern, which other files match.
         return load_dataset(file_type, data_files=glob.escape(path), split="train", **options)
-    except (DatasetGenerationError, ValueError) as error:
+    except (DatasetGenerationError, ValueError, StopIteration) as error:  # the last of an empty json file
         raise ValueError(
             f"`{argument}` is {path!r}, which cannot be read as {file_type} ({error.__cause__ or error}); give rows "
             "in UTF-8 under columns of different names."
@@ -148,7 +148,9 @@ def select_rows(rows: Dataset, columns: Mapping[str, str], split: str, remedy: s
 
 
 def check_texts(rows: Dataset, source: str, *names: str, kind: Any = str) -> None:
-    """ValueError where a row of the columns `names` holds no string; `kind` may be `str | None`."""
+    """ValueError where there is no column of `names`, or a row of it holds no string; `kind` may be `str | None`."""
     for name in names:
+        if name not in rows.column_names:
+            raise ValueError(f"{source} has no column {name!r}; it has {rows.column_names}.")
         if broken := sum(not isinstance(text, kind) for text in rows[name]):
             raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")

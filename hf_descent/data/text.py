@@ -48,13 +48,11 @@ def load_text_classification(args: DataArguments) -> DatasetDict:
 
 
 def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetDict:
-    """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case.
+    """Renumbers the labels of `dataset` as a trained model's config does, by their names, whatever their case;
+    ValueError where the data has a class that the model has not.
 
     Labels that are numbers are the model's numbers. If the model has default names (`LABEL_0`, ...), the names of the
     data keep their order.
-
-    Raises:
-        ValueError: the data has a class that the model has not.
     """
     names = dataset["train"].features["labels"].names
     occurring = {names[label] for rows in dataset.values() for label in set(rows["labels"])}
@@ -74,13 +72,8 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None) -> int:
-    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model.
-
-    A model without a table of positions may take more than its stated limit.
-
-    Raises:
-        ValueError: `max_seq_length` is beyond a limit, or nothing gives one.
-    """
+    """The number of tokens to keep of a text: `max_seq_length`, or the limit of tokenizer and model; ValueError where
+    it is beyond a limit, or nothing gives one. A model without a table of positions may take more than it states."""
     limit, positions = tokenizer.model_max_length, position_limit(model)
     chosen = max_seq_length or min(limit, positions or limit)
     most = min(limit, positions) if positions and has_position_table(model) else limit

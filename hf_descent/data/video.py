@@ -50,9 +50,6 @@ class VideoArguments(RowArguments):
         check_arguments(self, {"split_gap": 0, "num_frames": 1, "frame_size": 1, "patch_size": 1})
         if not self.train_files:
             raise ValueError("No videos: give `train_files`.")
-        for name in ("train_files", "test_files"):
-            if isinstance(getattr(self, name), str):  # of a YAML file
-                setattr(self, name, [getattr(self, name)])
 
 
 class VideoPart(NamedTuple):

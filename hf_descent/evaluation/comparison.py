@@ -51,10 +51,8 @@ class Run:
         run = RunFolder(folder)
         curves = run.results(NoiseCurve, curve)
         if not curves:
-            raise ValueError(
-                f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder} --config "
-                "RECIPE`."
-            )
+            fault = f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder}`."
+            raise ValueError(fault if run.path.is_dir() else f"There is no folder {folder!r}.")
         profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
         return cls(folder, curves[0], profiles, run.summary)
 
@@ -86,13 +84,6 @@ class Run:
 def shared_levels(groups: Mapping[str, Sequence[Run]]) -> list[float]:
     """The noise levels, in increasing order, at which all runs of all groups have a profile of their layers."""
     return sorted(set.intersection(*(set(run.profiles) for runs in groups.values() for run in runs)))
-
-
-def descent_level(groups: Mapping[str, Sequence[Run]]) -> float | None:
-    """The shared level at which the runs' descent is compared: the greatest at which one was trained, or the least."""
-    levels = shared_levels(groups)
-    trained = {run.gamma_train for runs in groups.values() for run in runs}
-    return max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))
 
 
 @dataclass

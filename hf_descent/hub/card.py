@@ -48,11 +48,8 @@ PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassific
 
 
 def render(card: Mapping[str, Any]) -> ModelCard:
-    """The model card of what [`~hub.push.collect`] gathered. Results that are missing are left out.
-
-    Args:
-        card (`dict`): plain JSON values. Needed: `model_name`, `architecture`, `objective`, `library_name`, `paper`.
-    """
+    """The model card of what [`~hub.push.collect`] gathered: at least `model_name`, `architecture`, `objective`,
+    `library_name` and `paper`. Results that are missing are left out."""
     may_be_missing = ("descent", "evaluation", "settings", "versions", "noise_curve", "exit_profile")
     card = {**card, **{name: card.get(name) or {} for name in may_be_missing}}
     auto_class, task = _task(card)

@@ -11,13 +11,8 @@ from ..runs import training_arguments
 
 
 def card_facts(trainer: Trainer, given: dict[str, Any], trained: bool) -> dict[str, Any]:
-    """Facts for [`write_card`].
-
-    Args:
-        trainer: whose model the card is of.
-        given: what `create_model_card` was given, by name.
-        trained: whether this trainer trained the model; else its settings are not the model's.
-    """
+    """Facts for [`write_card`]: of the trainer, and those that `create_model_card` was `given`. The settings are the
+    model's only where this trainer `trained` it."""
     if "dataset_name" in given:
         given["dataset"] = given.pop("dataset_name")
     tags = given.pop("tags", None) or []

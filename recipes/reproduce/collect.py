@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_descent.evaluation.comparison import Run, compare, descent_level
+from hf_descent.evaluation.comparison import Run, compare, shared_levels
 from hf_descent.evaluation.plots import save_comparison
 
 from .experiments import TABLES, Panel, Way
@@ -53,7 +53,10 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
         comparison = compare(folders)
         figures = [name for name in save_comparison(comparison, str(folder)) if name.endswith(".png")]
         verdicts = [str(each) for each in comparison.differences]
-    level, first = descent_level(runs), next(iter(panel.ways.values()))
+    # The descent is compared at the greatest shared level at which a run was trained, or at the least.
+    levels, trained = shared_levels(runs), {run.gamma_train for found in runs.values() for run in found}
+    level = max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))
+    first = next(iter(panel.ways.values()))
     summary, title = SUMMARIES[first.command]
     rows = {}
     for row, way in panel.ways.items():

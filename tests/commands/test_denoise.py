@@ -154,11 +154,20 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
     [
         ({"architecture": "vit"}, "needs a pretrained encoder"),
         ({"architecture": "ut", "model_name_or_path": "x"}, "the others take none"),
+        ({"architecture": "ut", "num_layers": 0}, "`num_layers` is 0; give at least 1"),
+        ({"architecture": "ut", "attention_step": 3.0}, "`attention_step` is 3.0; give numbers from"),
+        ({"architecture": "dust", "sparsity": -1.0}, "`sparsity` is -1.0"),
     ],
 )
 def test_bad_arguments_are_refused(values, match):
     with pytest.raises(ValueError, match=match):
         ModelArguments(**values)
+
+
+def test_patches_that_do_not_fill_a_frame_are_refused(workplace):
+    clips = load_clips(VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES))["train"]
+    with pytest.raises(ValueError, match="`patch_size` is 7; give one that divides `frame_size`, 32"):
+        patch_rows(clips, 7)
 
 
 def test_damaged_weights_are_named(workplace, tmp_path):

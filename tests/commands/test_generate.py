@@ -142,7 +142,7 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
         answers("y.json", model=str(tmp_path / "classifier"))
     assert not list(tmp_path.glob("y.json*"))
     Path(instructions).write_text(json.dumps([{"question": "a"}]))
-    with pytest.raises(ValueError, match="Column 'instruction' doesn't exist"):
+    with pytest.raises(ValueError, match=r"instructions.json has no column 'instruction'; it has \['question'\]"):
         answers("x.json")
     Path(instructions).write_text(json.dumps([{"instruction": None}]))
     with pytest.raises(ValueError, match="1 rows whose instruction is not a string"):

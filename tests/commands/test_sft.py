@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from smoke import ROOT, SMOKE, results_of, smoke_command
-from tiny import tokenizer
+from tiny import bert, tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -127,3 +127,9 @@ def test_damaged_weights_are_named(sft, workplace):
     (workplace / "damaged" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match="damaged' are damaged"):
         sft("erm", model="damaged")
+
+
+def test_a_model_of_another_kind_is_refused(sft, workplace):
+    bert().save_pretrained(workplace / "bert")
+    with pytest.raises(ValueError, match="bert', a BertForSequenceClassification; give a language model"):
+        sft("erm", model="bert")

@@ -37,6 +37,13 @@ def train_file(tmp_path):
     return write(tmp_path / "train.parquet", ROWS)
 
 
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
+def test_an_empty_file_is_named(tmp_path, kind):
+    (tmp_path / f"empty.{kind}").touch()
+    with pytest.raises(ValueError, match=f"`train_file` is '.*empty.{kind}', which cannot be read"):
+        load_text_classification(DataArguments(train_file=str(tmp_path / f"empty.{kind}")))
+
+
 def rows_of(split):
     names = split.features["labels"].names
     return sorted((row["text"], names[row["labels"]]) for row in split)

@@ -93,8 +93,8 @@ def test_videos_are_held_out_whole_and_patterns_leave_other_folders_out(tmp_path
         write_frames(tmp_path / "Train" / f"Train{number:03}", 9, ".tif", seed=number)
     write_frames(tmp_path / "Test" / "Test001", 9, ".tif")
     write_frames(tmp_path / "Test" / "Test001_gt", 9, ".bmp", seed=9)  # masks, as in UCSD
-    files = {f"{name.lower()}_files": f"{tmp_path}/{name}/{name}[0-9][0-9][0-9]" for name in ("Train", "Test")}
-    clips = load_clips(arguments(**files, split_by="video"))  # one pattern, as a recipe may have it
+    files = {f"{name.lower()}_files": [f"{tmp_path}/{name}/{name}[0-9][0-9][0-9]"] for name in ("Train", "Test")}
+    clips = load_clips(arguments(**files, split_by="video"))
     assert {name: len(split) for name, split in clips.items()} == {"train": 4, "validation": 2, "test": 2}
     videos = {name: set(split["video"]) for name, split in clips.items()}
     assert len(videos["train"]) == 2 and not videos["train"] & videos["validation"]

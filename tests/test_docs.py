@@ -1,11 +1,13 @@
 """The README, the documentation and the examples say what runs."""
 
+import configparser
 import json
 import os
 import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -124,8 +126,18 @@ def test_push_to_hub(local, tmp_path):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_name_what_they_need(path):
     text = path.read_text()
+    assert len(text.splitlines()) < 60
     header = re.search(r"^# /// script\n(.*?)^# ///$", text, re.MULTILINE | re.DOTALL)[1]
-    assert "hf_descent" in header and len(text.splitlines()) < 61
+    header = tomllib.loads(re.sub(r"^# ?", "", header, flags=re.MULTILINE))
+    (needed,), setup = header["dependencies"], configparser.ConfigParser()
+    assert needed.startswith("hf_descent") and header["tool"]["uv"]["sources"] == {"hf_descent": {"path": "../.."}}
+    setup.read(ROOT / "setup.cfg")
+    installed = setup["options"]["install_requires"] + setup["options"]["python_requires"]
+    assert header["requires-python"] in installed
+    for extra in re.findall(r"\[(.*)\]", needed):
+        installed += setup["options.extras_require"][extra]
+    for module in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE):
+        assert module in {*sys.stdlib_module_names, "hf_descent", *re.findall(r"^[\w-]+", installed, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("steps", [38, pytest.param(380, marks=pytest.mark.slow)])

@@ -48,7 +48,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     recipes, usage = models_of(argv), f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
     if len(recipes) != 1 and not HELP & {*argv}:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
-    names = {name for path in recipes for name in yaml.safe_load(Path(path).read_text(encoding="utf-8"))}
+    names = {name for path in recipes for name in yaml.safe_load(Path(path).read_bytes()) or ()}
     missing = None
     for command in COMMANDS:
         try:

@@ -24,12 +24,12 @@ from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
 
 COMMANDS = {
-    "demo": "train plain, constrained and deeply supervised models on bundled real data, and compare them",
+    "demo": "train plain, constrained and deeply supervised denoisers on bundled photographs, and compare them",
     "classify": "fine-tune a text classifier from a recipe",
     "sft": "fine-tune a language model on instructions from a recipe",
     "generate": "answer instructions with a language model, under noise if asked for",
     "evaluate": "measure trained models under noise and at every layer, on the same held-out rows",
-    "compare": "table, paired tests, a verdict in words and figures from evaluated runs",
+    "compare": "compare evaluated runs: table, paired tests with their outcome in words, figures",
     "plan": "estimate the memory and operations that a recipe will need, without weights, data or GPU",
     "tune": "search the settings of a recipe on validation rows, under noise",
     "denoise": "train a video denoiser from a recipe",

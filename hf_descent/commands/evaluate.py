@@ -52,7 +52,7 @@ class EvaluateArguments:
     perturbation_rates: list[float] | None = HfArg(
         default=None, help="Also measure typing errors (text) or salt and pepper (images) at these rates in [0, 1]."
     )
-    confidence: float = HfArg(default=0.95, help="Confidence of the certificates.")
+    confidence: float = HfArg(default=0.95, help="Confidence of the verdicts.")
     per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
     results_dir: str | None = HfArg(
         default=None, help="Folder that gets one folder of results per model; None: the models' own."

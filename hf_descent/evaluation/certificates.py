@@ -1,4 +1,4 @@
-"""The certificate: row by row, whether what was asked of the layers is met on held-out data, with confidence.
+"""The verdict: row by row, whether what was asked of the layers is met on held-out data, with confidence.
 
 It assumes that the samples are independent, of the distribution that the statement is about, and enough for the t
 interval of a mean, and that none of them was used to train this model or to choose it. It is about the layer losses of
@@ -18,12 +18,12 @@ from .sums import radius
 # With fewer blocks the interval is too narrow where losses are heavy-tailed.
 MIN_BLOCKS = 8
 MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
-ALSO_SELECTED = "Training was evaluated on the same rows, which may have chosen its checkpoint: certify on others."
+ALSO_SELECTED = "Training was evaluated on the same rows, which may have chosen its checkpoint: judge by others."
 
 
 @dataclass
 class Certificate(Result):
-    """What each row of a problem asked, and what was reached; layer l at index l-1, rows in the problem's order.
+    """The verdict: what each row of a problem asked and reached; layer l at index l-1, rows in the problem's order.
 
     Attributes:
         losses (float64 `[L]`): f_l.
@@ -114,7 +114,7 @@ def certify(
     also_selected: bool = False,
     data_name: str = "",
 ) -> Certificate:
-    """The certificate of a problem from sums over held-out data; ValueError where `confidence` is no level.
+    """The verdict on a problem from sums over held-out data; ValueError where `confidence` is no level.
 
     Args:
         problem ([`DescentProblem`]): what was asked.

@@ -57,10 +57,10 @@ class LayerProfile(Result):
         return f"_gamma_{self.gamma:g}" if self.gamma else ""
 
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
-        """What each row of the problem asked, and whether it is met; `facts` as for [`certify`]. ValueError without a
-        problem."""
+        """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`].
+        ValueError without a problem."""
         if self.problem is None:
-            raise ValueError("The profile was measured without `problem`, so it has no constraints to certify.")
+            raise ValueError("The profile was measured without `problem`, so it has no constraints to judge.")
         problem, blocks = DescentProblem(**self.problem), self.blocks[..., 2:]
         return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
 

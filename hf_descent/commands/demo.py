@@ -1,4 +1,4 @@
-"""`hf-descent demo`: plain training, descent constraints and deep supervision on one small denoiser, in minutes.
+"""`hf-descent demo`: plain training, descent constraints and deep supervision of one small denoiser, in minutes.
 
 Real image content (`data/pans.py`), a 5-layer unrolled transformer, three objectives in one trainer, several seeds.
 Everything reported is measured on regions of the photographs that training never saw. Each model lies in a run folder
@@ -63,7 +63,8 @@ def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 120
     for name, runs in comparison.groups.items():
         losses = np.mean([run.profiles[GAMMA_TRAIN].losses for run in runs], axis=0)  # [layers]
         print(f"{name:18}" + "".join(f"{loss:8.2f}" for loss in losses))
-    print(f"\nHeld-out {comparison}\n\nWritten to {output_dir}: {', '.join(files)}")
+    print(f"\nHeld-out {comparison}\nAll arms have one learning rate; `docs/results.md` has each at its own best.")
+    print(f"\nWritten to {output_dir}: {', '.join(files)}")
     return comparison
 
 

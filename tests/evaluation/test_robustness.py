@@ -61,6 +61,11 @@ def test_a_summary_that_there_is_not_has_no_interval():
     assert result.radius("auc_ood") == result.radius("auc_over_range") > 0
 
 
+def test_a_table_shows_no_interval_that_there_is_not():
+    shown = str(curve([0.0, 1.0], [[0.9], [0.7]]))
+    assert "nan" not in shown and shown.endswith("over the range 0.8")
+
+
 def test_flat_dict_holds_plain_floats():
     flat = curve(gamma_train=0.5).to_dict()
     assert flat["accuracy@0.5"] == pytest.approx(0.85)

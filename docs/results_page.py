@@ -178,7 +178,7 @@ SPECIFICATIONS = {  # seeds and arms of each task
     "denoiser_one": ((3, 4, 5), SEARCHED),
     "minilm_one": ((4, 5, 6), ("ours", "fixed", "deep_supervision")),
 }
-HOLDS = {"denoiser_easy": range(3, 8), "denoiser_two": range(3, 8)}
+HOLDS = dict.fromkeys(("denoiser_easy", "denoiser_two", "minilm_one"), range(3, 8))
 STEPS = {
     "step of a classifier": ("classifier_step.json", "descent", "stock Trainer"),
     "step of a language model, default": ("lm_step.json", "subsampled", "erm"),

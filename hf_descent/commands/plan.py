@@ -5,7 +5,6 @@ the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
 """
 
 import importlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -27,7 +26,6 @@ from ..training.planning import PARTS, PlannedModel, StepCost
 from .arguments import HELP, models_of, parse_recipe
 
 
-COMMANDS = ("sft", "classify")
 USABLE = 0.95  # of a GPU's memory; its context, the libraries' workspaces and fragmentation take the rest
 
 
@@ -50,7 +48,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
     names = {name for path in recipes for name in yaml.safe_load(Path(path).read_bytes()) or ()}
     missing = None
-    for command in COMMANDS:
+    for command in ("sft", "classify"):
         try:
             module = importlib.import_module(f"hf_descent.commands.{command}")
         except ModuleNotFoundError as error:  # TRL, which a classifier does not need
@@ -100,24 +98,19 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
             else:
                 other = replace(args, **{name: value})
                 costs[f"`{name}: {value}`"] = model.step(batch(other.per_device_train_batch_size), other)
-    for names, shares_weights in (("zero2", False), ("fsdp2` or `zero3", True)):
-        name = f"`--launch {names}`, {plan_args.processes} processes"
-        costs[name] = model.sharded(cost, plan_args.processes, shares_weights)
+    for name, launched in model.launched(cost, plan_args.processes).items():
+        costs[f"`--launch {name}`, {plan_args.processes} processes"] = launched
 
-    weights = Counter()
-    for weight in model.model.parameters():
-        weights[weight.requires_grad] += weight.numel() / 1e6
-    masters = 16e6 * weights[True] / plan_args.processes
+    every, trained = (model.model.num_parameters(only_trainable=is_on) / 1e6 for is_on in (False, True))
     print(
-        f"{type(model.model).__name__}: {model.layers.num_layers} layers, {weights.total():,.1f} million weights, "
-        f"{weights[True]:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
+        f"{type(model.model).__name__}: {model.layers.num_layers} layers, {every:,.1f} million weights, "
+        f"{trained:,.1f} of them trained. Planned, not measured: GiB at the peak of a step in each process, "
         f"10^12 operations of a step.\n\n{table(costs, plan_args.gpu_memory)}\n\n"
         f"The step takes {cost.operations.total() / plain.operations.total():.2f} times the operations of plain "
         f"training. The probe before the first step takes {probe / 2**30:.1f} GiB beside the weights. Rows are "
         f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain. "
-        f"The `--launch` rows have the recipe's precision. These launchers compute in bf16, and keep shards of the "
-        f"trained weights, gradients and optimizer state in float32: with Adam {masters / 2**30:.1f} GiB in each "
-        "process, for zero2 and zero3 beside the bf16 weights."
+        "The `--launch` rows are for bf16 and float32 shards of what is trained; hidden states and readout are in the "
+        "recipe's precision. Rows held out for the multipliers are not planned: forward passes without gradients."
     )
 
 

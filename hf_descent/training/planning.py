@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,12 +19,7 @@ from unittest import mock
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -33,6 +29,7 @@ from ..constraints.state import DescentState
 from ..losses import task as task_loss
 from ..losses.layerwise import TiledLosses, find_layer_losses
 from ..losses.task import TaskLoss
+from ..noise.embedding_noise import EmbeddingNoise
 from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
 from ..readout.stack import LayerStack, errors_explained, inner_model
@@ -161,7 +158,7 @@ class PlannedModel:
         self._short = task.short(batch)
         with torch.device("meta"):
             self.model = build(copy.copy).train()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
             self.model.to_empty(device="cpu")
             inner_model(self.model).tie_weights()
@@ -175,10 +172,8 @@ class PlannedModel:
             with self._fake, Meter(self.model) as meter, probing(self.model):
                 meter.begin("probe")
                 self.layers.readout.read(self._short, output_loss, [1])  # one layer needs what another does
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be planned: what it computes depends on values ({error})."
-            ) from error
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+            raise ValueError(f"{type(self.model).__name__} cannot be planned: it goes by values ({error}).") from error
         return meter.peak["probe"]
 
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
@@ -201,7 +196,8 @@ class PlannedModel:
             autocast = torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16)
             forward = convert_outputs_to_fp32(autocast(forward))
         # Which positions have a label is no question of shapes.
-        find_labels = unset_fake_temporarily()(head.labelled_tokens)
+        find_labels = fake_tensor.unset_fake_temporarily()(head.labelled_tokens)
+        noise = EmbeddingNoise(self.model, args.noise_gamma, args.seed, 1.0) if args.gamma_train else nullcontext()
         with (
             mock.patch.object(head, "labelled_tokens", find_labels),
             mock.patch.dict(tiles.TILE_ELEMENTS, cpu=tiles.DEFAULT_TILE_ELEMENTS),
@@ -214,13 +210,16 @@ class PlannedModel:
             repeats = min(2, args.gradient_accumulation_steps)
             for _ in range(repeats):
                 hooks = meter.follow(layers.readout.stack)
-                if args.objective == "erm":
-                    objective = output_loss(self.model(**batch))
-                else:
-                    objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
+                with noise:
+                    if args.objective == "erm":
+                        objective = output_loss(self.model(**batch))
+                    else:
+                        objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
                 objective.backward()
                 for hook in hooks:
                     hook.remove()
+            if args.max_grad_norm:
+                nn.utils.clip_grad_norm_(trained, args.max_grad_norm, foreach=True)
             passes = meter.begin("optimizer")
             optimizer = optimizer_class(trained, **options)
             optimizer.step()
@@ -230,20 +229,28 @@ class PlannedModel:
         operations = {part: count * micro_batches // repeats for part, count in meter.operations.items()}
         return StepCost([passes, meter.peak], Counter(operations))
 
-    def sharded(self, cost: StepCost, processes: int, weights: bool) -> StepCost:
-        """The cost in each of several processes that share optimizer and gradients (ZeRO-2) and, where asked for, the
-        `weights` (FSDP2, ZeRO-3): by rows of each parameter, and one layer after another is gathered."""
-        rows = {weight: -(-len(weight) // processes) * weight[0].nbytes for weight in self.model.parameters()}
-        trained = [weight for weight in rows if weight.requires_grad]
-        share = sum(rows[weight] for weight in trained) / sum(weight.nbytes for weight in trained)
-        layers = [sum(p.nbytes for p in layer.parameters()) for layer in self.layers.readout.stack.layers]
-        # One is fetched while another computes; what belongs to none stays.
-        gathered = sum(weight.nbytes for weight in rows) - sum(layers) + 2 * max(layers)
-        moments = []
-        for moment, extra in zip(cost.moments, (gathered, 0)):
-            moment = moment | {part: round(share * moment[part]) for part in ("gradients", "optimizer")}
-            moments.append(Counter(moment | ({"weights": sum(rows.values()) + extra} if weights else {})))
-        return StepCost(moments, cost.operations)
+    def launched(self, cost: StepCost, processes: int) -> dict[str, StepCost]:
+        """The cost in each of several processes, by launcher. All compute in bf16, on a copy of the weights, and share
+        by rows what is float32: trained weights, gradients and the state of the optimizer. FSDP2 and ZeRO-3 share the
+        copy, too. Hidden states and readout stay as in `cost`, which has them in the recipe's precision."""
+
+        def size(weights, width=None, parts=processes):
+            return sum(-(-len(weight) // parts) * weight[0].numel() * (width or weight.itemsize) for weight in weights)
+
+        weights = list(self.model.parameters())
+        trained, frozen = ([weight for weight in weights if weight.requires_grad == is_on] for is_on in (True, False))
+        masters, copies = size(trained, 4), size(weights, 2, parts=1)
+        layers = [size(layer.parameters(), 2, parts=1) for layer in self.layers.readout.stack.layers]
+        # One layer is fetched while another computes; what belongs to none stays. FSDP2 keeps the dtype of the frozen.
+        fetched = copies - sum(layers) + 2 * max(layers)
+        held = {"zero2": (copies, 0), "zero3": (size(weights, 2), fetched), "fsdp2": (size(frozen), fetched)}
+        found, share = {}, masters / sum(weight.nbytes for weight in trained)
+        for name, (kept, extra) in held.items():
+            found[name] = StepCost([], cost.operations)
+            for moment, others in zip(cost.moments, (kept + extra, kept)):
+                shared = {part: round(share * moment[part]) for part in ("gradients", "optimizer")}
+                found[name].moments.append(Counter(moment | shared | {"weights": masters + others}))
+        return found
 
 
 def narrow(config: PretrainedConfig) -> PretrainedConfig:

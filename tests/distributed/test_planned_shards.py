@@ -20,7 +20,7 @@ def test_shards_are_those_of_two_real_processes(tmp_path):
     batch = {name: stack([row[name] for row in rows]) for name in rows[0]}
     planned = PlannedModel(lambda shape: llama(vocab_size=ODD), batch)
     whole = planned.step(batch, config(tmp_path, optim="adamw_torch_fused"))
-    update = planned.sharded(whole, processes=2, weights=True).moments[1]
+    update = planned.launched(whole, 2)["fsdp2"].moments[1]
     assert update["weights"] == measured["weights"] > whole.memory["weights"] / 2
     assert update["gradients"] == pytest.approx(measured["gradients"], abs=1)
     assert update["optimizer"] == pytest.approx(measured["optimizer"], rel=0.01)  # with the counts of steps

@@ -89,6 +89,8 @@ def measured(kind, args):
         ("llama", {"objective": "erm"}),
         ("bert", {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2}),
         ("llama", {"gradient_accumulation_steps": 4}),
+        ("bert", {"noise_gamma": 0.5, "noise_sigma": 1.0}),
+        ("llama", {"noise_gamma": [0.0, 0.5], "noise_sigma": 1.0, "max_grad_norm": 0.0}),
         ("bert", {"bf16": True, "per_device_train_batch_size": 1}),
         ("llama", {"bf16": True}),
         ("llama", {"bf16": True, "per_device_train_batch_size": 1, "activation_checkpointing": True}),
@@ -109,6 +111,30 @@ def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, a
         products = 3 * args.gradient_accumulation_steps * (rows * LENGTH if "objective" in arguments else sum(read))
         assert cost.operations["readout"] == products * 2 * VOCAB * SIZES[kind]["hidden_size"]
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_launchers_hold_float32_shards_beside_bf16_weights(dtype, tmp_path):
+    def build(shape):
+        model = CLASSES["bert"](shape(model_config("bert"))).to(dtype)
+        model.bert.embeddings.requires_grad_(False)
+        return model
+
+    planned = PlannedModel(build, batch("bert"))
+    step = planned.step(batch("bert"), config(tmp_path, optim=OPTIMIZER))
+    costs = planned.launched(step, processes=1)
+    sizes = {name: weight.numel() for name, weight in planned.model.named_parameters()}
+    frozen = sum(size for name, size in sizes.items() if "embeddings" in name)
+    trained, layer = sum(sizes.values()) - frozen, sum(size for name, size in sizes.items() if "layer.0." in name)
+    fetched = 2 * (frozen + trained - layer)  # two of three layers at a time
+    held = {"zero2": 2 * (frozen + trained), "zero3": 2 * (frozen + trained), "fsdp2": dtype.itemsize * frozen}
+    assert {name: cost.moments[1]["weights"] - 4 * trained for name, cost in costs.items()} == held
+    gathered = {name: cost.moments[0]["weights"] - cost.moments[1]["weights"] for name, cost in costs.items()}
+    assert gathered == {"zero2": 0, "zero3": fetched, "fsdp2": fetched}
+    for cost in costs.values():
+        assert cost.moments[1]["gradients"] == 4 * trained
+        assert cost.moments[1]["optimizer"] == pytest.approx(8 * trained, rel=0.01)
+        assert cost.moments[0]["readout"] == step.moments[0]["readout"]
 
 
 def test_the_narrow_copy_keeps_depth_and_vocabulary():

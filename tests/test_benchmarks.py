@@ -5,12 +5,14 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
 import controlled
 import harness
 import pytest
+from tiny_files import save_instructions
 
 
 ROOT = Path(__file__).parent.parent
@@ -18,21 +20,26 @@ TOY = "--layers 2 --hidden 64 --batch 2 --length 8 --threads 1 "
 COMMANDS = {
     "classifier_step.py": TOY + "--rounds 2 --steps 3 --arms erm descent+noise",
     "classifier_step.py --model ut": TOY + "--rounds 2 --steps 3 --arms erm+noise descent+noise",
-    "lm_step.py": TOY + "--rounds 1 --intermediate 64 --vocab 99 --steps 4 --arms naive subsampled+",
+    "lm_step.py": TOY + "--rounds 1 --intermediate 64 --vocab 99 --steps 4 --compiler aot_eager "
+    "--arms naive subsampled+ subsampled-compiled",
     "evaluation_cost.py --model llama": TOY + "--rounds 2 --samples 4",
+    "drafting.py": "{0} --train_file {1} --validation_file {1} --layers 1 --shortlist 9 --prompts 3 --new_tokens 6",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_times_every_arm(name, tmp_path):
-    script, *words = f"{name} {COMMANDS[name]} --output {tmp_path}/out.json".split()
+    given = COMMANDS[name].format(*save_instructions(tmp_path))
+    script, *words = f"{name} {given} --output {tmp_path}/out.json".split()
     command = [sys.executable, str(ROOT / "recipes" / "benchmarks" / script), *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out.json").read_text())
-    arms = found["seconds"] if "seconds" in found else {arm: runs[0]["steps"] for arm, runs in found["runs"].items()}
+    runs = {arm: runs[0]["steps"] for arm, runs in found.get("runs", {}).items()}
+    arms = runs or found.get("wall") or found["seconds"]
+    assert all(map(all, found.get("equal", {}).values()))  # texts of drafting and of plain decoding
     assert len(arms) >= 2 and all(len(values) >= 2 for values in arms.values())
 
 
@@ -68,3 +75,13 @@ def test_finished_runs_are_found_by_settings_of_any_number_of_digits(tmp_path):
     made = harness.Runs(path).get(settings, lambda: {"losses": [2 / 3]})
     assert harness.Runs(path).get(settings, None) == made
     assert made["settings"] == settings and made["losses"] == [0.666667] and made["commit"]
+
+
+def test_the_clock_counts_what_precedes_the_first_step_alone():
+    clock = harness.Clock()
+    clock.on_train_begin(None, None, None)
+    for _ in range(2):
+        time.sleep(0.2)
+        clock.on_step_begin(None, None, None)
+        clock.on_step_end(None, None, None)
+    assert clock.steps[0][0] >= 0.2 > clock.steps[1][0]

@@ -1,10 +1,13 @@
 """The benchmark for a GPU, in toy sizes on a CPU."""
 
+import argparse
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import gpu
 
 
 ROOT = Path(__file__).parent.parent
@@ -31,3 +34,14 @@ def test_a_case_that_fails_is_named_and_the_others_run_on(tmp_path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "found.md").read_text().count("Failed: TimeoutError") == 5
+
+
+def test_ratios_and_starts_are_those_within_a_round():
+    def runs(*rounds):
+        return [{"steps": [(seconds, 0.0)], "start": start, "peak": 1} for seconds, start in rounds]
+
+    floor = [{"steps": [(1.0, 1.0)], "product": 1, "erm": 1}] * 2
+    options = argparse.Namespace(classes=2, layers=2, lora=False)
+    found = gpu.figures(options, {"floor": floor, "erm": runs((1, 4), (10, 4)), "exact": runs((2, 5), (20, 5))})
+    assert found["exact"]["times"] == found["exact"]["times_at_most"] == 2.0
+    assert found["exact"]["start"] == 3.0 and found["erm"]["start"] == 0.0

@@ -1,5 +1,7 @@
 """Small models, tables and videos on disk, as the commands read them."""
 
+import json
+
 import numpy as np
 import torch
 from tiny import tokenizer
@@ -47,6 +49,13 @@ def save_generator(folder, chat=False, **config):
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def save_instructions(folder):
+    """A language model, and a file of instructions."""
+    rows = [{"instruction": f"Count to {count}", "output": "one two three"} for count in range(6)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return save_generator(folder / "model"), str(folder / "rows.json")
 
 
 def write_rows(folder):

@@ -57,21 +57,25 @@ def run_case(options, arms, rounds, deadline):
 
 
 def figures(options, runs):
-    """By arm: seconds of a step with quartiles, ratios to ERM, share of the rate of products, start in steps."""
+    """By arm: seconds of a step with quartiles, ratios to ERM in a round, share of the rate of products, start in
+    steps beyond ERM's."""
     product, plain = runs["floor"][0]["product"], runs["floor"][0]["erm"]
     rate = product / statistics.median(wall for run in runs["floor"] for wall, _ in run["steps"])
     # With the head, beyond those of the plain step.
     more = 0 if options.classes else (options.layers - 1) * (2 if options.lora else 3) * product
-    found = {}
+    found, steps = {}, {}
     for name in list(runs)[1:]:
         low, middle, high = quartiles([wall for run in runs[name] for wall, _ in run["steps"]])
+        steps[name] = [statistics.median(wall for wall, _ in run["steps"]) for run in runs[name]]
+        times = [step / base for step, base in zip(steps[name], steps["erm"])]
+        starts = [run["start"] - base["start"] / ratio for run, base, ratio in zip(runs[name], runs["erm"], times)]
         peak = statistics.median(run["peak"] for run in runs[name]) if torch.cuda.is_available() else None
-        base = found.get("erm", {"seconds": middle, "peak": peak})
         found[name] = {
-            "seconds": middle, "quartiles": (low, high), "times": middle / base["seconds"],
-            "times_at_most": high / base["seconds"], "peak": peak, "memory": peak and peak / base["peak"],
+            "seconds": middle, "quartiles": (low, high), "times": quartiles(times)[1],
+            "times_at_most": quartiles(times)[2], "peak": peak,
+            "memory": peak and peak / found.get("erm", {"peak": peak})["peak"],
             "share": None if name == "subsampled" else (plain + (name != "erm") * more) / rate / middle,
-            "start": statistics.median(run["start"] for run in runs[name]),
+            "start": statistics.median(starts),
         }  # fmt: skip
     return found
 

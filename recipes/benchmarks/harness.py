@@ -18,18 +18,23 @@ from hf_descent import DescentConfig, DescentTrainer
 
 
 class Clock(TrainerCallback):
-    """Wall and processor seconds of each step of training, the optimizer's and the dual step included."""
+    """Wall and processor seconds of each step of training, the optimizer's and the dual step included; of the first
+    one from the beginning of training on: layers are found on its batch before it begins."""
 
     def __init__(self):
-        self.steps = []
+        self.steps, self._start = [], None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._start = time.perf_counter(), time.process_time()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.start = time.perf_counter(), time.process_time()
+        self._start = self._start or (time.perf_counter(), time.process_time())
 
     def on_step_end(self, args, state, control, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.steps.append((time.perf_counter() - self.start[0], time.process_time() - self.start[1]))
+        self.steps.append((time.perf_counter() - self._start[0], time.process_time() - self._start[1]))
+        self._start = None
 
 
 def parser(description: str, **sizes: int) -> argparse.ArgumentParser:

@@ -44,6 +44,9 @@ ARMS = {
     "exact+": "ours, all tokens, TRL's metrics",
     "subsampled": "ours, default",
     "subsampled+": "ours, default, TRL's metrics",
+    "erm-compiled": "stock Trainer, compiled",
+    "exact-compiled": "ours, all tokens, layers compiled",
+    "subsampled-compiled": "ours, default, layers compiled",
 }
 CHUNK = 32768  # classes at once in TRL's chunked loss, as TRL has it
 DESCENT = {"descent_alpha": 0.05, "initial_loss_bound": 10.0, "dual_warmup_steps": 0, "negative_weights": "keep"}
@@ -130,10 +133,12 @@ def build_model(options):
 
 
 def build_trainer(name, options, callbacks):
+    name, _, compiled = name.partition("-")
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "activation_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
+        "torch_compile_backend": options.compiler if compiled else None,
     }  # fmt: skip
     ids = token_ids(options, options.batch * options.steps)
     labels = [index % options.classes for index in range(len(ids))] if options.classes else ids
@@ -215,22 +220,22 @@ def report(options, runs):
     # With the head, beyond those of the plain step; that of a classifier is too small to count.
     products = 0 if options.classes else (options.layers - 1) * (2 if options.lora else 3)
     arms = [name for name in runs if name != "floor"]
-    baselines = [name for name in ("erm", "sft", "naive") if name in arms]
+    baselines = [name for name in ("erm", "sft", "naive", "erm-compiled") if name in arms]
     peak = {name: statistics.median(run["peak"] for run in runs[name]) for name in arms}
     for clock, title in enumerate(("wall time", "processor time")):
         seconds = {name: [step[clock] for run in found for step in run["steps"]] for name, found in runs.items()}
         median = {name: statistics.median(values) for name, values in seconds.items()}
         rate = product / median["floor"]
         print(f"{title}: largest product at {rate / 1e9:.0f} GFLOP/s; /NAME: against that arm")
-        columns = "".join(f"{f'/{name}':>7}" for name in baselines)
+        columns = "".join(f"{f'/{name}'[:7]:>8}" for name in baselines)
         print(f"{'':40} {'s a step (quartiles)':>22}{columns}  floor  start  peak MB{columns}")
         for name in arms:
             low, middle, high = quartiles(seconds[name])
-            operations = plain + (0 if name in ("erm", "sft") else products * product)
+            operations = plain + (0 if name.startswith(("erm", "sft")) else products * product)
             floor = " " * 7 if "subsampled" in name else f"{operations / rate / middle:7.2f}"
             start = statistics.median(run["start"] for run in runs[name])
             times, peaks = (
-                "".join(f"{figures[name] / figures[other]:7.2f}" for other in baselines) for figures in (median, peak)
+                "".join(f"{figures[name] / figures[other]:8.2f}" for other in baselines) for figures in (median, peak)
             )
             print(f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}{start:7.1f} "
                   f"{peak[name] / 2**20:8.0f}{peaks}")  # fmt: skip
@@ -245,6 +250,7 @@ def main():
     command.add_argument("--model", help="a folder or name on the Hub; its sizes win over those above")
     command.add_argument("--text_file", help="parquet, json, jsonl, csv or txt, for --model")
     command.add_argument("--text_column", default="text")
+    command.add_argument("--compiler", default="inductor", help="of the compiled arms (inductor)")
     for name in ("bf16", "lora", "checkpointing"):
         command.add_argument(f"--{name}", action="store_true")
     command.add_argument("--arms", nargs="+", choices=[*ARMS, "floor"])
@@ -252,7 +258,8 @@ def main():
     options = command.parse_args()
     torch.set_num_threads(options.threads)
     if options.arms is None:
-        options.arms = ["erm", "naive", "exact"] if options.classes else list(ARMS)
+        every = [name for name in ARMS if "compiled" not in name]
+        options.arms = ["erm", "naive", "exact"] if options.classes else every
     if options.model:
         config = transformers.AutoConfig.from_pretrained(options.model)
         options.layers, options.hidden, options.vocab = (

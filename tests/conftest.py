@@ -22,6 +22,8 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def _few_threads():
     torch.set_num_threads(1)
+    if "TESTS_ON_DEVICE" in os.environ:  # where runs are to be equal bit for bit
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @pytest.fixture(autouse=True)

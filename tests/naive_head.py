@@ -1,6 +1,7 @@
 """Layer losses as anyone would write them, for the tests of the tiled readout."""
 
 import torch
+from tiny import TEST_DEVICE
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,22 +11,23 @@ from hf_descent.readout import tiles
 
 
 LAYERS, BATCH, SEQ, HIDDEN, VOCAB = 4, 3, 7, 8, 29
-WEIGHTS = torch.tensor([0.7, -0.4, 0.0, 1.9], dtype=torch.float64)
+WEIGHTS = torch.tensor([0.7, -0.4, 0.0, 1.9], dtype=torch.float64, device=TEST_DEVICE)
 
 
 def setting(bias=False, norm="rms", dtype=torch.float64, ignored=0.3):
     torch.manual_seed(0)
-    hidden = [torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).requires_grad_() for _ in range(LAYERS)]
-    norm = {
-        "rms": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
-        "layer": lambda: nn.LayerNorm(HIDDEN),
-        "none": nn.Identity,
-    }[norm]().to(dtype)
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter, mean=1.0)
-    head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
-    labels = torch.randint(VOCAB, (BATCH, SEQ))
-    labels[torch.rand(BATCH, SEQ) < ignored] = -100
+    with torch.device(TEST_DEVICE):
+        hidden = [torch.randn(BATCH, SEQ, HIDDEN, dtype=dtype).requires_grad_() for _ in range(LAYERS)]
+        norm = {
+            "rms": lambda: nn.RMSNorm(HIDDEN, eps=1e-6),
+            "layer": lambda: nn.LayerNorm(HIDDEN),
+            "none": nn.Identity,
+        }[norm]().to(dtype)
+        for parameter in norm.parameters():
+            nn.init.normal_(parameter, mean=1.0)
+        head = nn.Linear(HIDDEN, VOCAB, bias=bias, dtype=dtype)
+        labels = torch.randint(VOCAB, (BATCH, SEQ))
+        labels[torch.rand(BATCH, SEQ) < ignored] = -100
     return hidden, norm, head, labels
 
 

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
@@ -269,10 +270,11 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
     plain = trained("plain")
     torch._dynamo.reset()
     counters.clear()
+    backend = "inductor" if tiny.TEST_DEVICE == "cuda" else "aot_eager"
     if model is llama:  # as accelerate's config does
-        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend.upper())
     else:
-        settings["torch_compile_backend"] = "aot_eager"
+        settings["torch_compile_backend"] = backend
     compiled = trained("compiled")
     assert counters["frames"]["ok"] > 0
     torch.testing.assert_close(compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5)

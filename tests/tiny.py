@@ -1,6 +1,7 @@
 """Tiny random models and learnable toy data shared by the tests."""
 
 import copy
+import os
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from hf_descent import DescentConfig, DescentTrainer
 
 
 VOCAB = 40
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TEST_DEVICE = DEVICE if "TESTS_ON_DEVICE" in os.environ else "cpu"  # of tests that `recipes/benchmarks/gpu.py` runs
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
@@ -118,7 +121,7 @@ class Stream(IterableDataset):
 def config(output_dir, **arguments):
     """Quick, silent training arguments; constraints known from the start unless said otherwise."""
     defaults = {
-        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+        "report_to": "none", "use_cpu": TEST_DEVICE == "cpu", "disable_tqdm": True, "save_strategy": "no",
         "per_device_train_batch_size": 8, "max_steps": 6, "logging_steps": 1, "learning_rate": 1e-2,
         "descent_alpha": 0.3, "initial_loss_bound": 1.0, "dual_warmup_steps": 0,
     }  # fmt: skip

@@ -6,7 +6,7 @@
 All arms take turns, a few steps each, so that a noisy machine slows all of them; the figure is the ratio to the first
 arm in the same round (without noise, the stock Trainer). Random weights and data: the cost does not depend on them.
 A time is the mean of a round's steps but the first. Held-out rows are read in every tenth step: `--steps 11`.
-The start is the very first step beyond the others, in steps: the search for the readout, and what any first step has.
+The start is the first step beyond the others, in steps, less that of the first arm: the search for the readout.
 """
 
 import statistics
@@ -56,13 +56,8 @@ def model_and_data(options):
     return BertForSequenceClassification(config), rows
 
 
-def main():
-    command = parser(__doc__, layers=12, hidden=384, batch=16, length=128, steps=4)
-    command.add_argument("--model", choices=NOISE, default="bert")
-    command.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
-    command.add_argument("--processor_time", action="store_true", help="instead of the clock's, on a busy machine")
-    options = command.parse_args()
-    torch.set_num_threads(options.threads)
+def measure(options):
+    """Seconds of a step of each arm, and the start of each, in each round."""
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
@@ -73,7 +68,7 @@ def main():
         "fixed_multipliers": [1.0] * options.layers,
     }  # fmt: skip
     names = options.arms if all("noise" in name for name in options.arms) else ["stock Trainer", *options.arms]
-    arms, starts = {}, {}
+    arms = {}
     for name in dict.fromkeys(names):
         torch.manual_seed(0)
         (model, data), clock = model_and_data(options), Clock()
@@ -84,17 +79,32 @@ def main():
             args = DescentConfig(**settings, **problem, **ARMS[name], **noise)
             trainer = DescentTrainer(model, args, train_dataset=data, callbacks=[clock])
 
-        def step(name=name, trainer=trainer, clock=clock):
+        def step(trainer=trainer, clock=clock):
             trainer.train()
             first, *others = [times[options.processor_time] for times in clock.steps[-options.steps :]]
-            starts.setdefault(name, first / statistics.median(others) - 1)
-            return statistics.fmean(others)
+            return statistics.fmean(others), first - statistics.median(others)
 
         arms[name] = step
-    seconds = take_turns(arms, options.rounds)
+    found = take_turns(arms, options.rounds)
+    seconds = {name: [step for step, _ in turns] for name, turns in found.items()}
+    plain = next(iter(found.values()))
+    return seconds, {
+        name: [(start - base) / step for (step, start), (_, base) in zip(turns, plain)]
+        for name, turns in found.items()
+    }
+
+
+def main():
+    command = parser(__doc__, layers=12, hidden=384, batch=16, length=128, steps=4)
+    command.add_argument("--model", choices=NOISE, default="bert")
+    command.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    command.add_argument("--processor_time", action="store_true", help="instead of the clock's, on a busy machine")
+    options = command.parse_args()
+    torch.set_num_threads(options.threads)
+    seconds, starts = measure(options)
     for name, steps in starts.items():
-        print(f"{name:28} starts in {steps:.1f} steps")
-    report(seconds, next(iter(arms)), options.output, options=vars(options), starts=starts)
+        print(f"{name:28} starts in {statistics.median(steps):.1f} steps more")
+    report(seconds, next(iter(seconds)), options.output, options=vars(options), starts=starts)
 
 
 if __name__ == "__main__":

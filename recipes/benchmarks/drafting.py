@@ -11,26 +11,20 @@ greedy tokens that a layer predicts, too.
 import time
 from collections import Counter
 
-import numpy as np
 import torch
-from harness import parser, quartiles, write
+from harness import parser, ratios, write
 
 from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.early_exit import draft_with
 from hf_descent.evaluation import layer_profile
-from hf_descent.loading import load_model, load_tokenizer
+from hf_descent.loading import best_device, load_model, load_tokenizer
 from hf_descent.readout.labels import IGNORE_INDEX
 
 
-def main():
-    command = parser(__doc__, shortlist=8000, prompts=64, new_tokens=128)
-    command.add_argument("model", help="folder or name on the Hub")
-    command.add_argument("--train_file", required=True, help="instructions whose completions are counted")
-    command.add_argument("--validation_file", required=True, help="instructions to answer")
-    command.add_argument("--layers", type=int, nargs="+", required=True, help="that draft, one arm each")
-    options = command.parse_args()
-    torch.set_num_threads(options.threads)
-    model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+def measure(options):
+    """Of each arm the processor and wall seconds of every prompt, and whether its text is that of plain decoding;
+    acceptance by layer, and the number of tokens written."""
+    model, tokenizer = load_model(options.model).to(best_device()), load_tokenizer(options.model)
     files = {name: getattr(options, name) for name in ("train_file", "validation_file")}
     data = load_alpaca(AlpacaArguments(**files), tokenizer)
     rows = [completion_labels(row, tokenizer) for row in data["train"].select(range(min(4000, len(data["train"]))))]
@@ -43,13 +37,13 @@ def main():
         arms |= {f"{layer} layers": {"custom_generate": draft_with(layer)}}
         arms |= {f"{layer} layers, shortlist": {"custom_generate": draft_with(layer, frequent)}}
     settings = {"do_sample": False, "max_new_tokens": options.new_tokens, "pad_token_id": tokenizer.pad_token_id}
-    seconds, wall, equal, texts = ({name: [] for name in arms} for _ in range(4))
+    processor, wall, equal, texts = ({name: [] for name in arms} for _ in range(4))
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         for name, given in arms.items():
             start = time.process_time(), time.perf_counter()
             text = model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **given)[0].tolist()
-            seconds[name].append(time.process_time() - start[0])
+            processor[name].append(time.process_time() - start[0])
             wall[name].append(time.perf_counter() - start[1])
             texts[name].append(text[len(prompt) :])
             equal[name].append(text == prompt + texts["plain"][-1])
@@ -58,17 +52,34 @@ def main():
     ]
     acceptance = layer_profile(model, written, batch_size=1).values.tolist()
     tokens = sum(map(len, texts["plain"]))
-    for name in arms:
-        ratios = np.array(seconds["plain"]) / np.array(seconds[name])
-        low, middle, high = quartiles(ratios)
+    return {"processor": processor, "wall": wall, "equal": equal, "acceptance": acceptance, "tokens": tokens}
+
+
+def show(found):
+    """Prints what `measure` found; ratios are of processor time on a CPU, where other programs may run."""
+    seconds, tokens = found["wall" if torch.cuda.is_available() else "processor"], found["tokens"]
+    for name, (low, middle, high) in ratios(seconds, "plain").items():
+        total, of_plain = (sum(seconds[each]) for each in (name, "plain"))
         print(
-            f"{name:24} {tokens / sum(seconds[name]):6.1f} tokens a processor second, {tokens / sum(wall[name]):6.1f} "
-            f"a second; {sum(seconds['plain']) / sum(seconds[name]):.3f} times plain in all, by prompt {middle:.3f} "
-            f"({low:.3f} to {high:.3f}); equal texts {sum(equal[name])} of {len(prompts)}"
+            f"{name:24} {tokens / sum(found['processor'][name]):6.1f} tokens a processor second, "
+            f"{tokens / sum(found['wall'][name]):6.1f} a second; takes {total / of_plain:.3f} of plain decoding in "
+            f"all, by prompt {middle:.3f} ({low:.3f} to {high:.3f}); equal texts {sum(found['equal'][name])} of "
+            f"{len(found['equal'][name])}"
         )
-    print("acceptance by layer:", " ".join(f"{share:.2f}" for share in acceptance))
-    facts = {"acceptance": acceptance, "tokens": tokens, "equal": equal, "options": vars(options)}
-    write(options.output, processor=seconds, wall=wall, **facts)
+    print("acceptance by layer:", " ".join(f"{share:.2f}" for share in found["acceptance"]))
+
+
+def main():
+    command = parser(__doc__, shortlist=8000, prompts=64, new_tokens=128)
+    command.add_argument("model", help="folder or name on the Hub")
+    command.add_argument("--train_file", required=True, help="instructions whose completions are counted")
+    command.add_argument("--validation_file", required=True, help="instructions to answer")
+    command.add_argument("--layers", type=int, nargs="+", required=True, help="that draft, one arm each")
+    options = command.parse_args()
+    torch.set_num_threads(options.threads)
+    found = measure(options)
+    show(found)
+    write(options.output, **found, options=vars(options))
 
 
 if __name__ == "__main__":

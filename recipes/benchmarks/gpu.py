@@ -1,147 +1,244 @@
-"""The benchmarks that a GPU answers, in one process on one card, and which targets hold. Not run on a GPU yet.
+"""Every test and benchmark that a GPU answers, and which targets hold. Not run on a GPU yet.
 
-    python -m recipes.benchmarks.gpu --output results
+    python -m recipes.benchmarks.gpu --output results [--smollm2 MODEL TRAIN.parquet TEST.parquet]
 
-writes `results.md` and `results.json`, with the card's name. Without a GPU, or with `--toy`, all sizes are tiny and
-the figures say nothing. A case that fails is named with its error; the others go on. Arms take turns round by round,
-each with a model of its own, as in `lm_step.py`; rounds end where the minutes do.
+writes `results.md` and `results.json`, with the card's name, in 8 minutes at most: each case has a time of its own. A
+case that fails or runs out of time is named with its error; the others go on. A ratio is one within a round, in which
+all arms take turns; its quartiles are those of the rounds. With a language model and files of instructions its drafts
+are timed, too. Without a GPU, or with `--toy`, all sizes are tiny and the figures say nothing.
 """
 
 import argparse
 import gc
+import io
+import os
+import re
+import signal
 import statistics
+import subprocess
 import sys
-import time
+import tempfile
+from collections import Counter
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import quartiles, write
-from lm_step import ARMS, run_arm, run_floor
+import classifier_step
+import drafting
+import evaluation_cost
+import lm_step
+from harness import ratios, report, take_turns, write
+from lm_step import ARMS
+
+from hf_descent.training.planning import PlannedModel
 
 
-LLAMA = {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
-LORA = {**LLAMA, "batch": 1, "length": 2048, "steps": 10, "bf16": True, "lora": True}
-BERT = {"layers": 12, "hidden": 768, "intermediate": 3072, "heads": 12, "vocab": 30522, "batch": 32, "length": 128}
-CASES = {  # sizes, and arms
-    "Llama 3.1 8B shape, LoRA, bfloat16": (LORA, ("erm", "subsampled", "exact")),
-    "the same, checkpointed": (LORA | {"batch": 2, "steps": 6, "checkpointing": True}, ("erm", "subsampled", "exact")),
-    "BERT base, a classifier read by replay": (BERT | {"steps": 22, "classes": 2}, ("erm", "exact")),
-    "torch's operator in place of the tiles": (LORA, ("erm", "exact", "torch")),
-    "TRL's loss in place of the tiles": (LORA, ("erm", "exact", "trl")),
-}
-TOY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 2, "vocab": 300}
-TOY |= {"batch": 2, "length": 16, "steps": 4}
-REST = {"classes": 0, "model": None, "text_file": None, "bf16": False, "lora": False, "checkpointing": False}
-MEMORY, START = 1.02, 3.0  # times the peak of ERM; steps
+ROOT = Path(__file__).parents[2]
+TESTS = (
+    "tests/test_devices.py",
+    "tests/readout/test_linear_cross_entropy.py::test_losses_and_gradients_are_the_naive_ones",
+    "tests/readout/test_linear_cross_entropy.py::test_bfloat16_accumulates_in_float32",
+    "tests/readout/test_linear_cross_entropy.py::test_weights_beyond_the_range_of_float16",
+    "tests/pipeline/test_resume.py::test_resumed_equals_straight",
+    "tests/pipeline/test_trainer_parts.py::test_gradient_checkpointing_changes_nothing",
+    "tests/pipeline/test_trainer_parts.py::test_bf16_autocast_follows_full_precision",
+    "tests/losses/test_tiled_losses.py::test_steps_follow_the_replay",
+    "tests/test_trainer.py::test_compiled_layers_train_as_plain_ones_and_resume",
+)
+MINUTES = 8.0
+LORA = {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
+LORA |= {"batch": 1, "length": 2048, "steps": 10, "rounds": 2, "bf16": True, "lora": True}
+CHECKPOINTED = LORA | {"batch": 2, "steps": 6, "checkpointing": True}
+COMPILED = LORA | {"layers": 4}  # the stock Trainer compiles all layers as one
+BERT = {"model": "bert", "layers": 12, "hidden": 768, "batch": 32, "length": 128, "vocab": 30522}
+REPLAYED = BERT | {"steps": 6, "rounds": 20, "arms": ["descent"]}
+UT = {"model": "ut", "layers": 7, "batch": 64, "steps": 6, "rounds": 20, "arms": ["erm+noise", "descent+noise"]}
+EVALUATED = BERT | {"samples": 512, "rounds": 5}
+EVALUATED_LM = EVALUATED | {"model": "llama", "vocab": 8192, "samples": 256}
+DRAFTING = {"shortlist": 8000, "prompts": 4, "new_tokens": 64}
+REST = {"classes": 0, "model": None, "text_file": None, "compiler": "inductor"}
+REST |= dict.fromkeys(("bf16", "lora", "checkpointing", "processor_time"), False) | {"output": None}
+TOY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 2, "vocab": 300, "compiler": "aot_eager"}
+TOY |= {"batch": 2, "length": 16, "steps": 4, "samples": 4, "rounds": 1, "prompts": 2, "new_tokens": 4}
 TIMES = {"subsampled": 1.2, "exact": 3.2}  # a step of ERM
+MEMORY, START, PLAN = 1.02, 3.0, 0.1  # times the peak of ERM; steps; part of the measured peak
 SHARE = 0.7  # of the measured rate of matrix products, in the exact step
-REPLAYED = 1.03  # a step of ERM, at the upper quartile
 
 
-def run_case(options, arms, rounds, deadline):
-    """What `lm_step.py` measures of each arm, a list of rounds, and of the floor."""
-    runs = {name: [] for name in ("floor", *arms)}
-    for number in range(rounds):
-        if number and time.monotonic() > deadline:
-            break
-        for name, found in runs.items():
-            gc.collect()  # the model before, which its trainer holds in a circle
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            found.append(run_floor(options) if name == "floor" else run_arm(name, options))
-    return runs
+def target(what, value, limit, at_least=False):
+    """What is asked, the figure or `None` where it was not measured, and whether it holds or `None`."""
+    holds = None if value is None else value >= limit if at_least else value <= limit
+    return f"{what} {'>=' if at_least else '<='} {limit:g}", value, holds
 
 
-def figures(options, runs):
-    """By arm: seconds of a step with quartiles, ratios to ERM in a round, share of the rate of products, start in
-    steps beyond ERM's."""
-    product, plain = runs["floor"][0]["product"], runs["floor"][0]["erm"]
-    rate = product / statistics.median(wall for run in runs["floor"] for wall, _ in run["steps"])
-    # With the head, beyond those of the plain step.
-    more = 0 if options.classes else (options.layers - 1) * (2 if options.lora else 3) * product
-    found, steps = {}, {}
-    for name in list(runs)[1:]:
-        low, middle, high = quartiles([wall for run in runs[name] for wall, _ in run["steps"]])
-        steps[name] = [statistics.median(wall for wall, _ in run["steps"]) for run in runs[name]]
-        times = [step / base for step, base in zip(steps[name], steps["erm"])]
-        starts = [run["start"] - base["start"] / ratio for run, base, ratio in zip(runs[name], runs["erm"], times)]
-        peak = statistics.median(run["peak"] for run in runs[name]) if torch.cuda.is_available() else None
-        found[name] = {
-            "seconds": middle, "quartiles": (low, high), "times": quartiles(times)[1],
-            "times_at_most": quartiles(times)[2], "peak": peak,
-            "memory": peak and peak / found.get("erm", {"peak": peak})["peak"],
-            "share": None if name == "subsampled" else (plain + (name != "erm") * more) / rate / middle,
-            "start": statistics.median(starts),
-        }  # fmt: skip
+def tests(chosen):
+    """Outcomes of the tests that can follow the device; by name where one fails, or time runs out in it."""
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "", "-k", chosen, "--disable-warnings", *TESTS]
+    asked = {"TESTS_ON_DEVICE": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    with tempfile.TemporaryFile("w+") as log:
+        with suppress(TimeoutError):
+            subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | asked)
+        log.seek(0)
+        text = log.read()
+    reasons = dict(re.findall(r"^(?:FAILED|ERROR) \S+?::(.+?) - (.*)$", text, re.M))
+    outcomes, failed = Counter(), 0
+    for name, outcome in re.findall(r"^tests/\S+?::(.+?)(?: (PASSED|FAILED|ERROR|SKIPPED).*)?$", text, re.M):
+        fails = outcome not in ("PASSED", "SKIPPED")
+        failed += fails
+        label = outcome.lower() or "did not end"
+        outcomes[f"{name} {label}: {reasons.get(name)}" if fails else f"{name.partition('[')[0]} {label}"] += 1
+    if not outcomes:
+        raise RuntimeError(f"No test ran: {text[-2000:]}")
+    print(*(f"{count:4} {said}" for said, count in outcomes.items()), sep="\n")
+    return [target("tests that fail", failed, 0)], {}
+
+
+def free():
+    """Gives the memory of earlier models back, which their trainers hold in circles."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.compiler.reset()
+
+
+def attempt(name, options):
+    """What `lm_step.py` measures of an arm, or the error that it ends with: an arm may need too much memory."""
+    free()
+    try:
+        return lm_step.run_floor(options) if name == "floor" else lm_step.run_arm(name, options)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return repr(error)[:200]
+
+
+def planned_peaks(options):
+    """Bytes of each arm by `hf-descent plan`."""
+    ids = torch.arange(options.batch * options.length).view(options.batch, -1) % 7
+    batch, args = {"input_ids": ids, "labels": ids}, {name: lm_step.arguments(name, options) for name in TIMES}
+    args["erm"] = replace(args["exact"], objective="erm")
+    model = PlannedModel(lambda shape: lm_step.build_model(options, torch.get_default_device(), shape), batch)
+    return {name: model.step(batch, each).memory.total() for name, each in args.items()}
+
+
+def language_steps(options, arms):
+    """Steps of a language model: time, memory as measured and as planned, share of the rate of products, and start."""
+    planned = planned_peaks(options)
+    turns = take_turns({name: partial(attempt, name, options) for name in ("floor", *arms)}, options.rounds, 0)
+    failed = {name: error for name, found in turns.items() for error in found if isinstance(error, str)}
+    print(*(f"{ARMS.get(name, name)} failed: {error}" for name, error in failed.items()), sep="\n")
+    runs = {name: found for name, found in turns.items() if name not in failed}
+    lm_step.report(options, runs)
+    (seconds, starts), asked, on_gpu = lm_step.rounds_of(runs), [], torch.cuda.is_available()
+    peaks = {name: statistics.median(run["peak"] for run in runs[name]) if on_gpu else None for name in starts}
+    for name in [name for name in planned if name in runs]:
+        arm, peak, plan = ARMS[name], peaks[name], planned[name]
+        asked.append(target(f"{arm}: plan of {plan / 2**30:.1f} GiB off by", peak and abs(plan / peak - 1), PLAN))
+        if name in TIMES:
+            asked.append(target(f"{arm}: step / ERM", ratios(seconds, "erm")[name][1], TIMES[name]))
+            asked.append(target(f"{arm}: memory / ERM", peak and peak / peaks["erm"], MEMORY))
+            asked.append(target(f"{arm}: start in steps", statistics.median(starts[name]), START))
+    if "exact" in runs and not options.checkpointing:  # what is computed again is not counted
+        products = lm_step.products(options, runs, "exact")
+        share = products * statistics.median(a / b for a, b in zip(seconds["floor"], seconds["exact"]))
+        asked.append(target(f"{ARMS['exact']}: of the rate of products", share, SHARE, at_least=True))
+    return asked, {"runs": runs}
+
+
+def paired(options, script, arm, quartile, limit):
+    """Arms that take turns; of the ratios of one to the first the quartile (1 to 3) is limited."""
+    seconds, starts = script.measure(options)
+    baseline, what = next(iter(seconds)), {2: "median", 3: "upper quartile"}[quartile]
+    report(seconds, baseline)
+    asked = [target(f"{arm} / {baseline}, {what}", ratios(seconds, baseline)[arm][quartile - 1], limit)]
+    asked += [target(f"{arm}: start in steps", statistics.median(starts[arm]), START)] if starts else []
+    return asked, {"seconds": seconds, "starts": starts}
+
+
+def drafts(options):
+    """Decoding with drafts, prompt by prompt."""
+    layers = AutoConfig.from_pretrained(options.model).num_hidden_layers
+    options.layers = sorted({max(1, layers // 3), layers // 2})
+    found = drafting.measure(options)
+    drafting.show(found)
+    return [], found
+
+
+@contextmanager
+def deadline(seconds):
+    """TimeoutError inside after `seconds`; again 10 s later, where something has taken the first for its own."""
+
+    def stop(*_):
+        raise TimeoutError(f"{seconds:.0f} s were over")
+
+    if seconds <= 0:
+        stop()
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def cases(given, toy):
+    """By title: the seconds that a case has, and what measures it."""
+
+    def case(seconds, measure, sizes, *given):
+        return seconds, partial(measure, argparse.Namespace(**REST | sizes | (TOY if toy else {})), *given)
+
+    main_arms, compiled = ["erm", *TIMES], ["erm", "erm-compiled", "subsampled", "subsampled-compiled"]
+    found = {
+        "Tests on the device": (130, partial(tests, given.tests)),
+        "Llama 3.1 8B shape, LoRA, bfloat16": case(115, language_steps, LORA, [*main_arms, "torch", "trl"]),
+        "The same, checkpointed": case(75, language_steps, CHECKPOINTED, main_arms),
+        "4 of these layers, compiled": case(45, language_steps, COMPILED, compiled),
+        "BERT base, a classifier read by replay": case(30, paired, REPLAYED, classifier_step, "descent", 3, 1.03),
+        "UT denoiser": case(20, paired, UT, classifier_step, "descent+noise", 2, 1.08),
+        "Evaluation of a classifier": case(15, paired, EVALUATED, evaluation_cost, "all layers", 2, 1.3),
+        "Evaluation of a language model": case(15, paired, EVALUATED_LM, evaluation_cost, "all layers", 2, 2.0),
+    }
+    if given.smollm2:
+        files = dict(zip(("model", "train_file", "validation_file"), given.smollm2))
+        found["Drafting"] = case(35, drafts, DRAFTING | files)
     return found
-
-
-def targets(options, found):
-    """(what is asked, the figure or `None` where it was not measured, whether it holds or `None`)."""
-    exact, asked = found["exact"], []
-    if options.classes:
-        asked.append((f"step, upper quartile <= {REPLAYED} ERM", exact["times_at_most"], REPLAYED, 1))
-    else:
-        for name in sorted(TIMES.keys() & found.keys()):
-            asked.append((f"{ARMS[name]}: step <= {TIMES[name]} ERM", found[name]["times"], TIMES[name], 1))
-        share = None if options.checkpointing else exact["share"]  # what is computed again is not counted
-        asked.append((f"{ARMS['exact']}: >= {SHARE} of the rate of products", share, SHARE, -1))
-    for name in sorted(TIMES.keys() & found.keys()):
-        asked.append((f"{ARMS[name]}: memory <= {MEMORY} ERM", found[name]["memory"], MEMORY, 1))
-        asked.append((f"{ARMS[name]}: start <= {START:g} steps", found[name]["start"], START, 1))
-    return [
-        (what, value, None if value is None else sign * value <= sign * limit) for what, value, limit, sign in asked
-    ]
-
-
-def markdown(title, options, found):
-    """A case's tables: the arms, then the targets."""
-    lines = [
-        f"## {title}", "", f"{options.batch} x {options.length} tokens; {torch.get_num_threads()} threads.", "",
-        "| step | s (quartiles) | ERM = 1 | of the rate of products | start, steps | peak GiB | ERM = 1 |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for name, each in found.items():
-        low, high = each["quartiles"]
-        peak = [None if each["peak"] is None else each["peak"] / 2**30, each["memory"]]
-        cells = [each["times"], each["share"], each["start"], *peak]
-        cells = " | ".join("" if cell is None else f"{cell:.2f}" for cell in cells)
-        lines.append(f"| {ARMS[name]} | {each['seconds']:.4f} ({low:.4f} to {high:.4f}) | {cells} |")
-    lines += ["", "| target | measured | holds |", "|---|---|---|"]
-    for what, value, holds in targets(options, found):
-        value = "not measured" if value is None else f"{value:.2f}"
-        lines.append(f"| {what} | {value} | {'' if holds is None else 'yes' if holds else 'NO'} |")
-    return lines
 
 
 def main():
     command = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     command.add_argument("--output", type=Path, default=Path("gpu"), help="results, without an ending (gpu)")
-    command.add_argument("--minutes", type=float, default=7.0, help="after which no further round begins (7)")
-    command.add_argument("--rounds", type=int, default=2, help="at most (2)")
+    command.add_argument("--minutes", type=float, default=MINUTES, help=f"for all cases ({MINUTES:g})")
     command.add_argument("--toy", action="store_true", help="toy sizes, as on a machine without a GPU")
+    command.add_argument("--tests", default="", help="which tests, as pytest's `-k` (all)")
+    command.add_argument("--smollm2", nargs=3, metavar=("MODEL", "TRAIN", "TEST"), help="times drafting, too")
     given = command.parse_args()
     toy = given.toy or not torch.cuda.is_available()
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    deadline = time.monotonic() + 60 * given.minutes
-    lines, results = [f"# {card}, torch {torch.__version__}{', toy sizes' if toy else ''}", ""], {}
-    for title, (sizes, arms) in CASES.items():
-        options = argparse.Namespace(**REST | sizes | (TOY if toy else {}))
+    lines, results = [], {}
+    summary = ["| case | target | measured | holds |", "|---|---|---|---|"]
+    for title, (seconds, measure) in cases(given, toy).items():
+        free()
+        printed = io.StringIO()
         try:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{given.minutes:g} minutes were over")
-            runs = run_case(options, arms, given.rounds, deadline)
-            found = figures(options, runs)
-            results[title] = {"options": vars(options), "figures": found, "targets": targets(options, found)}
-            lines += [*markdown(title, options, found), ""]
+            with redirect_stdout(printed), deadline(seconds * given.minutes / MINUTES):
+                asked, facts = measure()
+            results[title] = {"targets": asked, **facts}
         except Exception as error:  # the other cases' figures are worth having
-            results[title] = {"error": repr(error)}
-            lines += [f"## {title}", "", f"Failed: {error!r}", ""]
-    print(text := "\n".join(lines))
+            asked, results[title] = [], {"error": repr(error)}
+            print(f"Failed: {error!r}", file=printed)
+        said = re.sub(r"^[{[].*\n", "", printed.getvalue(), flags=re.M)  # without what trainers log
+        lines += ["", f"## {title}", "", "```", said.strip(), "```"]
+        for what, value, holds in asked:
+            figure = "not measured" if value is None else f"{value:.3g}"
+            summary.append(f"| {title} | {what} | {figure} | {'' if holds is None else 'yes' if holds else 'NO'} |")
+    head = f"# {card}, torch {torch.__version__}{', toy sizes' if toy else ''}"
+    print(text := "\n".join([head, "", *summary, *lines, ""]))
     given.output.with_suffix(".md").write_text(text)
     write(given.output.with_suffix(".json"), cases=results)
 

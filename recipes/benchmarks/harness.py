@@ -46,26 +46,35 @@ def parser(description: str, **sizes: int) -> argparse.ArgumentParser:
     return found
 
 
-def take_turns(arms: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each arm in each round, as the arm measures them, after a round that warms up."""
-    seconds = {name: [] for name in arms}
-    for number in range(rounds + 1):
-        for name, measure in arms.items():
-            found = measure()
-            if number:
-                seconds[name].append(found)
-    return seconds
+def take_turns(arms: Mapping[str, Callable[[], Any]], rounds: int, warm_ups: int = 1) -> dict[str, list]:
+    """What each arm measures in each round, after those that warm up; where time runs out (TimeoutError), in the
+    rounds that came to their end."""
+    found = []
+    try:
+        for _ in range(warm_ups + rounds):
+            found.append({name: measure() for name, measure in arms.items()})
+    except TimeoutError:
+        if len(found) <= warm_ups:
+            raise
+    return {name: [turn[name] for turn in found[warm_ups:]] for name in arms}
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], baseline: str) -> dict[str, tuple[float, float, float]]:
+    """Quartiles of each arm's ratio to the baseline in the same round."""
+    return {
+        name: quartiles([value / other for value, other in zip(values, seconds[baseline])])
+        for name, values in seconds.items()
+    }
 
 
 def report(seconds: Mapping[str, Sequence[float]], baseline: str, output: Path | None = None, **facts: Any) -> None:
     """Prints median and quartiles of each arm's seconds, and of their ratios to the baseline's of the same round; with
     an `output`, writes every number and the `facts` as JSON."""
-    for name, values in seconds.items():
-        low, middle, high = quartiles(values)
-        least, ratio, most = quartiles([value / other for value, other in zip(values, seconds[baseline])])
+    for name, (least, ratio, most) in ratios(seconds, baseline).items():
+        low, middle, high = quartiles(seconds[name])
         print(
             f"{name:28} {middle:.3f} s (quartiles {low:.3f} to {high:.3f}), ratio {ratio:.3f} ({least:.3f} to "
-            f"{most:.3f}) in {len(values)} rounds"
+            f"{most:.3f}) in {len(seconds[name])} rounds"
         )
     write(output, seconds=seconds, **facts)
 

@@ -9,10 +9,11 @@
 
 All figures come from one run. Every arm trains the same model, of random weights where none is given, in a process of
 its own, so that its peak memory is its own; the arms take turns round by round, so that a noisy machine slows all of
-them. A figure is the median over all timed steps: forward, backward, optimizer and dual step. Processor time of the
-same steps stands below wall time: a busy machine disturbs it less (with `--threads 1` least). The floor is the count
-of operations in matrix products divided by the rate of the largest one, measured in the same rounds. The start is the
-first step beyond the others, in steps.
+them. A time is the median over all timed steps: forward, backward, optimizer and dual step; a ratio is one of medians
+within a round. Processor time of the same steps stands below wall time: a busy machine disturbs it less (with
+`--threads 1` least). The floor is the count of operations in matrix products divided by the rate of the largest one,
+measured in the same rounds. The start is the first step beyond the others, in steps, less that of the stock Trainer
+where it takes part.
 """
 
 import argparse
@@ -22,12 +23,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 import transformers
 from datasets import Dataset, load_dataset
-from harness import Clock, parser, quartiles, write
+from harness import Clock, parser, quartiles, ratios, take_turns, write
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -93,12 +95,9 @@ class NaiveTrainer(transformers.Trainer):
         return torch.linspace(0.5, 1.5, len(losses), device=losses.device) @ losses.float()
 
 
-class TorchTrainer(NaiveTrainer):
-    read = staticmethod(by_torch)
-
-
-class TRLTrainer(NaiveTrainer):
-    read = staticmethod(by_trl)
+STOCK = {"erm": transformers.Trainer, "naive": NaiveTrainer}
+for name, read in (("torch", by_torch), ("trl", by_trl)):
+    STOCK[name] = type(name, (NaiveTrainer,), {"read": staticmethod(read)})
 
 
 class StatisticsTrainer(DescentTrainer):
@@ -107,9 +106,10 @@ class StatisticsTrainer(DescentTrainer):
     logs_tokens = True
 
 
-def build_model(options):
+def build_model(options, device=None, shape=lambda config: config):
+    """The model, by default on a GPU where there is one; `shape` may change the config of a random one."""
     torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     sizes = {
         "vocab_size": options.vocab, "hidden_size": options.hidden, "intermediate_size": options.intermediate,
@@ -119,11 +119,11 @@ def build_model(options):
     if options.model:
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device)
     elif options.classes:
-        config = transformers.BertConfig(**sizes, num_labels=options.classes)
+        config = shape(transformers.BertConfig(**sizes, num_labels=options.classes))
         model = transformers.BertForSequenceClassification(config).to(device, dtype)
     else:
         with device:
-            config = transformers.LlamaConfig(**sizes, num_key_value_heads=options.kv_heads)
+            config = shape(transformers.LlamaConfig(**sizes, num_key_value_heads=options.kv_heads))
             model = transformers.LlamaForCausalLM(config).to(dtype)
     if options.lora:
         from peft import LoraConfig, get_peft_model
@@ -132,29 +132,35 @@ def build_model(options):
     return model
 
 
-def build_trainer(name, options, callbacks):
-    name, _, compiled = name.partition("-")
+def arguments(name, options):
+    """The training arguments of an arm."""
+    kind, _, compiled = name.partition("-")
     settings = {
         "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": options.batch, "max_steps": options.steps,
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no",
         "activation_checkpointing": options.checkpointing, "use_cpu": not torch.cuda.is_available(),
         "torch_compile_backend": options.compiler if compiled else None,
     }  # fmt: skip
+    if kind == "sft":
+        from trl import SFTConfig
+
+        return SFTConfig(**settings, bf16=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
+    if kind in STOCK:
+        return transformers.TrainingArguments(**settings)
+    return DescentConfig(**settings, **DESCENT, readout_token_fraction=None if "subsampled" in kind else 1.0)
+
+
+def build_trainer(name, options, callbacks):
     ids = token_ids(options, options.batch * options.steps)
     labels = [index % options.classes for index in range(len(ids))] if options.classes else ids
     data = Dataset.from_dict({"input_ids": ids, "labels": labels})
-    common = {"model": build_model(options), "train_dataset": data, "callbacks": callbacks}
+    common = {"model": build_model(options), "args": arguments(name, options), "train_dataset": data}
     if name == "sft":
-        from trl import SFTConfig, SFTTrainer
+        from trl import SFTTrainer
 
-        kwargs = {"bf16": False, "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
-        return SFTTrainer(args=SFTConfig(**settings, **kwargs), processing_class=tokenizer(), **common)
-    stock = {"erm": transformers.Trainer, "naive": NaiveTrainer, "torch": TorchTrainer, "trl": TRLTrainer}
-    if trainer_class := stock.get(name):
-        return trainer_class(args=transformers.TrainingArguments(**settings), **common)
-    fraction = {"readout_token_fraction": None if "subsampled" in name else 1.0}
-    trainer_class = StatisticsTrainer if name.endswith("+") else DescentTrainer
-    return trainer_class(args=DescentConfig(**settings, **DESCENT, **fraction), **common)
+        return SFTTrainer(processing_class=tokenizer(), callbacks=callbacks, **common)
+    ours = StatisticsTrainer if name.endswith("+") else DescentTrainer
+    return STOCK.get(name.partition("-")[0], ours)(callbacks=callbacks, **common)
 
 
 def token_ids(options, rows):
@@ -182,7 +188,8 @@ def tokenizer():
 
 
 def run_arm(name, options):
-    """(wall, processor) seconds of the steps after the first two; the start in steps; the peak of memory in bytes."""
+    """(wall, processor) seconds of the steps after the first two; those that the first takes more; the peak of memory
+    in bytes."""
     clock = Clock()
     trainer = build_trainer(name, options, [clock])
     if torch.cuda.is_available():
@@ -193,7 +200,7 @@ def run_arm(name, options):
     else:
         peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     steps = clock.steps[2:]
-    start = clock.steps[0][0] / statistics.median(wall for wall, _ in steps) - 1
+    start = [first - statistics.median(others) for first, others in zip(clock.steps[0], zip(*steps))]
     return {"steps": steps, "start": start, "peak": peak}
 
 
@@ -215,30 +222,45 @@ def run_floor(options):
     return {"erm": counter.get_total_flops(), "product": 2 * tokens * weight.numel(), "steps": clock.steps}
 
 
-def report(options, runs):
-    plain, product = runs["floor"][0]["erm"], runs["floor"][0]["product"]
+def rounds_of(runs, clock=0):
+    """By arm and round, by wall or processor time: seconds of a step; and the start in steps of its own, less that of
+    the stock Trainer where it takes part."""
+    seconds = {name: [statistics.median(step[clock] for step in run["steps"]) for run in runs[name]] for name in runs}
+    starts = {name: [run["start"][clock] for run in runs[name]] for name in runs if name != "floor"}
+    plain = starts.get("erm", [0.0] * len(runs["floor"]))
+    return seconds, {
+        name: [(start - base) / step for start, base, step in zip(found, plain, seconds[name])]
+        for name, found in starts.items()
+    }
+
+
+def products(options, runs, name):
+    """The operations of a step of an arm, as a number of largest products."""
+    floor = runs["floor"][0]
     # With the head, beyond those of the plain step; that of a classifier is too small to count.
-    products = 0 if options.classes else (options.layers - 1) * (2 if options.lora else 3)
+    more = 0 if options.classes or name.startswith(("erm", "sft")) else options.layers - 1
+    return floor["erm"] / floor["product"] + more * (2 if options.lora else 3)
+
+
+def report(options, runs):
     arms = [name for name in runs if name != "floor"]
     baselines = [name for name in ("erm", "sft", "naive", "erm-compiled") if name in arms]
     peak = {name: statistics.median(run["peak"] for run in runs[name]) for name in arms}
     for clock, title in enumerate(("wall time", "processor time")):
-        seconds = {name: [step[clock] for run in found for step in run["steps"]] for name, found in runs.items()}
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        rate = product / median["floor"]
-        print(f"{title}: largest product at {rate / 1e9:.0f} GFLOP/s; /NAME: against that arm")
+        seconds, starts = rounds_of(runs, clock)
+        fastest = statistics.median(seconds["floor"])
+        rate = runs["floor"][0]["product"] / fastest / 1e9
+        print(f"{title}: largest product at {rate:.0f} GFLOP/s; /NAME: against that arm")
         columns = "".join(f"{f'/{name}'[:7]:>8}" for name in baselines)
         print(f"{'':40} {'s a step (quartiles)':>22}{columns}  floor  start  peak MB{columns}")
         for name in arms:
-            low, middle, high = quartiles(seconds[name])
-            operations = plain + (0 if name.startswith(("erm", "sft")) else products * product)
-            floor = " " * 7 if "subsampled" in name else f"{operations / rate / middle:7.2f}"
-            start = statistics.median(run["start"] for run in runs[name])
-            times, peaks = (
-                "".join(f"{figures[name] / figures[other]:8.2f}" for other in baselines) for figures in (median, peak)
-            )
-            print(f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}{start:7.1f} "
-                  f"{peak[name] / 2**20:8.0f}{peaks}")  # fmt: skip
+            low, middle, high = quartiles([step[clock] for run in runs[name] for step in run["steps"]])
+            share = products(options, runs, name) * fastest / middle
+            floor = " " * 7 if "subsampled" in name else f"{share:7.2f}"
+            times = "".join(f"{ratios(seconds, other)[name][1]:8.2f}" for other in baselines)
+            peaks = "".join(f"{peak[name] / peak[other]:8.2f}" for other in baselines)
+            print(f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}"
+                  f"{statistics.median(starts[name]):7.1f} {peak[name] / 2**20:8.0f}{peaks}")  # fmt: skip
     write(options.output, options=vars(options), runs=runs)
 
 
@@ -262,24 +284,22 @@ def main():
         options.arms = ["erm", "naive", "exact"] if options.classes else every
     if options.model:
         config = transformers.AutoConfig.from_pretrained(options.model)
-        options.layers, options.hidden, options.vocab = (
-            config.num_hidden_layers, config.hidden_size, config.vocab_size,
-        )  # fmt: skip
+        options.layers, options.hidden = config.num_hidden_layers, config.hidden_size
+        options.vocab = config.vocab_size
     if options.child:
         (arm,) = options.arms
         print("RESULT", json.dumps(run_floor(options) if arm == "floor" else run_arm(arm, options)))
         return
 
-    runs = {name: [] for name in ["floor", *options.arms]}
-    for _ in range(options.rounds):
-        for name, found in runs.items():
-            command = [sys.executable, *sys.argv, "--child", "--arms", name]  # the last --arms counts
-            done = subprocess.run(command, capture_output=True, text=True)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if not lines:
-                raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
-            found.append(json.loads(lines[-1].removeprefix("RESULT ")))
-    report(options, runs)
+    def child(name):
+        command = [sys.executable, *sys.argv, "--child", "--arms", name]  # the last --arms counts
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            raise SystemExit(f"{name} failed:\n{done.stdout}\n{done.stderr}")
+        return json.loads(lines[-1].removeprefix("RESULT "))
+
+    report(options, take_turns({name: partial(child, name) for name in ("floor", *options.arms)}, options.rounds, 0))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chisquare
-from tiny import VOCAB, llama, spread
+from tiny import TEST_DEVICE, VOCAB, llama, spread
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -61,7 +61,8 @@ def run_positions(model, layers):
 @pytest.mark.parametrize("make", [lambda: spread(llama(num_layers=4)), gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_text_is_the_greedy_one_token_for_token(make, rows, factor):
-    model, inputs = agreeing(make(), 2, factor), prompts(rows)
+    model = agreeing(make(), 2, factor).to(TEST_DEVICE)
+    inputs = {name: values.to(TEST_DEVICE) for name, values in prompts(rows).items()}
     ended = model.generate(**inputs, do_sample=False, max_new_tokens=20, pad_token_id=0)
     eos = int(ended[0, -8])  # of which one row at least stops early
     for settings in (

@@ -16,6 +16,7 @@ from naive_head import (
     naive_sums,
     setting,
 )
+from tiny import TEST_DEVICE
 from torch import nn
 
 from hf_descent.readout import tiles
@@ -25,8 +26,8 @@ from hf_descent.readout.linear_cross_entropy import HeadLoss, labelled_tokens, t
 @pytest.fixture(params=[None, 2 * VOCAB], ids=["one tile", "two rows a tile"])
 def tile_size(request, monkeypatch):
     if request.param is not None:
-        monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": request.param})
-        monkeypatch.setattr(tiles, "SLICE_ELEMENTS", {"cpu": VOCAB})
+        monkeypatch.setattr(tiles, "TILE_ELEMENTS", {TEST_DEVICE: request.param})
+        monkeypatch.setattr(tiles, "SLICE_ELEMENTS", {TEST_DEVICE: VOCAB})
 
 
 OPTIONS = {
@@ -159,7 +160,7 @@ def test_second_backward_is_refused():
 def test_entropies_and_hits_of_the_last_layer(tile_size, half):
     hidden, norm, head, labels = setting(norm="none", dtype=torch.float32)
     tokens = labelled_tokens(labels)
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with torch.autocast(TEST_DEVICE, torch.bfloat16, enabled=half):
         logits = head(hidden[-1]).flatten(0, 1)[tokens.rows].float()
         out = tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS.float(), token_statistics=True)
     torch.testing.assert_close(out.tokens.entropies, torch.distributions.Categorical(logits=logits).entropy())
@@ -168,7 +169,7 @@ def test_entropies_and_hits_of_the_last_layer(tile_size, half):
     torch.testing.assert_close(out.tokens.losses, losses)
     out.objective.backward()
     found = gradients(hidden, norm, head)
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with torch.autocast(TEST_DEVICE, torch.bfloat16, enabled=half):
         tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS.float()).objective.backward()
     assert_same_gradients(found, gradients(hidden, norm, head))
 
@@ -181,7 +182,7 @@ def test_bfloat16_accumulates_in_float32(autocast, tile_size):
     if not autocast:
         norm, head = norm.bfloat16(), head.bfloat16()
         hidden = [state.detach().bfloat16().requires_grad_() for state in hidden]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(TEST_DEVICE, torch.bfloat16, enabled=autocast):
         out = tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float(), num_items=1)
     assert out.sums.dtype == torch.float32
     out.objective.backward()
@@ -199,7 +200,7 @@ def test_weights_beyond_the_range_of_float16(weight, size, tile_size):
         tokens = tokens._replace(sample=torch.arange(size))
     found = []
     for half in (False, True):
-        with torch.autocast("cpu", torch.float16, enabled=half):
+        with torch.autocast(TEST_DEVICE, torch.float16, enabled=half):
             out = tiled_layer_losses(hidden, tokens, norm, head, weight * WEIGHTS.float())
         (1024 * out.objective).backward()  # loss scaling, which shrinks where a gradient is infinite
         found.append([out.objective.detach(), *gradients(hidden, norm, head)])

@@ -120,8 +120,8 @@ def search(
     """The runs of an arm until one meets the specification, at most `budget`, and `refine` more."""
     coefficients = Coefficients(arm, num_exits)
     runs = [run(coefficients.values, rate) for rate in rates]
-    # A learning rate that meets it goes first, then the lower f_L; read off the select rows.
-    best = min(runs, key=lambda found: (any(found["missed"]), found["broke"], found["select"][-1]))
+    # A learning rate that meets it goes first, then what comes nearest, then the lower f_L; read off the select rows.
+    best = min(runs, key=lambda found: (any(found["missed"]), found["broke"], found["beyond"], found["select"][-1]))
     rate, last = rates[runs.index(best)], best
     while arm not in WITHOUT_COEFFICIENTS and not any(found["met"] for found in runs) and len(runs) < budget:
         coefficients.after(last["missed"], last["broke"])
@@ -242,7 +242,9 @@ def runner(options: argparse.Namespace, task: str, arm: str, seed: int) -> Calla
         found = finished.get(key, lambda: train(task, options, exits, chosen, rate, seed))
         print(f"{task}, {arm}, seed {seed}, {rate:g}, {coefficients}: {'met' if found['met'] else 'missed'}, "
               f"{[round(loss, 4) for loss in found['certify']]}", flush=True)  # fmt: skip
-        return found | {"coefficients": coefficients, "rate": rate}
+        last = found["select"][-1]
+        beyond = sum(max(0.0, math.log(found["select"][k - 1] / last / (1 + eps))) for k, eps in exits.items())
+        return found | {"coefficients": coefficients, "rate": rate, "beyond": beyond}
 
     return run
 
@@ -288,7 +290,7 @@ def table(options: argparse.Namespace) -> str:
         counted = [run for run in runs if "refines" not in run]
         exits = [int(layer) for layer in EXITS[task.split("_")[0]][task.split("_")[1]]]
         met = found_by(runs)
-        shown = met or min(counted, key=lambda run: run["select"][-1])
+        shown = met or min(counted, key=lambda run: run["beyond"])
         last = shown["certify"][-1]
         ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
         first = f"{sum(run['met'] for run in counted[: len(LEARNING_RATES[task.split('_')[0]])])}"

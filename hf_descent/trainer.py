@@ -283,7 +283,8 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        self._record = replace(self._record, also_selected=evaluation.is_of_training(self, eval_dataset))
+        also_selected = holdout.is_of_training(self, eval_dataset, self._record.evaluated)
+        self._record = replace(self._record, also_selected=also_selected)
         holdout.report_shared_rows(self, eval_dataset, self._record.seen)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
@@ -378,7 +379,7 @@ class DescentMixin:
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
             holdout.report_shared_rows(self, eval_dataset, self._record.seen)
-            facts = evaluation.facts_of(self._dual, evaluation.is_of_training(self, eval_dataset))
+            facts = evaluation.facts_of(self._dual, holdout.is_of_training(self, eval_dataset, self._record.evaluated))
             self._record = replace(self._record, certificate=profile.certificate(**facts))
         return profile
 
@@ -396,10 +397,10 @@ class DescentMixin:
         self.args.check_descent_arguments()
         self._add_callbacks()
         checks.check_best_metric(self, self._reads_layers)
-        seen = checks.check_data(self, self._given) if self._reads_layers else set()
+        seen = checks.check_data(self, self._given) if self._reads_layers else {}
         self._task = self._layers = self._dual = self._noise = None
         # What was measured before is of another model.
-        self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time(), seen=seen)
+        self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time(), **seen)
         if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
             # process would train a model of its own.

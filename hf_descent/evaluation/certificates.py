@@ -18,7 +18,7 @@ from .sums import radius
 # With fewer blocks the interval is too narrow where losses are heavy-tailed.
 MIN_BLOCKS = 8
 MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
-ALSO_SELECTED = "Training was evaluated on the same rows, which may have chosen its checkpoint: judge by others."
+ALSO_SELECTED = "Training was evaluated on some of these rows, which may have chosen its checkpoint: judge by others."
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Certificate(Result):
             rows that move the multipliers.
         items (`int`, *optional*): labelled rows, tokens or numbers of the data.
         also_selected (`bool`): whether training was evaluated on this data too, which may have chosen its checkpoint
-            and its settings: the confidence is then less than it says.
+            and its settings, or on over 1 % of it: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
     """

@@ -127,9 +127,9 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def check_data(trainer: Trainer, given: Given) -> set[int]:
+def check_data(trainer: Trainer, given: Given) -> dict[str, set[int]]:
     """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the same;
-    the keys of the rows that it sees."""
+    the keys of the rows that it sees, see `check_shared_rows`."""
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
     check_own_rows(given.dual_dataset, trainer.args)

@@ -22,7 +22,6 @@ from ..losses.layerwise import LayerLosses
 from ..readout.replay import Readout, probing
 from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported
-from .records import evaluation_sets
 
 
 logger = logging.get_logger(__name__)
@@ -153,13 +152,6 @@ def chosen_levels(args: DescentArguments, gammas) -> list[float]:
     if not gammas:
         raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
     return gammas
-
-
-def is_of_training(trainer: Trainer, dataset) -> bool:
-    """Whether `evaluate(dataset)` is on the data of evaluations in training, which may choose the checkpoint."""
-    sets = [trainer.eval_dataset, *evaluation_sets(trainer).values()]
-    own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
-    return own and trainer.args.eval_strategy != "no"
 
 
 def chosen_dataset(known, dataset):

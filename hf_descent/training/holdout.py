@@ -54,9 +54,9 @@ def _text(value) -> str:
     return repr(value.tolist() if hasattr(value, "tolist") else value)
 
 
-def check_shared_rows(trainer: Trainer, dual_dataset) -> set[int]:
-    """The keys of the rows that training and the multipliers see; evaluation rows among them are logged. ValueError
-    where more than 1 % of the rows of `dual_dataset` are in another part of the data: people's data has duplicates."""
+def check_shared_rows(trainer: Trainer, dual_dataset) -> dict[str, set[int]]:
+    """The keys of the rows that fit weights and multipliers, `seen`, and of those `evaluated`; shared ones are logged.
+    ValueError where over 1 % of the rows of `dual_dataset` are in another part: people's data has duplicates."""
     sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
     keys = {name: row_keys(trainer, rows) for name, rows in sets.items()}
     for name, rows in sets.items() if dual_dataset is not None else ():
@@ -69,7 +69,7 @@ def check_shared_rows(trainer: Trainer, dual_dataset) -> set[int]:
     seen = {*keys.pop("train_dataset"), *dual}
     for name, found in keys.items():
         report_shared_rows(trainer, sets[name], seen, name, found)
-    return seen
+    return {"seen": seen, "evaluated": set().union(*keys.values())}
 
 
 def report_shared_rows(trainer: Trainer, rows, seen: set[int], name: str = "eval_dataset", keys=None) -> None:
@@ -80,6 +80,15 @@ def report_shared_rows(trainer: Trainer, rows, seen: set[int], name: str = "eval
             f"{count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the weights "
             "or the multipliers are fitted to: a verdict on them says less of new data."
         )
+
+
+def is_of_training(trainer: Trainer, dataset, evaluated: set[int]) -> bool:
+    """Whether `evaluate(dataset)` is on rows (over 1 %) of evaluation in training, which may choose the checkpoint."""
+    sets = [trainer.eval_dataset, *evaluation_sets(trainer).values()]
+    own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
+    keys = row_keys(trainer, dataset) if evaluated and not own else []
+    own = own or sum(key in evaluated for key in keys) > MOST_SHARED * len(keys)
+    return own and trainer.args.eval_strategy != "no"
 
 
 def split(dataset, args: DescentArguments) -> tuple:

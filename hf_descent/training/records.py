@@ -105,7 +105,7 @@ class RunRecord:
         certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
             `evaluate_layers`.
         also_selected (`bool`): whether the data of the present evaluation is that of evaluations in training.
-        seen (`set`): see [`~holdout.check_shared_rows`].
+        seen, evaluated (`set`): see [`~holdout.check_shared_rows`].
         certificates (`dict`): by its step that of the last evaluation, and that of the best model so far.
     """
 
@@ -114,6 +114,7 @@ class RunRecord:
     certificate: Certificate | None = None
     also_selected: bool = False
     seen: set[int] = field(default_factory=set)
+    evaluated: set[int] = field(default_factory=set)
     certificates: dict[int, Certificate | None] = field(default_factory=dict)
     noise_curve: NoiseCurve | None = None
     layer_profile: LayerProfile | None = None

@@ -140,6 +140,22 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
             assert ("chosen its checkpoint" in read(tmp_path)[1]) == same
 
 
+def test_rows_of_evaluations_in_training_are_told_by_what_is_in_them(tmp_path):
+    def told(rows, strategy="steps"):
+        settings = config(tmp_path, max_steps=1, eval_strategy=strategy, eval_steps=1)
+        trainer = DescentTrainer(bert(), settings, train_dataset=classification_data(16), eval_dataset=chosen_by)
+        trainer.train()
+        trainer.evaluate(rows)
+        by_loop = trainer._record.certificate.also_selected
+        trainer.evaluate_layers(rows)
+        assert trainer._record.certificate.also_selected == by_loop
+        return by_loop
+
+    chosen_by, others = classification_data(32, seed=5), classification_data(32, seed=6)
+    assert told(list(chosen_by)) and told(chosen_by[:9]) and told([*others, chosen_by[0]])
+    assert not told(others) and not told(list(chosen_by), "no")
+
+
 def test_a_card_names_each_of_several_data_sets_and_those_of_training(tmp_path):
     class Uncounted(IterableDataset):
         def __iter__(self):

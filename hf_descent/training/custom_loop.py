@@ -69,6 +69,9 @@ class DescentObjective:
             raise ValueError(f"`noise_gamma` is {args.noise_gamma}; leave it 0, and call inside `EmbeddingNoise`.")
         if args.dual_holdout is not None:
             raise ValueError(f"`dual_holdout` is {args.dual_holdout}; leave it out: only a trainer can hold rows out.")
+        if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
+            remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
+            raise ValueError(f"`slack_restart` is True, but a loop does not tell when an epoch ends: {remedy}")
         model, chances = unwrapped(model), [None]
         self._device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn

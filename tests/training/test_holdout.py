@@ -335,6 +335,17 @@ def test_a_custom_loop_holds_no_rows_out():
         DescentObjective(bert(), batches(DATA), DescentArguments(dual_holdout=0.5), max_steps=1)
 
 
+def test_a_custom_loop_restarts_its_slacks_by_itself():
+    asked = {"resilience": 0.1, "resilience_form": "slack"}
+    with pytest.raises(ValueError, match="`slack_restart`.*restart_slacks"):
+        DescentObjective(bert(), batches(DATA), DescentArguments(**asked), max_steps=1)
+    args = DescentArguments(**asked, slack_restart=False)
+    objective = DescentObjective(bert(), batches(DATA), args, max_steps=1)
+    objective.multipliers.slacks += 1
+    objective.multipliers.restart_slacks()
+    assert not objective.multipliers.slacks.any()
+
+
 def test_objectives_without_multipliers_train_on_all_rows(tmp_path):
     for objective in ("erm", "deep_supervision"):
         args = config(tmp_path, dual_holdout=0.5, objective=objective, max_steps=1)

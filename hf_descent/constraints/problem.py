@@ -40,6 +40,7 @@ SMALLEST, LARGEST = 1e-12, 1e12
 PATHS = ("line", "steps")  # the rows that follow the loss of the last layer
 # The tolerance of a row as a share of the decrease that it asks for. Exits and bounds promise a number and have none.
 TOLERANCE = 0.1
+AT_CHANCE = 0.98  # a loss from this share of that of a constant prediction on is no sign of learning
 ARGUMENTS = (  # of a problem, as they are saved; version 0.1 has fewer
     "alpha", "initial_loss_bound", "num_layers", "constrained_layers", "chance_loss", "descent_strength",
     "exit_targets", "loss_targets",

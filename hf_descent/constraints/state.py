@@ -16,7 +16,7 @@ from safetensors.torch import save
 from ..files import atomic_write, find_json
 from . import objectives
 from .multipliers import Multipliers
-from .problem import LARGEST, DescentProblem
+from .problem import AT_CHANCE, LARGEST, DescentProblem
 
 
 if TYPE_CHECKING:
@@ -108,10 +108,10 @@ class DescentState:
         )
         if args.objective == "fixed":
             self._set_fixed_multipliers(multipliers)
-        # Running averages of the layer losses, and the weight that makes up for their start at zero.
+        # Running averages of the layer losses, the weight that makes up for their start at zero, and that of f_L^2.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
-        self.averages, self.average_weight = zeros(num_layers), zeros(1)
-        self.warmup_losses = zeros(num_layers)  # the averages at the end of warm-up; zeros before
+        self.averages, self.average_weight, self.square = zeros(num_layers), zeros(1), zeros(1)
+        self.warmup_losses = zeros(num_layers)  # the averages at the end of warm-up; zeros where nothing was learned
         self._logged = zeros(num_layers + 1)  # sums since the last log, and their count
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._reported: set[str] = set()
@@ -204,7 +204,7 @@ class DescentState:
         elif step % DUAL_EVERY == 0:
             self._ascend(self.held_out.layer_losses(layers, step // DUAL_EVERY), step, DUAL_EVERY)
         if step + 1 == self.active_from:
-            self.warmup_losses = self.mean_losses
+            self.warmup_losses = torch.where(self.has_learned, self.mean_losses, 0.0)
         self._report_progress(step + 1)
 
     def _ascend(self, layer_losses: torch.Tensor, step: int, repeats: int = 1) -> None:
@@ -213,6 +213,7 @@ class DescentState:
         usable = torch.isfinite(layer_losses).all()
         weight = (1 - AVERAGE_DECAY**repeats) * usable
         self.averages = (1 - weight) * self.averages + weight * torch.where(usable, layer_losses, 0.0)
+        self.square = (1 - weight) * self.square + weight * torch.where(usable, layer_losses[-1] ** 2, 0.0)
         self.average_weight = (1 - weight) * self.average_weight + weight
         if self.args.objective == "descent" and not self.inactive(step):
             violations = self._violations(layer_losses)
@@ -225,6 +226,14 @@ class DescentState:
     def mean_losses(self) -> torch.Tensor:
         """Running averages of the layer losses `[L]` that move the multipliers, over about the last 50 steps."""
         return self.averages / self.average_weight
+
+    @property
+    def has_learned(self) -> torch.Tensor:
+        """Whether the running f_L is clearly below chance, by twice its error; of 5 batches none is known."""
+        weight, mean = self.average_weight, self.mean_losses[-1]
+        batches = 2 / (1 - AVERAGE_DECAY) * weight / (2 - weight) / (DUAL_EVERY if self.held_out else 1)
+        variance = (self.square / weight - mean**2).clamp(min=0) / (batches - 5).clamp(min=0)
+        return mean + 2 * variance.sqrt() < (AT_CHANCE * self.problem.chance if self.problem else -math.inf)
 
     @property
     def level(self) -> torch.Tensor:
@@ -300,22 +309,21 @@ class DescentState:
         self._report_faults()
         if self.problem is None or not self.average_weight.item():
             return {}
-        problem, losses = self.problem, self.mean_losses
-        asked, tolerances = problem.bounds(losses)
+        problem, losses, learned = self.problem, self.mean_losses, self.has_learned
+        (asked, tolerances), duals = problem.bounds(losses), self.multipliers.values
         text, rows = "row: asked, reached, tolerance, multiplier", "training" if self.held_out is None else "held-out"
         for row in problem.rows:
-            numbers = asked[row.index], losses[row.layer - 1], tolerances[row.index]
-            numbers = *numbers, self.multipliers.values[row.index]
+            numbers = asked[row.index], losses[row.layer - 1], tolerances[row.index], duals[row.index]
             text += f"\n{row.name}: {', '.join(f'{number.item():.4g}' for number in numbers)}"
-        for when, found in {"now": losses, "after warm-up, of plain training": self.warmup_losses}.items():
+        for when, found in {"now": losses * learned, "after warm-up, of plain training": self.warmup_losses}.items():
             if (share := problem.descent_share(found)) is not None:
                 text += f"\ndescent share {when}: {share:.2f}"
-        if problem.feasible(losses):
+        if problem.feasible(losses) and learned:
             logger.info(f"On the last {rows} batches every row is within its tolerance:\n{text}")
         elif self.args.objective == "descent":
             logger.warning(
-                f"On the last {rows} batches NOT every row is within its tolerance:\n{text}\nAsk for less "
-                "(`descent_strength`, `descent_alpha`, the targets), train longer, or raise `dual_learning_rate`."
+                f"On the last {rows} batches NOT every row is within its tolerance, below chance:\n{text}\nAsk for "
+                "less (`descent_strength`, `descent_alpha`, the targets), train longer, or raise `dual_learning_rate`."
             )
         return {"train_max_violation": problem.max_violation(losses).item()}
 
@@ -379,7 +387,7 @@ class DescentState:
     def state_dict(self) -> tuple[dict[str, torch.Tensor], dict]:
         """Tensors by name, and the rest in plain values."""
         tensors = {f"multipliers.{name}": tensor for name, tensor in self.multipliers.state_dict().items()}
-        tensors |= {name: getattr(self, name).cpu() for name in ("averages", "average_weight", "warmup_losses")}
+        tensors |= {key: getattr(self, key).cpu() for key in ("averages", "average_weight", "square", "warmup_losses")}
         return tensors, {
             "active_from": self.active_from,
             "problem": None if self.problem is None else self.problem.state_dict(),
@@ -401,10 +409,9 @@ class DescentState:
             for name in ("averages", "average_weight"):
                 if tensors[name].shape != getattr(self, name).shape or not tensors[name].isfinite().all():
                     raise ValueError(f"'{name}' is {tensors[name].tolist()}")
-            self.averages = tensors["averages"].to(self.averages)
-            self.average_weight = tensors["average_weight"].to(self.average_weight)
-            # Version 0.1 did not keep them.
-            self.warmup_losses = tensors.get("warmup_losses", self.warmup_losses).to(self.averages)
+            # Older checkpoints do not keep the square, nor version 0.1 the losses of warm-up.
+            for name in ("averages", "average_weight", "square", "warmup_losses"):
+                setattr(self, name, tensors.get(name, getattr(self, name)).to(self.averages))
             self.active_from = int(meta["active_from"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(

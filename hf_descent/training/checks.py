@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS
-from ..constraints.problem import check_constrained_layers, check_targets
+from ..constraints.problem import AT_CHANCE, check_constrained_layers, check_targets
 from ..constraints.state import DescentState
 from ..loading import has_position_table, position_limit
 from ..readout.labels import IGNORE_INDEX, labels_of
@@ -238,7 +238,7 @@ def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> 
     has_head = readout.readout is None and type(inner_model(readout.model)).__name__.endswith("SequenceClassification")
     if step + 1 != dual.active_from or dual.problem is None or not has_head:
         return
-    at_chance = (dual.mean_losses >= 0.98 * dual.problem.chance).tolist()
+    at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
     if any(at_chance) and not at_chance[-1]:
         logger.info(
             f"After warm-up {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head reads one "

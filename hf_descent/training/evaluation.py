@@ -136,13 +136,10 @@ def layer_metrics(
 
 def facts_of(dual: DescentState | None, also_selected: bool) -> dict[str, Any]:
     """The facts of training that a certificate reports."""
-    facts = {"also_selected": also_selected}
-    if dual is not None and dual.problem is not None:
-        facts |= {
-            "multipliers": dual.multipliers.values,
-            "warmup_share": dual.problem.descent_share(dual.warmup_losses),
-        }
-    return facts
+    if dual is None or dual.problem is None:
+        return {"also_selected": also_selected}
+    share = dual.problem.descent_share(dual.warmup_losses)
+    return {"also_selected": also_selected, "multipliers": dual.multipliers.values, "warmup_share": share}
 
 
 def chosen_levels(args: DescentArguments, gammas) -> list[float]:

@@ -205,6 +205,26 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, mak
     assert again.evaluate()["eval_feasible"] == 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rows", [DATA, SKEWED], ids=["even", "skewed"])
+def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path, caplog, rows, seed):
+    """The running mean of its loss falls below chance by the draw of the last batches, or of the labels."""
+    logging.getLogger("hf_descent").propagate = True
+    model = bert()
+    shares = torch.bincount(torch.tensor([row["labels"] for row in rows]), minlength=3) / len(rows)
+    model.classifier.weight.data.zero_()
+    model.classifier.bias.data = shares.clamp(min=1e-6).log()
+    args = config(tmp_path, max_steps=12, learning_rate=1e-9, seed=seed, **AUTO | {"dual_warmup_steps": 0.5})
+    trainer = DescentTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert "row: asked, reached" in caplog.text and "batches NOT every row is within its tolerance" in caplog.text
+    assert "descent share" not in caplog.text
+    trainer.evaluate()
+    trainer.create_model_card()
+    assert Certificate.from_json(tmp_path / "verdict.json").warmup_share is None
+
+
 @pytest.mark.parametrize("problem", [AUTO, AUTO | {"descent_alpha": "steps"}, {"descent_alpha": 0.01}])
 @pytest.mark.parametrize(
     ("make", "rows"),

@@ -114,8 +114,14 @@ def specification() -> str:
             searches = from_finished(benchmark, lambda options: list(benchmark.searches(options)), task, arm, seeds)
             found = [runs for *_, runs in searches]
             met = list(map(benchmark.found_by, found))
-            shown = [run for run in met if run] or [min(runs, key=lambda run: run["beyond"]) for runs in found]
             exits = benchmark.EXITS[kind][number]
+
+            def excess(run, exits=exits):
+                return run["broke"], max(
+                    run["certify"][k - 1] / run["certify"][-1] / (1 + eps) for k, eps in exits.items()
+                )
+
+            shown = [run for run in met if run] or [min(runs, key=excess) for runs in found]
             ratios = [spread([r["certify"][k - 1] / r["certify"][-1] for r in shown], 3) for k in exits]
             asked = ", ".join(f"f_{k} <= {1 + eps:g} f_L" for k, eps in exits.items())
             counts = ", ".join(f"{len(runs)}" if done else f"not in {len(runs)}" for runs, done in zip(found, met))

@@ -322,8 +322,9 @@ class DescentState:
             logger.info(f"On the last {rows} batches every row is within its tolerance:\n{text}")
         elif self.args.objective == "descent":
             logger.warning(
-                f"On the last {rows} batches NOT every row is within its tolerance, below chance:\n{text}\nAsk for "
-                "less (`descent_strength`, `descent_alpha`, the targets), train longer, or raise `dual_learning_rate`."
+                f"On the last {rows} batches NOT every row is within its tolerance, or f_L not clearly below chance:"
+                f"\n{text}\nAsk for less (`descent_strength`, `descent_alpha`, the targets), train longer, or raise "
+                "`dual_learning_rate`."
             )
         return {"train_max_violation": problem.max_violation(losses).item()}
 

@@ -112,7 +112,7 @@ class DescentArguments:
         epoch.
     dual_holdout (`float`, *optional*):
         Share of the training rows (200 or more, at most half) that "descent" holds out to move the multipliers on,
-        since constraints are easily met on rows that the weights fit. Once in 10 steps this costs forward passes,
+        since constraints are easily met on rows that the weights fit. Once in 8 steps this costs forward passes,
         without dropout, on as many rows as a step takes. Evaluate on others. All rows train the model where not given.
     resilience (`float`, *optional*, defaults to `0.0`):
         Resilience coefficient c >= 0: the constraints are relaxed where they cannot be met, at rest by c times the

@@ -24,7 +24,13 @@ def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(arm, needs, bre
         values = coefficients if len(coefficients) == 2 else coefficients * 2
         missed = [value < need for value, need in zip(values, needs)]
         broke = max(values) > breaks
-        return {"missed": missed, "broke": broke, "met": not any(missed) and not broke, "select": [1.0]} | {
+        return {
+            "missed": missed,
+            "broke": broke,
+            "met": not any(missed) and not broke,
+            "select": [1.0],
+            "beyond": 0.0,
+        } | {
             "coefficients": coefficients,
             "rate": rate,
         }
@@ -50,7 +56,7 @@ def test_settings_that_a_search_found_are_tried_with_the_other_seeds(tmp_path, m
     def train(task, options, exits, settings, rate, seed):
         trained.append(seed)
         met = settings["dual_learning_rate"] >= needs[seed] * benchmark.OURS["dual_learning_rate"]
-        return {"met": met, "missed": [not met], "broke": False, "select": [1.0], "certify": [1.0]}
+        return {"met": met, "missed": [not met], "broke": False, "select": [1.0] * 5, "certify": [1.0] * 5}
 
     monkeypatch.setattr(benchmark, "train", train)
     monkeypatch.setattr(benchmark, "LEARNING_RATES", {"denoiser": (1e-3,)})

@@ -144,7 +144,7 @@ class TaskLoss:
             and getattr(config, "attention_type", None) != "block_sparse"  # BigBird is another model on few tokens
         ):
             part = slice(-PROBED_TOKENS, None) if mask is not None and not mask[:, 0].all() else slice(PROBED_TOKENS)
-        found = {**inputs, **map_tensors(lambda value: value[rows][..., part] if value.dim() else value, of_rows)}
+        found = {**inputs, **map_tensors(lambda v: v[rows][..., part].contiguous() if v.dim() else v, of_rows)}
         for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & inputs.keys():
             found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
         counted = labels[labels != IGNORE_INDEX]

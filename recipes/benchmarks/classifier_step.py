@@ -5,7 +5,7 @@
 
 All arms take turns, a few steps each, so that a noisy machine slows all of them; the figure is the ratio to the first
 arm in the same round (without noise, the stock Trainer). Random weights and data: the cost does not depend on them.
-A time is the mean of a round's steps but the first. Held-out rows are read in every tenth step: `--steps 11`.
+A time is the mean of a round's steps but the first. Held-out rows are read in every eighth step: `--steps 9`.
 The start is the first step beyond the others, in steps, less that of the first arm: the search for the readout.
 """
 

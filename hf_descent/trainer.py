@@ -283,9 +283,8 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        also_selected = holdout.is_of_training(self, eval_dataset, self._record.evaluated)
+        also_selected = holdout.is_of_training(self, eval_dataset, self._record.seen, self._record.evaluated)
         self._record = replace(self._record, also_selected=also_selected)
-        holdout.report_shared_rows(self, eval_dataset, self._record.seen)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
@@ -378,8 +377,8 @@ class DescentMixin:
         profile = layer_profile(model, dataset, **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
-            holdout.report_shared_rows(self, eval_dataset, self._record.seen)
-            facts = evaluation.facts_of(self._dual, holdout.is_of_training(self, eval_dataset, self._record.evaluated))
+            also_selected = holdout.is_of_training(self, eval_dataset, self._record.seen, self._record.evaluated)
+            facts = evaluation.facts_of(self._dual, also_selected)
             self._record = replace(self._record, certificate=profile.certificate(**facts))
         return profile
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-# Accelerate's logger for the first process alone needs a state that a loop of one's own may not have.
+# The first process speaks for all. Accelerate's logger does that, too, but fails in a loop without an `Accelerator`.
 logger.addFilter(lambda record: not (dist.is_available() and dist.is_initialized() and dist.get_rank()))
 
 STATE_NAME = "descent_state.safetensors"

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..constraints.problem import AT_CHANCE
 from ..evaluation import layer_profile
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
 from ..readout.labels import IGNORE_INDEX
@@ -58,7 +59,7 @@ class ExitProfile(Result):
         loss is not that of chance, give or take 2 %."""
         last = self.values[-1]
         enough = self.values >= share * last if self.greater_is_better else share * self.values <= last
-        enough &= self.losses < (0.98 * self.chance if self.chance else np.inf)
+        enough &= self.losses < (AT_CHANCE * self.chance if self.chance else np.inf)
         return int(np.argmax([*enough[:-1], True])) + 1
 
     def __str__(self) -> str:

@@ -68,13 +68,12 @@ def check_shared_rows(trainer: Trainer, dual_dataset) -> dict[str, set[int]]:
             )
     seen = {*keys.pop("train_dataset"), *dual}
     for name, found in keys.items():
-        report_shared_rows(trainer, sets[name], seen, name, found)
+        _report_shared_rows(found, seen, name)
     return {"seen": seen, "evaluated": set().union(*keys.values())}
 
 
-def report_shared_rows(trainer: Trainer, rows, seen: set[int], name: str = "eval_dataset", keys=None) -> None:
-    """Log how many `rows` of an evaluation are among those `seen` in training, where there are any."""
-    keys = row_keys(trainer, rows) if keys is None and seen else keys or []
+def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_dataset") -> None:
+    """Log how many rows of an evaluation are among those `seen` in training, where there are any."""
     if count := sum(key in seen for key in keys):
         logger.warning(
             f"{count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the weights "
@@ -82,11 +81,13 @@ def report_shared_rows(trainer: Trainer, rows, seen: set[int], name: str = "eval
         )
 
 
-def is_of_training(trainer: Trainer, dataset, evaluated: set[int]) -> bool:
-    """Whether `evaluate(dataset)` is on rows (over 1 %) of evaluation in training, which may choose the checkpoint."""
+def is_of_training(trainer: Trainer, dataset, seen: set[int], evaluated: set[int]) -> bool:
+    """Whether `evaluate(dataset)` is on rows (over 1 %) of evaluation in training, which may choose the checkpoint.
+    Rows that are among those `seen` are logged."""
     sets = [trainer.eval_dataset, *evaluation_sets(trainer).values()]
     own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
-    keys = row_keys(trainer, dataset) if evaluated and not own else []
+    keys = row_keys(trainer, dataset) if seen or (evaluated and not own) else []
+    _report_shared_rows(keys, seen)
     own = own or sum(key in evaluated for key in keys) > MOST_SHARED * len(keys)
     return own and trainer.args.eval_strategy != "no"
 

@@ -294,7 +294,7 @@ class DescentMixin:
             given = (dataloader, metric_key_prefix, super().compute_loss)
             output.metrics.update(evaluation.plain_metrics(self, *given))
         if self._reads_layers and not output.num_samples:
-            raise checks.without_rows()
+            raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
             totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
             given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)

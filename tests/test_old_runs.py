@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.evaluation import LayerProfile, NoiseCurve
+from hf_descent.evaluation.comparison import compare
+from hf_descent.hub.card import render
 from hf_descent.hub.push import collect
 
 
@@ -79,3 +82,19 @@ def test_its_results_are_read(run):
     card = collect(run)
     assert card["noise_curve"]["text"] == str(curve) and card["layer_profile"]["text"] == str(profile)
     assert card["settings"]["descent_alpha"] == 0.05 and card["model_name"] == "old"
+    assert "Version 0.1 trained this model. What it called feasible asked for less" in str(render(card))
+
+
+def test_what_it_called_feasible_is_not_judged_by_today_s_rule(run):
+    profile = LayerProfile.from_json(run / "layer_profile.json")
+    assert profile.chance is None  # it did not measure that
+
+    def feasible(**changes):
+        replace(profile, gamma=0.3, **changes).to_json(run / "layer_profile_gamma_0.3.json")
+        comparison = compare({"old": [str(run)], "same": [str(run)]})
+        return comparison.to_dict()["groups"]["old"]["feasible"], str(comparison)
+
+    judged, text = feasible()
+    assert judged is None and "of 0.1: not judged" in text and "that runs of old miss" not in text
+    judged, text = feasible(chance=1.09)  # as an evaluation of today finds it
+    assert judged == (0, 1) and "not judged" not in text

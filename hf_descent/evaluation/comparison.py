@@ -63,17 +63,21 @@ class Run:
 
     @property
     def feasible(self) -> bool | None:
-        """Whether the constraints hold on held-out rows at the training level; `None` without constraints, or without
-        a profile at that level."""
-        found = self.certificate
-        return None if found is None else found.feasible
+        """Whether the constraints hold on held-out rows at the training level; `None` without constraints, without a
+        profile at that level, or where version 0.1 measured it, whose "feasible" asked for less."""
+        return self.certificate and self.certificate.feasible
 
     @property
     def certificate(self) -> Certificate | None:
         """What each row asked and reached there; `None` as for `feasible`."""
         profile = self.profiles.get(self.gamma_train or 0.0)
         is_asked = profile and profile.problem is not None and self.summary.get("objective") not in UNCONSTRAINED
-        return profile.certificate() if is_asked else None
+        return profile.certificate() if is_asked and not (self.is_of_0_1 and profile.chance is None) else None
+
+    @property
+    def is_of_0_1(self) -> bool:
+        """Whether version 0.1 trained it."""
+        return str(self.summary.get("versions", {}).get("hf_descent", "")).startswith("0.1")
 
     @property
     def gamma_train(self) -> float | None:
@@ -173,14 +177,13 @@ def difference(groups: Mapping[str, Sequence[Run]], baseline: str, group: str, c
         # Few seeds may agree by chance, and hide the data's part: by the seeds, by both, and by the data alone.
         tests = [(total, freedom), (both, freedom * (both / total) ** 2 if total else freedom), (of_data, blocks - 1)]
         radius, freedom = max((stats.t.ppf(quantile, freedom) * np.sqrt(part), freedom) for part, freedom in tests)
-        p_value = max(_p_value(estimate, np.sqrt(part), freedom) for part, freedom in tests)
+        p_value = max(
+            float(2 * stats.t.sf(abs(estimate) / np.sqrt(part), freedom) if part else estimate == 0.0)
+            for part, freedom in tests
+        )
     curve = sides[0][0].curve
     found = estimate, float(radius), data_radius, p_value, float(freedom), paired, confidence
     return Difference(baseline, group, curve.metric, *found, curve.greater_is_better)
-
-
-def _p_value(estimate: float, error: float, freedom: float) -> float:
-    return float(2 * stats.t.sf(abs(estimate) / error, freedom)) if error else float(estimate == 0.0)
 
 
 def _interaction(table: np.ndarray) -> float:
@@ -214,7 +217,8 @@ class Comparison:
             found = self._summary(runs)
             counts = ", ".join(f"{row} ({count})" for row, count in found["missed"].items())
             missed += [f"Rows that runs of {name} miss: {counts}"] if counts else []
-            feasible = "" if found["feasible"] is None else "{} of {}".format(*found["feasible"])
+            unjudged = "of 0.1: not judged" if any(run.is_of_0_1 for run in runs) else ""
+            feasible = unjudged if found["feasible"] is None else "{} of {}".format(*found["feasible"])
             rows.append([name, str(len(runs)), *(_format(*found[each]) for each in (*SUMMARIES, "sigma")), feasible])
         levels = "" if self.gamma_train is None else f"; ID: noise levels up to {self.gamma_train:g}, OOD: beyond"
         title = f"{self.differences[0].metric}, mean +- standard deviation over seeds{levels}; in units of sigma"

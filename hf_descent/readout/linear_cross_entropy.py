@@ -23,6 +23,9 @@ LARGEST_COEFFICIENT = 64.0
 # taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`). Not
 # from the objective: its gradient would weigh the last layer's sampling error by the sum of all multipliers.
 CORRECTION = 0.5
+# Layers without weight are only shown, and a quarter of a sample will do: of a deep model with two exits they would
+# cost more than all else that is read.
+SHOWN_PART = 4
 
 
 class LabelledTokens(NamedTuple):
@@ -51,7 +54,7 @@ def labelled_tokens(
     size = min(count, max(1, round(fraction * count)))
     sample = None
     if size < count:
-        sample = torch.randperm(count, generator=generator)[:size].sort().values.to(rows.device)  # [sampled]
+        sample = torch.randperm(count, generator=generator)[:size].to(rows.device)  # [sampled]
     return LabelledTokens(rows, labels[rows], sample)
 
 
@@ -102,8 +105,8 @@ def tiled_layer_losses(
             w_L is spent on all labelled tokens (the objective is f_L + ...) and the rest on the sample.
         num_items (`torch.Tensor` or `int`, *optional*): what the objective is divided by; by default the labelled
             tokens of this micro-batch.
-        value_only (sequence of `int`): layers (1-based) whose weight is zero by construction: they cost one product
-            instead of three. To look at the weights would wait for the device.
+        value_only (sequence of `int`): layers (1-based) below the last whose weight is zero by construction: they cost
+            one product instead of three, on a quarter of a sample. To look at the weights would wait for the device.
         token_statistics (`bool`): whether to return the [`TokenStatistics`] of the last layer.
         workspace ([`Workspace`], *optional*): keeps the tile's memory from one call to the next.
     """
@@ -112,9 +115,10 @@ def tiled_layer_losses(
     rows, targets, sample = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
     num_tokens = len(rows)
     picked = slice(None) if sample is None else sample
+    shown = slice(None) if sample is None else sample[: max(1, len(sample) // SHOWN_PART)]
     expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
-    sampled = rows[picked], targets[picked]
-    reads = [LayerRead(hidden, *sampled) for hidden in hidden_states[:-1]]
+    parts = [shown if layer in value_only else picked for layer in range(1, len(hidden_states) + 1)]
+    reads = [LayerRead(hidden, rows[part], targets[part]) for hidden, part in zip(hidden_states[:-1], parts)]
     reads.append(LayerRead(hidden_states[-1], rows, targets))
     if weights is not None:
         spread = weights.detach().to(there) * expansion  # [layers]
@@ -133,11 +137,13 @@ def tiled_layer_losses(
     reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
     with torch.no_grad():
         statistics = reader.run(reads, token_statistics)
-        final_sum = reads[-1].losses.sum()
-        sums = [expansion * read.losses.sum() for read in reads[:-1]]
-        sums = torch.stack([*sums, expansion * reads[-1].losses[picked].sum()])  # [layers]
-        if sample is not None:
-            sums += CORRECTION * (final_sum - sums[-1])
+        last = reads[-1].losses  # [tokens]
+        final_sum, sums = last.sum(), []
+        for read, part in zip(reads, parts):
+            losses = last[part] if read is reads[-1] else read.losses
+            scale = num_tokens / max(len(losses), 1)
+            sums.append(scale * losses.sum() + CORRECTION * (final_sum - scale * last[part].sum()))
+        sums = torch.stack(sums)  # [layers]
         value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
 
     objective = None

@@ -8,6 +8,7 @@ l's whole output, and only what follows is computed.
 
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -222,7 +223,8 @@ def _check_replay(model, stack, inputs):
             return _check_replay(model, stack, inputs)
         compare(logits, own_logits, "differs from its own outputs")
         # The true early exit has one layer's output; what a tail takes from others would be the full model's.
-        tape.give_within_stack, logits = _poisoned, None
+        logits, poison = None, lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t
+        tape.give_within_stack = partial(map_tensors, poison)
         logits = output_logits(tape.replay(args, kwargs, stack.num_layers))
         compare(logits, own_logits, "depends on earlier layers too (a weighted sum of layers?)")
 
@@ -271,7 +273,3 @@ def probing(model):
     states = random_state.preserved(random_state.accelerators(model))
     with states, noise_disabled(), torch.inference_mode(False), evaluating(model):
         yield
-
-
-def _poisoned(output):
-    return map_tensors(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, output)

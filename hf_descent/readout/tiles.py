@@ -95,10 +95,10 @@ class TiledReader:
     def run(self, reads: list[LayerRead], token_statistics: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Fill in losses and gradients of all `reads`; return entropies and hits of the last one where asked for."""
         *inner, final = reads
-        # Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate.
-        size = max(1, self.rows_per_tile // max(1, len(reads[0].rows)))
         for trains in (False, True):
             alike = [read for read in inner if (self.trains and read.coefficients is not None) == trains]
+            # Layers read on few tokens share a tile: matrix products with few rows run far below the machine's rate.
+            size = max(1, self.rows_per_tile // max(1, len(alike[0].rows))) if alike else 1
             for start in range(0, len(alike), size):
                 self._run_group(alike[start : start + size], trains)
         statistics = None

@@ -104,11 +104,6 @@ def check_one_loss(layer_loss_fn, compute_loss_func) -> None:
         raise ValueError("Give `layer_loss_fn` or `compute_loss_func`, not both: either scores every layer.")
 
 
-def without_rows() -> ValueError:
-    """The error for an evaluation of no rows."""
-    return ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
-
-
 def without_labels(trainer: Trainer, inputs: Mapping[str, Any]) -> ValueError:
     """The error for a training batch without labels."""
     return ValueError(

@@ -112,6 +112,28 @@ def test_value_only_layers_equal_weight_zero():
     assert_same_gradients(found, wanted)
 
 
+def test_layers_that_are_only_shown_are_read_on_a_quarter_of_the_sample():
+    hidden, norm, head, labels = setting(ignored=0.0)
+    tokens = labelled_tokens(labels, fraction=0.5)
+    size = len(tokens.sample) // 4
+    assert size >= 2
+    weights = WEIGHTS * torch.tensor([0.0, 1.0, 0.0, 1.0])
+    with Watch() as all_layers:
+        expected = tiled_layer_losses(hidden, tokens, norm, head, weights)
+    expected.objective.backward()
+    wanted = gradients(hidden, norm, head)
+    few = tiled_layer_losses(hidden, tokens._replace(sample=tokens.sample[:size]), norm, head)
+    with Watch() as watch:
+        out = tiled_layer_losses(hidden, tokens, norm, head, weights, value_only=(1, 3))
+    out.objective.backward()
+    torch.testing.assert_close(out.sums[1::2], expected.sums[1::2])
+    torch.testing.assert_close(out.sums[::2], few.sums[::2])
+    torch.testing.assert_close(out.objective, expected.objective)
+    found = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients(hidden, norm, head), wanted)]
+    assert_same_gradients(found, wanted)
+    assert all_layers.flops - watch.flops == 2 * 2 * HIDDEN * VOCAB * (3 * len(tokens.sample) - size)
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 def test_no_read_waits_for_the_device(sampled):
     hidden, norm, head, labels = setting(bias=True)
@@ -290,7 +312,7 @@ def test_draws_are_seeded_and_even():
     assert torch.equal(draw(1), draw(1))
     assert not torch.equal(draw(1), draw(2))
     draws, count = 2000, BATCH * (SEQ - 1)
-    hits = torch.bincount(torch.cat([draw(seed) for seed in range(draws)]), minlength=count)
-    size = round(0.25 * count)
-    deviation = math.sqrt(draws * size / count * (1 - size / count))
-    assert (hits - draws * size / count).abs().max() < 4 * deviation
+    for size in (round(0.25 * count), 1):  # layers that are only shown are read on the first ones
+        hits = torch.bincount(torch.cat([draw(seed)[:size] for seed in range(draws)]), minlength=count)
+        deviation = math.sqrt(draws * size / count * (1 - size / count))
+        assert (hits - draws * size / count).abs().max() < 4 * deviation

@@ -23,7 +23,8 @@ COMMANDS = {
     "lm_step.py": TOY + "--rounds 1 --intermediate 64 --vocab 99 --steps 4 --compiler aot_eager "
     "--arms naive subsampled+ subsampled-compiled",
     "evaluation_cost.py --model llama": TOY + "--rounds 2 --samples 4",
-    "drafting.py": "{0} --train_file {1} --validation_file {1} --layers 1 --shortlist 9 --prompts 3 --new_tokens 6",
+    "drafting.py": "{0} --train_file {1} --validation_file {1} --layers 1 --shortlist 9 --prompts 3 --new_tokens 6 "
+    "--certify 4",
 }
 
 

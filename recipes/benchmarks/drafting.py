@@ -1,19 +1,23 @@
 """How fast a language model writes with drafts of its own first layers, on instructions that it has not seen.
 
     python recipes/benchmarks/drafting.py MODEL --train_file train.parquet --validation_file test.parquet \\
-        --layers 5 10 15 [--shortlist 8000] [--prompts 64] [--new_tokens 128]
+        --layers 5 10 15 [--shortlist 8000] [--prompts 64] [--new_tokens 128] [--certify 250]
 
 Plain greedy decoding and `draft_with(layer)`, without and with a shortlist of the most frequent tokens of the training
 completions, take turns on every prompt of the validation file, batch 1. Acceptance is the share of the model's own
-greedy tokens that a layer predicts, too.
+greedy tokens that a layer predicts, too. With `--certify`, also what each layer loses on the completions of so many
+rows, and the least eps for which f_layer <= (1 + eps) f_L is certified there.
 """
 
+import math
 import time
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from harness import parser, ratios, write
 
+from hf_descent.constraints.problem import DescentProblem
 from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.early_exit import draft_with
 from hf_descent.evaluation import layer_profile
@@ -30,7 +34,9 @@ def measure(options):
     rows = [completion_labels(row, tokenizer) for row in data["train"].select(range(min(4000, len(data["train"]))))]
     counts = Counter(token for row in rows for token in row["labels"] if token >= 0)
     frequent = [token for token, _ in counts.most_common(options.shortlist)]
-    asked = [completion_labels(row, tokenizer) for row in data["validation"].select(range(options.prompts))]
+    asked = [completion_labels(row, tokenizer) for row in data["validation"]]
+    certified = [row for row in asked if max(row["labels"]) >= 0][: options.certify]
+    asked = asked[: options.prompts]
     prompts = [row["input_ids"][: sum(label < 0 for label in row["labels"])] for row in asked]
     arms = {"plain": {}}
     for layer in options.layers:
@@ -52,7 +58,29 @@ def measure(options):
     ]
     acceptance = layer_profile(model, written, batch_size=1).values.tolist()
     tokens = sum(map(len, texts["plain"]))
-    return {"processor": processor, "wall": wall, "equal": equal, "acceptance": acceptance, "tokens": tokens}
+    found = {"processor": processor, "wall": wall, "equal": equal, "acceptance": acceptance, "tokens": tokens}
+    if certified:
+        profile = layer_profile(model, certified, batch_size=1)
+        found |= {"losses": profile.losses.tolist(), "accuracy": profile.values.tolist()}
+        found["least_eps"] = {layer: least_eps(profile, layer) for layer in options.layers}
+    return found
+
+
+def least_eps(profile, layer):
+    """The least eps for which f_layer <= (1 + eps) f_L is certified; infinite where the layer is not below chance."""
+
+    def is_met(eps):
+        given = {"chance_loss": profile.chance, "exit_targets": {layer: eps}}
+        problem = DescentProblem(None, profile.chance, len(profile.losses), **given)
+        return replace(profile, problem=problem.state_dict()).feasible
+
+    low, high = 0.0, 100.0
+    if not is_met(high):
+        return math.inf
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if is_met(middle) else (middle, high)
+    return high
 
 
 def show(found):
@@ -67,10 +95,15 @@ def show(found):
             f"{len(found['equal'][name])}"
         )
     print("acceptance by layer:", " ".join(f"{share:.2f}" for share in found["acceptance"]))
+    for name in ("losses", "accuracy"):
+        if name in found:
+            print(f"{name} by layer:", " ".join(f"{value:.4g}" for value in found[name]))
+    for layer, eps in found.get("least_eps", {}).items():
+        print(f"f_{layer} <= {1 + eps:.4g} f_L is certified")
 
 
 def main():
-    command = parser(__doc__, shortlist=8000, prompts=64, new_tokens=128)
+    command = parser(__doc__, shortlist=8000, prompts=64, new_tokens=128, certify=0)
     command.add_argument("model", help="folder or name on the Hub")
     command.add_argument("--train_file", required=True, help="instructions whose completions are counted")
     command.add_argument("--validation_file", required=True, help="instructions to answer")

@@ -151,9 +151,9 @@ class DescentArguments:
 
     readout_token_fraction (`float`, *optional*):
         Share of the labelled tokens, in (0, 1], on which a language model's intermediate layers are read, the same
-        tokens for every layer of a step. The loss of the last layer in the objective always takes all of them. Where
-        not given: 1/8 for a vocabulary of 8192 or more, else all. The estimates are unbiased; the penalties of
-        "hinge" and "quadratic", which are convex in them, come out somewhat too high on a sample.
+        tokens for every layer of a step, but of layers without weight, which are only logged, a quarter of these. The
+        loss of the last layer in the objective always takes all. Where not given: 1/8 for a vocabulary of 8192 or
+        more, else all. Estimates are unbiased; the penalties of "hinge" and "quadratic", convex in them, too high.
 
     > Parameters that control the noise
 

@@ -46,6 +46,7 @@ ARMS = {
     "exact+": "ours, all tokens, TRL's metrics",
     "subsampled": "ours, default",
     "subsampled+": "ours, default, TRL's metrics",
+    "exit": "ours, default, one exit half-way",
     "erm-compiled": "stock Trainer, compiled",
     "exact-compiled": "ours, all tokens, layers compiled",
     "subsampled-compiled": "ours, default, layers compiled",
@@ -147,6 +148,8 @@ def arguments(name, options):
         return SFTConfig(**settings, bf16=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
     if kind in STOCK:
         return transformers.TrainingArguments(**settings)
+    if kind == "exit":
+        return DescentConfig(**settings, **DESCENT | {"descent_alpha": None}, exit_targets={options.layers // 2: 0.1})
     return DescentConfig(**settings, **DESCENT, readout_token_fraction=None if "subsampled" in kind else 1.0)
 
 
@@ -256,7 +259,7 @@ def report(options, runs):
         for name in arms:
             low, middle, high = quartiles([step[clock] for run in runs[name] for step in run["steps"]])
             share = products(options, runs, name) * fastest / middle
-            floor = " " * 7 if "subsampled" in name else f"{share:7.2f}"
+            floor = " " * 7 if name.startswith(("subsampled", "exit")) else f"{share:7.2f}"
             times = "".join(f"{ratios(seconds, other)[name][1]:8.2f}" for other in baselines)
             peaks = "".join(f"{peak[name] / peak[other]:8.2f}" for other in baselines)
             print(f"{ARMS[name]:40} {middle:8.3f} ({low:.3f}-{high:.3f}){times}{floor}"

@@ -99,7 +99,8 @@ def show(found):
         if name in found:
             print(f"{name} by layer:", " ".join(f"{value:.4g}" for value in found[name]))
     for layer, eps in found.get("least_eps", {}).items():
-        print(f"f_{layer} <= {1 + eps:.4g} f_L is certified")
+        certified = f"f_{layer} <= {1 + eps:.4g} f_L is" if math.isfinite(eps) else f"Nothing of layer {layer} is"
+        print(f"{certified} certified")
 
 
 def main():

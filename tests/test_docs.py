@@ -196,11 +196,7 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
         ),
         ("the same: error (RMSE) without noise; at the noise of training", *errors),
         ("tiny Llama on Alpaca: token accuracy at layer 3 of 5; at layer 5", *accuracies, ""),
-        (
-            "runs until half of MiniLM loses at most 10 %; until a denoiser meets two hard exits",
-            "",
-            *runs,
-        ),
+        ("runs until half of MiniLM loses at most 10 %; until a denoiser meets two hard exits", "", *runs),
         (
             "time of a step: classifier; language model",
             "1; 1",

@@ -24,16 +24,9 @@ def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(arm, needs, bre
         values = coefficients if len(coefficients) == 2 else coefficients * 2
         missed = [value < need for value, need in zip(values, needs)]
         broke = max(values) > breaks
-        return {
-            "missed": missed,
-            "broke": broke,
-            "met": not any(missed) and not broke,
-            "select": [1.0],
-            "beyond": 0.0,
-        } | {
-            "coefficients": coefficients,
-            "rate": rate,
-        }
+        met = not any(missed) and not broke
+        found = {"missed": missed, "broke": broke, "met": met, "select": [1.0], "beyond": 0.0}
+        return found | {"coefficients": coefficients, "rate": rate}
 
     runs = benchmark.search(arm, 2, (1e-3,), 4 if breaks == 150 else 8, 0, run)
     assert [found["coefficients"] for found in runs] == [pytest.approx(values) for values in tried]

@@ -77,7 +77,7 @@ class Run:
     @property
     def is_of_0_1(self) -> bool:
         """Whether version 0.1 trained it."""
-        return str(self.summary.get("versions", {}).get("hf_descent", "")).startswith("0.1")
+        return str(self.summary.get("versions", {}).get("hf_descent", "")).startswith("0.1.")
 
     @property
     def gamma_train(self) -> float | None:

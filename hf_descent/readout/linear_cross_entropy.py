@@ -114,14 +114,16 @@ def tiled_layer_losses(
     here, there = tokens.rows.device, head.weight.device
     rows, targets, sample = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
     num_tokens = len(rows)
-    picked = slice(None) if sample is None else sample
-    shown = slice(None) if sample is None else sample[: max(1, len(sample) // SHOWN_PART)]
-    expansion = 1.0 if sample is None else num_tokens / len(sample)  # tokens that one sampled token stands for
-    parts = [shown if layer in value_only else picked for layer in range(1, len(hidden_states) + 1)]
-    reads = [LayerRead(hidden, rows[part], targets[part]) for hidden, part in zip(hidden_states[:-1], parts)]
+    picked = shown = slice(None)
+    if sample is not None:
+        picked, shown = sample, sample[: max(1, len(sample) // SHOWN_PART)]
+    parts = [(rows[part], targets[part]) for part in (picked, shown)]
+    expansions = [num_tokens / max(len(part), 1) for part, _ in parts]  # tokens that one of a part stands for
+    part_of = [int(layer in value_only) for layer in range(1, len(hidden_states) + 1)]  # 1: only shown
+    reads = [LayerRead(hidden, *parts[index]) for hidden, index in zip(hidden_states[:-1], part_of)]
     reads.append(LayerRead(hidden_states[-1], rows, targets))
     if weights is not None:
-        spread = weights.detach().to(there) * expansion  # [layers]
+        spread = weights.detach().to(there) * expansions[0]  # [layers]
         for layer in value_only:
             spread[layer - 1].zero_()  # an assignment would copy from the host
         unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
@@ -129,7 +131,7 @@ def tiled_layer_losses(
             read.coefficients = weight.expand(len(read.rows))
         if sample is not None:
             reads[-1].coefficients = (1 / unit).repeat(num_tokens)
-            reads[-1].coefficients[sample] += (spread[-1] - expansion) / unit
+            reads[-1].coefficients[sample] += (spread[-1] - expansions[0]) / unit
         for layer in value_only:
             reads[layer - 1].coefficients = None
 
@@ -138,11 +140,9 @@ def tiled_layer_losses(
     with torch.no_grad():
         statistics = reader.run(reads, token_statistics)
         last = reads[-1].losses  # [tokens]
-        final_sum, sums = last.sum(), []
-        for read, part in zip(reads, parts):
-            losses = last[part] if read is reads[-1] else read.losses
-            scale = num_tokens / max(len(losses), 1)
-            sums.append(scale * losses.sum() + CORRECTION * (final_sum - scale * last[part].sum()))
+        final_sum, losses = last.sum(), [*(read.losses for read in reads[:-1]), last[picked]]
+        off = [final_sum - factor * last[part].sum() for factor, part in zip(expansions, (picked, shown))]
+        sums = [expansions[of] * each.sum() + CORRECTION * off[of] for of, each in zip(part_of, losses)]
         sums = torch.stack(sums)  # [layers]
         value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
 

@@ -11,6 +11,7 @@ rows, and the least eps for which f_layer <= (1 + eps) f_L is certified there.
 
 import math
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
@@ -36,8 +37,7 @@ def measure(options):
     frequent = [token for token, _ in counts.most_common(options.shortlist)]
     asked = [completion_labels(row, tokenizer) for row in data["validation"]]
     certified = [row for row in asked if max(row["labels"]) >= 0][: options.certify]
-    asked = asked[: options.prompts]
-    prompts = [row["input_ids"][: sum(label < 0 for label in row["labels"])] for row in asked]
+    prompts = [row["input_ids"][: sum(label < 0 for label in row["labels"])] for row in asked[: options.prompts]]
     arms = {"plain": {}}
     for layer in options.layers:
         arms |= {f"{layer} layers": {"custom_generate": draft_with(layer)}}
@@ -69,18 +69,12 @@ def measure(options):
 def least_eps(profile, layer):
     """The least eps for which f_layer <= (1 + eps) f_L is certified; infinite where the layer is not below chance."""
 
-    def is_met(eps):
-        given = {"chance_loss": profile.chance, "exit_targets": {layer: eps}}
-        problem = DescentProblem(None, profile.chance, len(profile.losses), **given)
+    def is_met(step):
+        problem = DescentProblem(None, profile.chance, len(profile.losses), exit_targets={layer: step / 10**4})
         return replace(profile, problem=problem.state_dict()).feasible
 
-    low, high = 0.0, 100.0
-    if not is_met(high):
-        return math.inf
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_met(middle) else (middle, high)
-    return high
+    step = bisect_left(range(10**6), True, key=is_met)
+    return step / 10**4 if step < 10**6 else math.inf
 
 
 def show(found):
@@ -95,9 +89,8 @@ def show(found):
             f"{len(found['equal'][name])}"
         )
     print("acceptance by layer:", " ".join(f"{share:.2f}" for share in found["acceptance"]))
-    for name in ("losses", "accuracy"):
-        if name in found:
-            print(f"{name} by layer:", " ".join(f"{value:.4g}" for value in found[name]))
+    for name in [each for each in ("losses", "accuracy") if each in found]:
+        print(f"{name} by layer:", " ".join(f"{value:.4g}" for value in found[name]))
     for layer, eps in found.get("least_eps", {}).items():
         certified = f"f_{layer} <= {1 + eps:.4g} f_L is" if math.isfinite(eps) else f"Nothing of layer {layer} is"
         print(f"{certified} certified")

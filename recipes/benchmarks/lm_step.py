@@ -148,9 +148,8 @@ def arguments(name, options):
         return SFTConfig(**settings, bf16=False, max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
     if kind in STOCK:
         return transformers.TrainingArguments(**settings)
-    if kind == "exit":
-        return DescentConfig(**settings, **DESCENT | {"descent_alpha": None}, exit_targets={options.layers // 2: 0.1})
-    return DescentConfig(**settings, **DESCENT, readout_token_fraction=None if "subsampled" in kind else 1.0)
+    asked = {"descent_alpha": None, "exit_targets": {options.layers // 2: 0.1}} if kind == "exit" else {}
+    return DescentConfig(**settings, **DESCENT | asked, readout_token_fraction=1.0 if "exact" in kind else None)
 
 
 def build_trainer(name, options, callbacks):

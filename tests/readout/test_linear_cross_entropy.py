@@ -96,42 +96,26 @@ def test_products_per_layer(tile_size):
         assert flops(WEIGHTS) == LAYERS
 
 
-def test_value_only_layers_equal_weight_zero():
-    hidden, norm, head, labels = setting(bias=True)
-    tokens = labelled_tokens(labels)
-    weights = WEIGHTS * torch.tensor([0.0, 1.0, 0.0, 1.0])
-    expected = tiled_layer_losses(hidden, tokens, norm, head, weights)
-    expected.objective.backward()
-    wanted = gradients(hidden, norm, head)
-    # Whatever stands in the weights of these layers is not read.
-    garbage = torch.where(weights == 0, torch.nan, weights)
-    out = tiled_layer_losses(hidden, tokens, norm, head, garbage, value_only=(1, 3))
-    out.objective.backward()
-    torch.testing.assert_close((out.sums, out.objective), (expected.sums, expected.objective))
-    found = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients(hidden, norm, head), wanted)]
-    assert_same_gradients(found, wanted)
-
-
-def test_layers_that_are_only_shown_are_read_on_a_quarter_of_the_sample():
-    hidden, norm, head, labels = setting(ignored=0.0)
-    tokens = labelled_tokens(labels, fraction=0.5)
-    size = len(tokens.sample) // 4
-    assert size >= 2
+@pytest.mark.parametrize(("fraction", "count", "size"), [(1.0, 18, 18), (0.5, 9, 2)])
+def test_value_only_layers_equal_weight_zero_and_are_read_on_a_quarter_of_a_sample(fraction, count, size):
+    hidden, norm, head, labels = setting(bias=True, ignored=0.0)
+    tokens = labelled_tokens(labels, fraction=fraction)
+    few = tokens if tokens.sample is None else tokens._replace(sample=tokens.sample[:size])
     weights = WEIGHTS * torch.tensor([0.0, 1.0, 0.0, 1.0])
     with Watch() as all_layers:
         expected = tiled_layer_losses(hidden, tokens, norm, head, weights)
     expected.objective.backward()
     wanted = gradients(hidden, norm, head)
-    few = tiled_layer_losses(hidden, tokens._replace(sample=tokens.sample[:size]), norm, head)
+    # Whatever stands in the weights of these layers is not read.
+    garbage = torch.where(weights == 0, torch.nan, weights)
     with Watch() as watch:
-        out = tiled_layer_losses(hidden, tokens, norm, head, weights, value_only=(1, 3))
+        out = tiled_layer_losses(hidden, tokens, norm, head, garbage, value_only=(1, 3))
     out.objective.backward()
-    torch.testing.assert_close(out.sums[1::2], expected.sums[1::2])
-    torch.testing.assert_close(out.sums[::2], few.sums[::2])
-    torch.testing.assert_close(out.objective, expected.objective)
+    torch.testing.assert_close((out.sums[1::2], out.objective), (expected.sums[1::2], expected.objective))
+    torch.testing.assert_close(out.sums[::2], tiled_layer_losses(hidden, few, norm, head).sums[::2])
     found = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients(hidden, norm, head), wanted)]
     assert_same_gradients(found, wanted)
-    assert all_layers.flops - watch.flops == 2 * 2 * HIDDEN * VOCAB * (3 * len(tokens.sample) - size)
+    assert all_layers.flops - watch.flops == 2 * 2 * VOCAB * (HIDDEN * (3 * count - size) + count)  # for the bias
 
 
 @pytest.mark.parametrize("sampled", [False, True])

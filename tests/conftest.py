@@ -1,6 +1,14 @@
 import gc
 import logging
 import os
+import shutil
+import tempfile
+
+
+# No test may reach the network, a tracker or what a user's programs keep.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_descent_tests_")
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: pytest's workers take all cores
 
 import pytest
 import torch
@@ -8,9 +16,8 @@ import transformers.utils.logging  # noqa: F401  (gives loggers their `warning_o
 from accelerate.logging import MultiProcessAdapter
 
 
-# No test may reach the network or a tracker.
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="disabled", TOKENIZERS_PARALLELISM="false")
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: pytest's workers take all cores
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish():
@@ -35,14 +42,6 @@ def _fresh_logger(monkeypatch):
     logger.setLevel(logging.NOTSET)  # which also forgets the levels that its children have looked up
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", True)
-
-
-@pytest.fixture(scope="session")
-def evaluate_modules(tmp_path_factory):
-    """A folder for the code of metrics; one for all tests, since python keeps the package that it first imports."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evaluate.config.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
-        yield
 
 
 @pytest.fixture

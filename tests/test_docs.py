@@ -41,19 +41,17 @@ def write_table(folder, columns, rows, splits=("train", "validation", "test")):
 def local(tmp_path_factory):
     """Tiny models and data sets on disk, as the examples take them."""
     folder = tmp_path_factory.mktemp("examples")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
-        save_tiny_model(folder / "classifier")
-        sides = (WORDS[:3], WORDS[3:6])
-        write_table(folder / "texts", "text,label", [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(96)])
-        save_generator(folder / "generator", chat=True)
-        (folder / "chats").mkdir()
-        for split, count in (("train", 16), ("test", 8)):
-            chats(count).to_json(folder / "chats" / f"{split}.jsonl")
-        build("T5ForConditionalGeneration", T5).save_pretrained(folder / "t5")
-        word_tokenizer().save_pretrained(folder / "t5")
-        write_table(folder / "pairs", "dialogue,summary", [f"w{i} w{i + 1} w5,w{i + 1} w{i}" for i in range(16)])
-        yield folder
+    save_tiny_model(folder / "classifier")
+    sides = (WORDS[:3], WORDS[3:6])
+    write_table(folder / "texts", "text,label", [f"the film was {sides[i % 2][i % 3]},{i % 2}" for i in range(96)])
+    save_generator(folder / "generator", chat=True)
+    (folder / "chats").mkdir()
+    for split, count in (("train", 16), ("test", 8)):
+        chats(count).to_json(folder / "chats" / f"{split}.jsonl")
+    build("T5ForConditionalGeneration", T5).save_pretrained(folder / "t5")
+    word_tokenizer().save_pretrained(folder / "t5")
+    write_table(folder / "pairs", "dialogue,summary", [f"w{i} w{i + 1} w5,w{i + 1} w{i}" for i in range(16)])
+    return folder
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -162,9 +161,7 @@ def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smoke")
     save_tiny_model(folder / "distilbert")
     write_rows(folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        yield folder
+    return folder
 
 
 @pytest.fixture
@@ -249,7 +246,7 @@ def test_two_processes_on_a_cpu(workplace, tmp_path):
     words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *shlex.split(line)[1:]]
     words += ["--model_name_or_path", str(workplace / "distilbert"), "--train_file", str(workplace / "train.csv")]
     words += ["--per_device_eval_batch_size", "4"]  # so that either process sees only some of the held-out rows
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([*words, "--output_dir", str(tmp_path / "out")], check=True, env=environment, timeout=300)
     recipe = yaml.safe_load((RECIPES / "smoke/imdb-descent.yaml").read_text())
     state = results_of(tmp_path / "out", "trainer_state")

@@ -5,7 +5,6 @@ import re
 import shlex
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from tiny_files import save_tiny_model, write_rows
@@ -144,7 +143,6 @@ class Interrupted(Exception):
 
 
 def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write_rows(tmp_path)
     rows, out = str(tmp_path / "train.csv"), tmp_path / "out"
     argv = ["table4", "--output_dir", str(out), "--panels", "imdb-distilbert-gamma1", "--data", "imdb", rows, rows]

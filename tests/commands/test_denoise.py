@@ -2,7 +2,6 @@
 
 import shutil
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -31,9 +30,7 @@ def workplace(tmp_path_factory):
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
     ViTModel(ViTConfig(hidden_size=48, patch_size=4, **sizes)).save_pretrained(folder / "vit")
     ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        yield folder
+    return folder
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import datasets
 import pytest
 import torch
 import yaml
@@ -33,9 +32,7 @@ def workplace(tmp_path_factory):
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(folder / name)
     (folder / "train.json").write_text(json.dumps(ROWS))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
-        yield folder
+    return folder
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 import json
 
-import datasets
 import pytest
 from datasets import Dataset
 from tiny import tokenizer
@@ -12,11 +11,6 @@ ROWS = [
     {"instruction": f"Double {i}.", "input": "" if i % 2 else f"of {i}", "output": str(2 * i) if i else ""}
     for i in range(41)
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 import json
 
-import datasets
 import pandas as pd
 import pytest
 from architectures import MODELS, build
@@ -25,11 +24,6 @@ def write(path, rows):
     else:
         path.write_text("\n".join(json.dumps(row) for row in rows))
     return str(path)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ import re
 import time
 import wave
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -15,11 +14,6 @@ from hf_descent.data.video import VideoArguments, find_videos, load_clips, read_
 
 
 SIZE = 32
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def pixels(number, height=SIZE, width=SIZE, seed=0):

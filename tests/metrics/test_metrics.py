@@ -63,7 +63,7 @@ def test_bad_values_are_refused(metric, values, match):
         ("token_accuracy", ([[1, 2]], [[1, 3]]), 0.5),
     ],
 )
-def test_evaluate_loads_a_metric_from_its_folder_without_a_download(evaluate_modules, name, values, expected):
+def test_evaluate_loads_a_metric_from_its_folder_without_a_download(name, values, expected):
     metric = evaluate.load(str(Path(metrics.__file__).parent / name), keep_in_memory=True)
     result = metric.compute(**dict(zip(("predictions", "references"), values)))
     assert result[name] == pytest.approx(expected)

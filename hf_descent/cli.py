@@ -88,8 +88,9 @@ def console() -> None:
     """[`main`], but errors of the user end in one line on stderr and exit status 2, unless `--debug` comes first."""
     try:
         main()
-    except (ValueError, TypeError, KeyError, OSError, ImportError, yaml.YAMLError) as error:
-        if sys.argv[1:2] == ["--debug"]:
+    except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError, yaml.YAMLError) as error:
+        is_fault = isinstance(error, RuntimeError) and "Callback requires" not in str(error)  # a tracker's package
+        if is_fault or sys.argv[1:2] == ["--debug"]:
             raise
         if extra := EXTRAS.get(getattr(error, "name", None)):
             error = f"{error}: {INSTALL.format(extra)}"

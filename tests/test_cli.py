@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tiny import bert
+from transformers.integrations import SwanLabCallback
 from transformers.trainer_utils import SaveStrategy
 
 import hf_descent
@@ -107,18 +108,14 @@ def test_a_recipe_runs_no_code(recipe, tmp_path):
 
 
 def test_unknown_command_and_help(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train"])
-    assert stop.value.code == 2
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--help"])
-    assert stop.value.code == 0
-    printed = capsys.readouterr()
-    assert "invalid choice: 'train'" in printed.err
-    assert all(f"  {name} " in printed.out for name in cli.COMMANDS)
-    with pytest.raises(SystemExit) as stop:
-        cli.main([])
-    assert stop.value.code == 0 and capsys.readouterr().out == printed.out
+    printed = []
+    for words, code in ((["train"], 2), (["--help"], 0), ([], 0)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert stop.value.code == code
+        printed.append(capsys.readouterr())
+    assert "invalid choice: 'train'" in printed[0].err and printed[1].out == printed[2].out
+    assert all(f"  {name} " in printed[1].out for name in cli.COMMANDS)
 
 
 def test_every_command_has_help(capsys):
@@ -208,11 +205,12 @@ def test_a_model_that_is_not_there_is_named(command, tmp_path, monkeypatch):
         cli.main([command, *words])
 
 
-def test_a_metric_that_no_evaluation_has_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "main", lambda: {"eval_loss": 1.0}["eval_f2"])  # as Trainer does
-    with pytest.raises(SystemExit) as end:
-        cli.console()
-    assert end.value.code == 2 and "error: 'eval_f2'" in capsys.readouterr().err
+def test_what_trainer_raises_for_a_metric_or_a_tracker_that_is_not_there_is_one_line(monkeypatch, capsys):
+    for fault, line in ((lambda: {}["eval_f2"], "error: 'eval_f2'"), (SwanLabCallback, "`pip install swanlab`")):
+        monkeypatch.setattr(cli, "main", fault)
+        with pytest.raises(SystemExit) as end:
+            cli.console()
+        assert end.value.code == 2 and line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("command", "flag"), [("evaluate", "--results_dir"), ("exit", "--output_dir")])

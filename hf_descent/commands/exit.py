@@ -88,9 +88,10 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
     tokenizer.padding_side = "right"
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    settings = {"data_collator": DataCollatorForSeq2Seq(tokenizer), "batch_size": args.batch_size, "progress": True}
-    results = {"exit_profile": exit_profile(model, rows, repeats=args.repeats, **settings)}
-    settings = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length), "repeats": args.repeats}
+    shared = {"repeats": args.repeats, "progress": True}
+    settings = {"data_collator": DataCollatorForSeq2Seq(tokenizer), "batch_size": args.batch_size} | shared
+    results = {"exit_profile": exit_profile(model, rows, **settings)}
+    settings = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length)} | shared
     try:
         results["speculation_profile"] = speculation_profile(model, prompts, **settings)
     except ValueError as error:  # as of a single layer; what was measured before is kept

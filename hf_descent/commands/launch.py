@@ -23,7 +23,7 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     ValueError where it names no config, or one for fewer processes or machines than the command is to work on."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("launch", *FLAGS):
-        parser.add_argument(f"--{flag}")
+        parser.add_argument(f"--{flag}", type=int if flag.startswith("num_") else str)
     flags, rest = parser.parse_known_args(argv)
     if flags.launch is None:
         return None
@@ -34,12 +34,12 @@ def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if rest and not rest[0].startswith("-"):
         check_processes(rest[0], int(flags.num_processes or values.get("num_processes") or 1))
-    if values.get("main_process_port") == 0 and int(flags.num_machines or 1) > 1 and flags.main_process_port is None:
+    if values.get("main_process_port") == 0 and (flags.num_machines or 1) > 1 and flags.main_process_port is None:
         raise ValueError(
             f"`--num_machines` is {flags.num_machines}, and {path.name} lets each machine choose its port: take the "
             "config that ends in `_multi_node`, or give `--main_process_port`."
         )
-    given = [part for flag in FLAGS if (value := getattr(flags, flag)) for part in (f"--{flag}", value)]
+    given = [part for flag in FLAGS if (each := getattr(flags, flag)) is not None for part in (f"--{flag}", str(each))]
     return ["--config_file", str(path), *given, "-m", "hf_descent.cli", *rest]
 
 

@@ -40,8 +40,7 @@ class TuneArguments:
 
     n_trials: int = HfArg(default=5, help="Runs to make in all; a resumed study makes the rest.")
     search_space: str | None = HfArg(
-        default=None,
-        help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one.",
+        default=None, help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one."
     )
     tune_gamma: float | None = HfArg(
         default=None, help="Noise level at which trials are judged; None: the largest level of the training."
@@ -131,7 +130,10 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
         if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
             names.append("descent_strength" if args.follows else "descent_alpha")
         return {name: (RANGES | BASELINES)[name] for name in names}
-    ranges = json.loads(tune_args.search_space)
+    try:
+        ranges = json.loads(tune_args.search_space)
+    except ValueError:
+        ranges = None
     if not isinstance(ranges, dict) or not ranges or not all(isinstance(values, list) for values in ranges.values()):
         raise ValueError(f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists.")
     for name, values in ranges.items():

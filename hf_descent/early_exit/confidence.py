@@ -155,7 +155,7 @@ class ConfidenceExit:
             outputs = [self(**batch) for batch in batches]
             full = torch.cat([_class_logits(self.model(**batch)) for batch in batches])
             calls = [lambda: [self(**batch) for batch in batches], lambda: [self.model(**batch) for batch in batches]]
-            seconds = turns(calls, repeats, device)  # [2]
+            seconds = turns(calls, repeats, device, settings.get("progress", False))  # [2]
         exits, logits = (torch.cat([output[key] for output in outputs]) for key in ("exit_layers", "logits"))
         num_layers = Readout.probe(self.model, batches[0]).num_layers
         known = labels != IGNORE_INDEX

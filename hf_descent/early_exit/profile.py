@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import find_batch_size
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..constraints.problem import AT_CHANCE
@@ -87,22 +88,16 @@ def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: in
     ValueError as of [`layer_profile`], or for `repeats` below 1.
     """
     profile = layer_profile(model, dataset, **settings)
-    batches = list(islice(load_batches(model, dataset, **settings), TIMED_BATCHES))
+    batches = list(islice(load_batches(model, dataset, **settings | {"progress": False}), TIMED_BATCHES))
     forward = PartialForward(model, Readout.probe(model, batches[0]).stack)
     with evaluating(model) as device, forward.attached():
         exits = range(1, len(profile.losses) + 1)
         calls = [lambda layer=layer: [forward(1, layer, **batch) for batch in batches] for layer in exits]
-        seconds = turns(calls, repeats, device)  # [layers]
-    return ExitProfile(
-        profile.metric,
-        profile.values,
-        profile.losses,
-        seconds / sum(find_batch_size(batch) for batch in batches),
-        find_batch_size(batches[0]),
-        str(device),
-        greater_is_better(settings.get("metric", "accuracy")),
-        profile.chance,
-    )
+        seconds = turns(calls, repeats, device, settings.get("progress", False))  # [layers]
+    seconds /= sum(find_batch_size(batch) for batch in batches)
+    better, size = greater_is_better(settings.get("metric", "accuracy")), find_batch_size(batches[0])
+    found = profile.metric, profile.values, profile.losses, seconds, size, str(device), better, profile.chance
+    return ExitProfile(*found)
 
 
 @dataclass
@@ -148,6 +143,7 @@ def speculation_profile(
     max_new_tokens: int = 64,
     repeats: int = 3,
     shortlist: Sequence[int] | None = None,
+    progress: bool = False,
 ) -> SpeculationProfile:
     """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
 
@@ -160,6 +156,7 @@ def speculation_profile(
         max_new_tokens (`int`): tokens generated for each.
         repeats (`int`): timings of each layer.
         shortlist: as of [`draft_with`].
+        progress (`bool`): show progress bars.
 
     ValueError as of [`draft_with`]; for no decoder, no prompts, or `repeats` below 1.
     """
@@ -181,14 +178,14 @@ def speculation_profile(
         rows = [{"input_ids": text[0], "labels": text[0].clone()} for text in greedy]
         for prompt, row in zip(prompts, rows):
             row["labels"][: prompt.shape[1]] = IGNORE_INDEX
-        acceptance = layer_profile(model, rows, batch_size=1).values[:-1]
+        acceptance = layer_profile(model, rows, batch_size=1, progress=progress).values[:-1]
         costs = np.arange(1, len(acceptance) + 1) / (len(acceptance) + 1)  # of a draft
         steps = np.arange(MAX_DRAFT)
         expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
         timed = np.argsort(-expected.max(1), kind="stable")[:TIMED_LAYERS]
         calls = [generate, *(partial(generate, custom_generate=draft_with(layer + 1, shortlist)) for layer in timed)]
         texts = [call() for call in calls]
-        seconds = turns(calls, repeats, device)  # [1 + timed]
+        seconds = turns(calls, repeats, device, progress)  # [1 + timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
     speeds, equal = np.full((2, len(acceptance)), np.nan)
     rates = tokens / seconds  # [1 + timed]
@@ -206,17 +203,16 @@ def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) ->
         raise ValueError("`dataset` is empty; give labelled held-out data.")
 
 
-def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> np.ndarray:
+def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:
     """Median wall-clock seconds of each of `calls`, timed one after the other in each round, `[calls]`; ValueError
     where `repeats` is below 1. One more round comes first, to warm up."""
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     seconds = np.empty((len(calls), repeats + 1))
-    for repeat in range(repeats + 1):
-        for index, call in enumerate(calls):
-            start = time.perf_counter()
-            call()
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            seconds[index, repeat] = time.perf_counter() - start
+    for repeat, index in tqdm([*np.ndindex(repeats + 1, len(calls))], desc="Timing", disable=not progress):
+        start = time.perf_counter()
+        calls[index]()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds[index, repeat] = time.perf_counter() - start
     return np.median(seconds[:, 1:], axis=1)

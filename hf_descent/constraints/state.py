@@ -311,7 +311,8 @@ class DescentState:
             return {}
         problem, losses, learned = self.problem, self.mean_losses, self.has_learned
         (asked, tolerances), duals = problem.bounds(losses), self.multipliers.values
-        text, rows = "row: asked, reached, tolerance, multiplier", "training" if self.held_out is None else "held-out"
+        text = "row: asked, reached, tolerance, multiplier"
+        last = f"On the last {'training' if self.held_out is None else 'held-out'} batches"
         for row in problem.rows:
             numbers = asked[row.index], losses[row.layer - 1], tolerances[row.index], duals[row.index]
             text += f"\n{row.name}: {', '.join(f'{number.item():.4g}' for number in numbers)}"
@@ -319,13 +320,12 @@ class DescentState:
             if (share := problem.descent_share(found)) is not None:
                 text += f"\ndescent share {when}: {share:.2f}"
         if problem.feasible(losses) and learned:
-            logger.info(f"On the last {rows} batches every row is within its tolerance:\n{text}")
+            logger.info(f"{last} every row is within its tolerance:\n{text}")
+        elif self.args.objective == "descent" and learned:
+            remedy = "Ask for less (`descent_strength`, `descent_alpha`, the targets), or raise `dual_learning_rate`"
+            logger.warning(f"{last} NOT every row is within its tolerance:\n{text}\n{remedy}, or train longer.")
         elif self.args.objective == "descent":
-            logger.warning(
-                f"On the last {rows} batches NOT every row is within its tolerance, or f_L not clearly below chance:"
-                f"\n{text}\nAsk for less (`descent_strength`, `descent_alpha`, the targets), train longer, or raise "
-                "`dual_learning_rate`."
-            )
+            logger.warning(f"{last} f_L is not clearly below chance:\n{text}\nTrain longer, or raise `learning_rate`.")
         return {"train_max_violation": problem.max_violation(losses).item()}
 
     def _report_progress(self, step: int) -> None:

@@ -18,6 +18,7 @@ GPT = {"vocab_size": 99, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positi
 XLM = {"vocab_size": 99, "emb_dim": 32, "n_layers": LAYERS, "n_heads": 4, "max_position_embeddings": 40}
 T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": LAYERS, "num_heads": 4}
 T5 |= {"decoder_start_token_id": 0}
+T5_DECODER = T5 | {"num_decoder_layers": LAYERS}
 BART = {"vocab_size": 99, "d_model": 32, "encoder_layers": 2, "decoder_layers": LAYERS, "max_position_embeddings": 40}
 BART |= {
     f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in (("attention_heads", 4), ("ffn_dim", 48))
@@ -26,73 +27,66 @@ IMAGE = TEXT | {"image_size": 16, "patch_size": 4}
 AUDIO = TEXT | {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
 AUDIO |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 16}
 MAMBA = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4}
+DEBERTA = TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 0}
+XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": LAYERS, "n_head": 4, "d_inner": 48, "pad_token_id": 1}
+# The field that holds the depth is the first of these that is given.
+DEPTHS = ("num_decoder_layers", "decoder_layers", "decoder_num_hidden_layers", "num_hidden_layers", "num_layers")
+DEPTHS += ("n_layers", "n_layer")
 
-# class -> (config fields, the field that holds the number of layers)
+# class -> config fields
 MODELS = {
     # causal LM: final norms, softcap, scaled logits, parallel blocks, state spaces, routers
-    "LlamaForCausalLM": (DECODER, "num_hidden_layers"),
-    "MistralForCausalLM": (DECODER | {"sliding_window": 4}, "num_hidden_layers"),
-    "Qwen2ForCausalLM": (DECODER, "num_hidden_layers"),
-    "Qwen3ForCausalLM": (DECODER, "num_hidden_layers"),
-    "Gemma2ForCausalLM": (DECODER | {"final_logit_softcapping": 5.0, "sliding_window": 4}, "num_hidden_layers"),
-    "GraniteForCausalLM": (DECODER | {"logits_scaling": 3.0, "residual_multiplier": 0.5}, "num_hidden_layers"),
-    "CohereForCausalLM": (DECODER | {"logit_scale": 0.25}, "num_hidden_layers"),
-    "Olmo2ForCausalLM": (DECODER, "num_hidden_layers"),
-    "PhiForCausalLM": (DECODER, "num_hidden_layers"),
-    "StableLmForCausalLM": (DECODER, "num_hidden_layers"),
-    "GPTNeoXForCausalLM": (TEXT, "num_hidden_layers"),
-    "FalconForCausalLM": (TEXT, "num_hidden_layers"),
-    "OPTForCausalLM": (TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 16}, "num_hidden_layers"),
-    "BloomForCausalLM": ({"vocab_size": 99, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4}, "n_layer"),
-    "GPT2LMHeadModel": (GPT, "n_layer"),
-    "MambaForCausalLM": (MAMBA, "num_hidden_layers"),
-    "MixtralForCausalLM": (DECODER | {"num_local_experts": 4, "output_router_logits": True}, "num_hidden_layers"),
-    "Qwen2MoeForCausalLM": (
-        DECODER | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True},
-        "num_hidden_layers",
-    ),
-    "XLMWithLMHeadModel": (XLM, "n_layers"),
+    "LlamaForCausalLM": DECODER,
+    "MistralForCausalLM": DECODER | {"sliding_window": 4},
+    "Qwen2ForCausalLM": DECODER,
+    "Qwen3ForCausalLM": DECODER,
+    "Gemma2ForCausalLM": DECODER | {"final_logit_softcapping": 5.0, "sliding_window": 4},
+    "GraniteForCausalLM": DECODER | {"logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "CohereForCausalLM": DECODER | {"logit_scale": 0.25},
+    "Olmo2ForCausalLM": DECODER,
+    "PhiForCausalLM": DECODER,
+    "StableLmForCausalLM": DECODER,
+    "GPTNeoXForCausalLM": TEXT,
+    "FalconForCausalLM": TEXT,
+    "OPTForCausalLM": TEXT | {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "BloomForCausalLM": {"vocab_size": 99, "hidden_size": 32, "n_layer": LAYERS, "n_head": 4},
+    "GPT2LMHeadModel": GPT,
+    "MambaForCausalLM": MAMBA,
+    "MixtralForCausalLM": DECODER | {"num_local_experts": 4, "output_router_logits": True},
+    "Qwen2MoeForCausalLM": DECODER | {"num_experts": 4, "moe_intermediate_size": 16, "output_router_logits": True},
+    "XLMWithLMHeadModel": XLM,
     # masked LM
-    "BertForMaskedLM": (TEXT, "num_hidden_layers"),
-    "AlbertForMaskedLM": (TEXT | {"embedding_size": 16}, "num_hidden_layers"),
-    "DistilBertForMaskedLM": (
-        {"vocab_size": 99, "dim": 32, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 48},
-        "n_layers",
-    ),
-    "ElectraForMaskedLM": (TEXT | {"embedding_size": 16}, "num_hidden_layers"),
-    "ModernBertForMaskedLM": (TEXT | {"local_attention": 4}, "num_hidden_layers"),
-    "FNetForMaskedLM": (TEXT, "num_hidden_layers"),
+    "BertForMaskedLM": TEXT,
+    "AlbertForMaskedLM": TEXT | {"embedding_size": 16},
+    "DistilBertForMaskedLM": {"vocab_size": 99, "dim": 32, "n_layers": LAYERS, "n_heads": 4, "hidden_dim": 48},
+    "ElectraForMaskedLM": TEXT | {"embedding_size": 16},
+    "ModernBertForMaskedLM": TEXT | {"local_attention": 4},
+    "FNetForMaskedLM": TEXT,
     # classification, QA, choice
-    "BertForSequenceClassification": (TEXT, "num_hidden_layers"),
-    "RobertaForSequenceClassification": (TEXT, "num_hidden_layers"),
-    "DebertaV2ForSequenceClassification": (
-        TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "conv_kernel_size": 0},
-        "num_hidden_layers",
-    ),
-    "XLNetForSequenceClassification": (
-        {"vocab_size": 99, "d_model": 32, "n_layer": LAYERS, "n_head": 4, "d_inner": 48, "pad_token_id": 1},
-        "n_layer",
-    ),
-    "FlaubertForSequenceClassification": (XLM, "n_layers"),
-    "SqueezeBertForSequenceClassification": (TEXT | {"embedding_size": 32}, "num_hidden_layers"),
-    "LlamaForSequenceClassification": (DECODER, "num_hidden_layers"),
-    "GPT2ForSequenceClassification": (GPT, "n_layer"),
-    "BartForSequenceClassification": (BART, "decoder_layers"),
-    "RobertaForTokenClassification": (TEXT, "num_hidden_layers"),
-    "T5ForTokenClassification": (T5, "num_layers"),
-    "BertForQuestionAnswering": (TEXT | {"num_labels": 2}, "num_hidden_layers"),
-    "MPNetForQuestionAnswering": (TEXT | {"num_labels": 2}, "num_hidden_layers"),
-    "RobertaForMultipleChoice": (TEXT, "num_hidden_layers"),
+    "BertForSequenceClassification": TEXT,
+    "RobertaForSequenceClassification": TEXT,
+    "DebertaV2ForSequenceClassification": DEBERTA,
+    "XLNetForSequenceClassification": XLNET,
+    "FlaubertForSequenceClassification": XLM,
+    "SqueezeBertForSequenceClassification": TEXT | {"embedding_size": 32},
+    "LlamaForSequenceClassification": DECODER,
+    "GPT2ForSequenceClassification": GPT,
+    "BartForSequenceClassification": BART,
+    "RobertaForTokenClassification": TEXT,
+    "T5ForTokenClassification": T5,
+    "BertForQuestionAnswering": TEXT | {"num_labels": 2},
+    "MPNetForQuestionAnswering": TEXT | {"num_labels": 2},
+    "RobertaForMultipleChoice": TEXT,
     # encoder-decoder: the decoder is the stack
-    "T5ForConditionalGeneration": (T5 | {"num_layers": 2, "num_decoder_layers": LAYERS}, "num_decoder_layers"),
-    "BartForConditionalGeneration": (BART, "decoder_layers"),
+    "T5ForConditionalGeneration": T5_DECODER | {"num_layers": 2},
+    "BartForConditionalGeneration": BART,
     # images, audio
-    "ViTForImageClassification": (IMAGE, "num_hidden_layers"),
-    "DeiTForImageClassification": (IMAGE, "num_hidden_layers"),
-    "BeitForImageClassification": (IMAGE, "num_hidden_layers"),
-    "Dinov2ForImageClassification": (IMAGE, "num_hidden_layers"),
-    "Wav2Vec2ForSequenceClassification": (AUDIO, "num_hidden_layers"),
-    "HubertForSequenceClassification": (AUDIO, "num_hidden_layers"),
+    "ViTForImageClassification": IMAGE,
+    "DeiTForImageClassification": IMAGE,
+    "BeitForImageClassification": IMAGE,
+    "Dinov2ForImageClassification": IMAGE,
+    "Wav2Vec2ForSequenceClassification": AUDIO,
+    "HubertForSequenceClassification": AUDIO,
 }
 
 # One of each kind: of positions (table, rotary, ALiBi, relative, none), of stack (shared layers, experts, state space,
@@ -107,7 +101,7 @@ FAMILIES = [
     "Wav2Vec2ForSequenceClassification",
 ]  # fmt: skip
 
-# Encoder-decoders with an encoder of three layers; the decoder is the stack. class -> (fields, depth of the decoder).
+# Encoder-decoders with an encoder of three layers; the decoder is the stack.
 NO_DEPTH = {name: value for name, value in TEXT.items() if name != "num_hidden_layers"}
 ENC_DEC = BART | {"encoder_layers": 3, "num_experts": 2, "num_global_tokens": 2}
 ENC_DEC |= {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 8, "attention_window": 4}
@@ -116,7 +110,7 @@ ENC_DEC |= {f"max_{part}_position_embeddings": 40 for part in ("encoder", "decod
 SPEECH = ENC_DEC | {"num_mel_bins": 8, "input_feat_per_channel": 8, "conv_channels": 16, "conv_kernel_sizes": (3, 3)}
 SPEECH |= {"max_source_positions": 40, "max_target_positions": 40, "pad_token_id": 1}
 SWITCH = {"num_experts": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-PROPHET = NO_DEPTH | {"num_encoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+PROPHET = NO_DEPTH | {"num_encoder_layers": 3, "num_decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 PROPHET |= {"num_encoder_attention_heads": 4, "num_decoder_attention_heads": 4, "decoder_start_token_id": 2}
 MOONSHINE = NO_DEPTH | {
     f"{part}_{size}": n
@@ -131,39 +125,34 @@ BART_LIKE = (
 )  # fmt: skip
 BART_LIKE += ("PLBart", "LED", "NllbMoe")
 ENCODER_DECODERS = {
-    **{f"{name}ForConditionalGeneration": (T5 | SWITCH, "num_decoder_layers") for name in T5_LIKE},
-    **{f"{name}ForConditionalGeneration": (ENC_DEC, "decoder_layers") for name in BART_LIKE},
-    **{f"{name}ForConditionalGeneration": (SPEECH, "decoder_layers") for name in ("Whisper", "Speech2Text")},
-    "MarianMTModel": (ENC_DEC | {"pad_token_id": 1}, "decoder_layers"),
-    "FSMTForConditionalGeneration": (ENC_DEC | {"src_vocab_size": 99, "tgt_vocab_size": 99}, "decoder_layers"),
-    "ProphetNetForConditionalGeneration": (PROPHET, "num_decoder_layers"),
-    "MoonshineForConditionalGeneration": (MOONSHINE, "decoder_num_hidden_layers"),
-    "SeamlessM4TForTextToText": (SEAMLESS, "decoder_layers"),
-    "SeamlessM4Tv2ForTextToText": (SEAMLESS, "decoder_layers"),
-    "MBartForSequenceClassification": (ENC_DEC, "decoder_layers"),
-    "T5ForSequenceClassification": (T5, "num_decoder_layers"),
-    "T5ForQuestionAnswering": (T5, "num_decoder_layers"),
+    **{f"{name}ForConditionalGeneration": T5_DECODER | SWITCH for name in T5_LIKE},
+    **{f"{name}ForConditionalGeneration": ENC_DEC for name in BART_LIKE},
+    **{f"{name}ForConditionalGeneration": SPEECH for name in ("Whisper", "Speech2Text")},
+    "MarianMTModel": ENC_DEC | {"pad_token_id": 1},
+    "FSMTForConditionalGeneration": ENC_DEC | {"src_vocab_size": 99, "tgt_vocab_size": 99},
+    "ProphetNetForConditionalGeneration": PROPHET,
+    "MoonshineForConditionalGeneration": MOONSHINE,
+    "SeamlessM4TForTextToText": SEAMLESS,
+    "SeamlessM4Tv2ForTextToText": SEAMLESS,
+    "MBartForSequenceClassification": ENC_DEC,
+    "T5ForSequenceClassification": T5_DECODER,
+    "T5ForQuestionAnswering": T5_DECODER,
 }
-REFUSED = {
-    "SwinForImageClassification": (
-        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
-        "differ in shape",
-    ),
-    "ConvNextForImageClassification": (
-        {"image_size": 32, "hidden_sizes": [4, 8, 8], "depths": [1, 1, 1], "num_stages": 3},
-        "differ in shape",
-    ),
-    "ResNetForImageClassification": (
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
-        "differ in shape",
-    ),
-    "PoolFormerForImageClassification": ({"image_size": 32, "depths": [1] * 4, "hidden_sizes": [4, 8, 8, 8]}, "shape"),
-    "FunnelForSequenceClassification": (
-        {"vocab_size": 99, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "block_sizes": [1, 1, 1]},
-        "differ in shape",
-    ),
-    "CanineForSequenceClassification": (TEXT, "differ in shape"),
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2}
+CONVNEXT = {"image_size": 32, "hidden_sizes": [4, 8, 8], "depths": [1, 1, 1], "num_stages": 3}
+FUNNEL = {"vocab_size": 99, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "block_sizes": [1, 1, 1]}
+REFUSED = {  # whose layers differ in shape
+    "SwinForImageClassification": SWIN,
+    "ConvNextForImageClassification": CONVNEXT,
+    "ResNetForImageClassification": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    "PoolFormerForImageClassification": {"image_size": 32, "depths": [1] * 4, "hidden_sizes": [4, 8, 8, 8]},
+    "FunnelForSequenceClassification": FUNNEL,
+    "CanineForSequenceClassification": TEXT,
 }
+
+
+def depth_of(fields):
+    return next(name for name in DEPTHS if name in fields)
 
 
 def build(name, fields):
@@ -207,10 +196,10 @@ def batch_for(model, with_labels=False):
     return batch
 
 
-def truncated(model, field, layer):
-    """A new model with `layer` layers and the first layers' weights."""
+def truncated(model, fields, layer):
+    """A new model with `layer` layers and the first layers' weights; `fields` are those of the whole model."""
     config = copy.deepcopy(model.config)
-    setattr(config, field, layer)
+    setattr(config, depth_of(fields), layer)
     if "layer_types" in vars(config):
         config.layer_types = config.layer_types[:layer]
     short = type(model)(config).eval()

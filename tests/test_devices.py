@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 from naive_head import Watch
-from tiny import DEVICE, bert, classification_data, config, language_data, llama
+from tiny import DEVICE, bert, classification_data, config, language_data, llama, trained
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainerCallback
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
@@ -39,8 +39,7 @@ def numbers(kind, arguments, device, spread=False):
     if spread:
         model = dispatch_model(model, SPREAD, "cpu")
     more = {"dual_dataset": language_data(200, length=13)} if kind == "held-out rows" else {}
-    trainer = DescentTrainer(model, arguments, train_dataset=data, eval_dataset=data, **more)
-    trainer.train()
+    trainer = trained(model, arguments, train_dataset=data, eval_dataset=data, **more)
     assert model.device.type == device
     metrics = trainer.evaluate()
     given = [trainer.multipliers.values.tolist(), [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]]
@@ -154,8 +153,7 @@ def test_adapters_of_quantised_weights_are_trained(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=quantised, device_map={"": 0})
     adapted = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
     args = config(tmp_path, use_cpu=False, bf16=True, readout_token_fraction=0.5)
-    trainer = DescentTrainer(adapted, args, train_dataset=language_data())
-    trainer.train()
+    trainer = trained(adapted, args, train_dataset=language_data())
     metrics = trainer.evaluate(language_data())
     assert (trainer.multipliers.values > 0).any()
     assert all(np.isfinite(metrics[f"eval_layer_loss_{layer}"]) for layer in (1, 2, 3))

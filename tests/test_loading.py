@@ -125,11 +125,9 @@ def test_the_limit_of_positions_is_the_configs(config, limit):
     assert position_limit(model) == limit
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if not {"image_size", "conv_dim"} & MODELS[name][0].keys()]
-)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not {"image_size", "conv_dim"} & MODELS[name].keys()])
 def test_models_without_a_table_of_positions_take_more_than_they_state(name):
-    model = build(name, MODELS[name][0])
+    model = build(name, MODELS[name])
     length = (position_limit(model) or 40) + 3
     ids = torch.full((1, 2, length) if "MultipleChoice" in name else (1, length), 5)
     ids[..., -1] = 2  # BART's end

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from architectures import BART, T5, build, truncated
+from architectures import BART, T5, T5_DECODER, build, truncated
 from tiny import VOCAB, word_tokenizer
 from transformers import DataCollatorForSeq2Seq, GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
@@ -9,8 +9,8 @@ from hf_descent import DescentConfig, Seq2SeqDescentConfig, Seq2SeqDescentTraine
 
 
 MODELS = {
-    "T5ForConditionalGeneration": (T5 | {"dropout_rate": 0.0}, "num_decoder_layers"),
-    "BartForConditionalGeneration": (BART | {"dropout": 0.0}, "decoder_layers"),
+    "T5ForConditionalGeneration": T5_DECODER | {"dropout_rate": 0.0},
+    "BartForConditionalGeneration": BART | {"dropout": 0.0},
 }
 
 
@@ -43,9 +43,8 @@ def make(cls, folder, model, **given):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("name", MODELS)
 def test_constrained_layers_and_the_stock_trainer_s_generation(tmp_path, name, smoothing):
-    fields, depth = MODELS[name]
     settings = {"predict_with_generate": True, "label_smoothing_factor": smoothing}
-    trainer = make(Seq2SeqDescentTrainer, tmp_path, build(name, fields), **settings)
+    trainer = make(Seq2SeqDescentTrainer, tmp_path, build(name, MODELS[name]), **settings)
     trainer.train()
     assert trainer.multipliers.values.max() > 0
     stock = make(Seq2SeqTrainer, tmp_path, trainer.model, **settings)
@@ -57,7 +56,7 @@ def test_constrained_layers_and_the_stock_trainer_s_generation(tmp_path, name, s
     metrics, expected = trainer.evaluate(), stock.evaluate()
     assert metrics["eval_tokens"] == expected["eval_tokens"]
     for layer in (1, 2, 3):
-        short = make(Seq2SeqTrainer, tmp_path, truncated(trainer.model, depth, layer), **settings)
+        short = make(Seq2SeqTrainer, tmp_path, truncated(trainer.model, MODELS[name], layer), **settings)
         loss = short.evaluate()["eval_loss"]
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(loss, rel=1e-5)
     assert metrics["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)

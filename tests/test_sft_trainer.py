@@ -315,7 +315,7 @@ STRUNG = {"padding_free": True, "max_length": None}
 def language_model(name, **config):
     """A model whose layers all matter, which may have 128 positions."""
     model_class = getattr(transformers, name)
-    fields = {**MODELS.get(name, (MODELS["LlamaForCausalLM"][0],))[0], "vocab_size": len(TOKENIZER)}
+    fields = {**MODELS.get(name, MODELS["LlamaForCausalLM"]), "vocab_size": len(TOKENIZER)}
     fields |= {size: 128 for size in ("max_position_embeddings", "n_positions") if size in fields}
     return spread(model_class(model_class.config_class(**fields | config)))
 

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
+from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses, trained
 from torch._dynamo.utils import counters
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -29,8 +29,7 @@ def test_training_equals_a_naive_primal_dual_loop(tmp_path, negative_weights, wa
         resilience=c, normalize_violations=False, negative_weights=negative_weights, dual_warmup_steps=warmup,
         lr_scheduler_type="constant", weight_decay=0.01,
     )  # fmt: skip
-    trainer = InOrder(bert(), args, train_dataset=DATA)
-    trainer.train()
+    trainer = trained(bert(), args, InOrder, train_dataset=DATA)
 
     model, lam = bert(), torch.zeros(3)
     model.train()
@@ -325,8 +324,7 @@ def test_a_constrained_layer_without_gradient_is_refused_and_can_be_left_out(tmp
 
     with pytest.raises(ValueError, match=r"layer 1 has no gradient.*constrained_layers"):
         DescentTrainer(frozen(), config(tmp_path), train_dataset=DATA).train()
-    trainer = DescentTrainer(frozen(), config(tmp_path, constrained_layers=[2, 3]), train_dataset=DATA)
-    trainer.train()
+    trainer = trained(frozen(), config(tmp_path, constrained_layers=[2, 3]), train_dataset=DATA)
     assert trainer.multipliers.values[0] == 0 and trainer.multipliers.values[1] > 0
 
 

@@ -36,7 +36,7 @@ def bert(num_layers=3, num_labels=3, dropout=0.0, seed=0, **config):
 def llama(num_layers=3, seed=0, vocab_size=VOCAB, **config):
     torch.manual_seed(seed)
     sizes = SIZES | {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes, **config))
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes | config))
 
 
 def spread(model):
@@ -131,6 +131,12 @@ def config(output_dir, **arguments):
 class InOrder(DescentTrainer):
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+
+def trained(model, args, trainer_class=DescentTrainer, **given):
+    trainer = trainer_class(model, args, **given)
+    trainer.train()
+    return trainer
 
 
 def truncated(model, layers):

@@ -4,15 +4,9 @@ import json
 
 import numpy as np
 import torch
-from tiny import tokenizer
+from tiny import llama, tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    DistilBertConfig,
-    DistilBertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import DistilBertConfig, DistilBertModel, PreTrainedTokenizerFast
 
 
 WORDS = ["good", "fine", "great", "bad", "poor", "awful", "film", "the", "was", "a"]
@@ -41,13 +35,8 @@ def save_tiny_model(folder):
 def save_generator(folder, chat=False, **config):
     tok = tokenizer(chat)
     tok.save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(
-        vocab_size=len(tok), num_key_value_heads=2, initializer_range=0.5, eos_token_id=tok.eos_token_id,
-        noise_sigma=0.5, **shape, **config,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    config = {"initializer_range": 0.5, "noise_sigma": 0.5, "max_position_embeddings": 2048, **config}
+    llama(2, vocab_size=len(tok), eos_token_id=tok.eos_token_id, **config).save_pretrained(folder)
     return str(folder)
 
 

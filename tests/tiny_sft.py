@@ -2,15 +2,13 @@
 
 import copy
 
+import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig
-from tiny import tokenizer
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
 )
@@ -20,20 +18,15 @@ from hf_descent import SFTDescentConfig, SFTDescentTrainer
 
 
 LAYERS = 3
-TOKENIZER = tokenizer()
+TOKENIZER = tiny.tokenizer()
 TIMES = ("runtime", "per_second")
 
 
-def shape(**config):
-    return {
-        "vocab_size": len(TOKENIZER), "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, **config,
-    }  # fmt: skip
+SHAPE = {"vocab_size": len(TOKENIZER), "max_position_embeddings": 128}
 
 
 def llama(**config):
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**shape(**config)))
+    return tiny.llama(LAYERS, **SHAPE, **config)
 
 
 def gpt2():
@@ -43,7 +36,8 @@ def gpt2():
 
 def mixtral():
     torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**shape(num_local_experts=4, router_aux_loss_coef=0.1)))
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "router_aux_loss_coef": 0.1}
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, **tiny.SIZES, **experts, num_hidden_layers=LAYERS))
 
 
 def texts(count, start=0):

@@ -8,9 +8,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from smoke import ROOT, SMOKE, results_of, smoke_command
-from tiny import bert, tokenizer
+from tiny import bert, llama, tokenizer
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_descent import cli
 from hf_descent.data.alpaca import format_prompt
@@ -25,12 +25,7 @@ def workplace(tmp_path_factory):
     for name, chat in (("plain", False), ("chat", True)):
         tok = tokenizer(chat)
         tok.save_pretrained(folder / name)
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=len(tok), hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2,
-            num_key_value_heads=2, max_position_embeddings=320,
-        )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(folder / name)
+        llama(vocab_size=len(tok), max_position_embeddings=320).save_pretrained(folder / name)
     (folder / "train.json").write_text(json.dumps(ROWS))
     return folder
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import InOrder, bert, classification_data, config, language_data, llama, truncated
+from tiny import InOrder, bert, classification_data, config, language_data, llama, trained, truncated
 from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
@@ -22,8 +22,7 @@ DATA_TEST = classification_data(32, seed=1)
 
 
 def test_evaluation_reports_the_losses_of_truncated_models(tmp_path):
-    trainer = DescentTrainer(bert(), config(tmp_path), train_dataset=DATA, eval_dataset=DATA_TEST)
-    trainer.train()
+    trainer = trained(bert(), config(tmp_path), train_dataset=DATA, eval_dataset=DATA_TEST)
     metrics = trainer.evaluate()
     losses = []
     for layer in (1, 2, 3):
@@ -78,15 +77,13 @@ def test_the_best_feasible_checkpoint_is_kept(tmp_path):
         tmp_path, max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
         load_best_model_at_end=True, metric_for_best_model="feasible_score",
     )  # fmt: skip
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
     scores = {log["step"]: log["eval_feasible_score"] for log in trainer.state.log_history if "eval_loss" in log}
     assert trainer.state.best_model_checkpoint.endswith(f"-{max(scores, key=scores.get)}")
 
 
 def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
-    trainer = InOrder(bert(), config(tmp_path, max_steps=3, dual_learning_rate=1.0), train_dataset=DATA)
-    trainer.train()
+    trainer = trained(bert(), config(tmp_path, max_steps=3, dual_learning_rate=1.0), InOrder, train_dataset=DATA)
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     for name in ("layer_loss", "violation", "multiplier", "weight"):
         assert all(isinstance(log[f"{name}_{layer}"], float) for log in logs for layer in (1, 2, 3)), name
@@ -190,8 +187,7 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, mak
         tmp_path, max_steps=4, learning_rate=1e-9, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=2,
         **{"dual_warmup_steps": 1} | given,
     )  # fmt: skip
-    trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows, layer_loss_fn=loss)
-    trainer.train()
+    trainer = trained(make(), args, train_dataset=rows, eval_dataset=rows, layer_loss_fn=loss)
     evaluations = [log for log in trainer.state.log_history if "eval_feasible" in log] + [trainer.evaluate()]
     assert len(evaluations) == 3
     assert all(log["eval_feasible"] == 0 > log["eval_feasible_score"] for log in evaluations)
@@ -234,8 +230,7 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path
 )
 def test_a_run_of_one_step_is_not_met(tmp_path, make, rows, problem):
     args = config(tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem)
-    trainer = DescentTrainer(make(), args, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
+    trainer = trained(make(), args, train_dataset=rows, eval_dataset=rows)
     metrics = trainer.evaluate()
     assert metrics["eval_feasible"] == 0 > metrics["eval_feasible_score"] and "eval_descent_share" not in metrics
 
@@ -244,8 +239,7 @@ def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
     """The running average of the layer losses that were logged until then, also to those who load the model."""
     rows = classification_data(256, pad=False)
     args = config(tmp_path, max_steps=50, per_device_train_batch_size=32, dual_warmup_steps=45, **AUTO)
-    trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=rows, eval_dataset=rows)
     trainer.save_model()
     logs = [log for log in trainer.state.log_history if "layer_loss_1" in log][:45]
     weights = [0.98 ** (44 - step) for step in range(45)]

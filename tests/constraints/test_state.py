@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import InOrder, batches, bert, classification_data, config, llama, naive_layer_losses
+from tiny import InOrder, batches, bert, classification_data, config, llama, naive_layer_losses, trained
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from hf_descent import DescentTrainer
@@ -17,28 +17,28 @@ DATA_TEST = classification_data(32, seed=1)
 
 
 def test_fractional_warm_up_counts_all_steps(tmp_path):
-    trainer = DescentTrainer(bert(), config(tmp_path, max_steps=10, dual_warmup_steps=0.35), train_dataset=DATA)
-    trainer.train()
+    trainer = trained(bert(), config(tmp_path, max_steps=10, dual_warmup_steps=0.35), train_dataset=DATA)
     first = next(log["step"] for log in trainer.state.log_history if log.get("multiplier_1", 0) > 0)
     assert first == 5  # ceil(3.5) = 4 inactive steps
 
 
-def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another(tmp_path):
-    args = config(tmp_path / "constrained", dual_learning_rate=0.3, descent_alpha=0.4, initial_loss_bound=0.9)
-    constrained = InOrder(bert(), args, train_dataset=DATA)
-    constrained.train()
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"descent_alpha": 0.4, "initial_loss_bound": 0.9}, {}),
+        ({"constrained_layers": [1, 3]}, {"negative_weights": "keep"}),
+    ],
+)
+def test_fixed_multipliers_of_a_run_weigh_the_losses_of_another_under_its_constraints(tmp_path, given, own):
+    args = config(tmp_path / "constrained", dual_learning_rate=0.3, **given)
+    constrained = trained(bert(), args, InOrder, train_dataset=DATA)
     constrained.save_model()
-    fixed = InOrder(
-        bert(),
-        config(tmp_path / "fixed", objective="fixed", fixed_multipliers=str(tmp_path / "constrained")),
-        train_dataset=DATA,
-    )
-    fixed.train()
+    args = config(tmp_path / "fixed", objective="fixed", fixed_multipliers=str(tmp_path / "constrained"), **own)
+    fixed = trained(bert(), args, InOrder, train_dataset=DATA)
     assert torch.equal(fixed.multipliers.values, constrained.multipliers.values)
     assert fixed.problem.state_dict() == constrained.problem.state_dict()
-    weights = constrained.problem.weights(constrained.multipliers.values).clamp(min=0).tolist()
-    logged = fixed.state.log_history[0]
-    assert [logged[f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
+    weights = constrained.problem.weights(constrained.multipliers.values).clamp(min=-math.inf if own else 0).tolist()
+    assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
 
 
 def test_the_dual_step_is_skipped_with_the_optimizers(tmp_path):
@@ -61,25 +61,10 @@ def test_a_non_finite_loss_skips_the_duals_and_is_reported_once(tmp_path, caplog
 
     poisoned.calls = 0
     args = config(tmp_path, max_steps=8, learning_rate=0.0, dual_optim="sgd")
-    trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=poisoned)
-    trainer.train()
+    trainer = trained(bert(), args, InOrder, train_dataset=DATA, compute_loss_func=poisoned)
     assert torch.isfinite(trainer.multipliers.values).all()
     assert caplog.text.count("was not finite") == 1
     assert trainer.state.global_step == 8 and trainer.multipliers.steps.item() == 7
-
-
-def row_loss(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
-
-
-def test_auto_bound_of_a_cross_entropy_of_one_s_own_is_that_of_the_model_s(tmp_path):
-    bounds = []
-    for loss in (None, row_loss):
-        args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=2, max_steps=3)
-        trainer = InOrder(bert(), args, train_dataset=DATA, compute_loss_func=loss)
-        trainer.train()
-        bounds.append(trainer.problem.initial_loss_bound)
-    assert bounds[0] == bounds[1]
 
 
 def shifted_loss(outputs, labels, num_items_in_batch=None):
@@ -93,8 +78,9 @@ def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
     args = {"initial_loss_bound": "auto", "dual_warmup_steps": 2, "max_steps": 3, "readout_token_fraction": 1.0}
     bounds = []
     for loss in (None, shifted_loss):
-        trainer = InOrder(llama(vocab_size=600), config(tmp_path, **args), train_dataset=data, compute_loss_func=loss)
-        trainer.train()
+        trainer = trained(
+            llama(vocab_size=600), config(tmp_path, **args), InOrder, train_dataset=data, compute_loss_func=loss
+        )
         bounds.append(trainer.problem.initial_loss_bound)
     assert bounds[0] == bounds[1] == pytest.approx(math.log(600), rel=0.05)
     trainer = InOrder(
@@ -112,8 +98,7 @@ def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
 
 def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp_path):
     args = config(tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=2, dual_optim="sgd")
-    trainer = InOrder(bert(), args, train_dataset=DATA)
-    trainer.train()
+    trainer = trained(bert(), args, InOrder, train_dataset=DATA)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     average, values = 0.0, [0.0, 0.0]
     for step, log in enumerate(logs, start=1):
@@ -129,8 +114,7 @@ def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp
 
 
 def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
-    learned = DescentTrainer(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=DATA)
-    learned.train()
+    learned = trained(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=DATA)
     # Nothing changes any more: one row is met at once, so that patience runs out, and one never.
     for targets, steps in (({"exit_targets": {1: 9.0}}, 6), ({"loss_targets": {1: 1e-6}}, 12)):
         args = config(
@@ -139,8 +123,7 @@ def test_early_stopping_does_not_end_a_run_whose_rows_are_not_met_yet(tmp_path):
             **targets,
         )  # fmt: skip
         stopping = [EarlyStoppingCallback(early_stopping_patience=2)]
-        trainer = DescentTrainer(learned.model, args, train_dataset=DATA, eval_dataset=DATA, callbacks=stopping)
-        trainer.train()
+        trainer = trained(learned.model, args, train_dataset=DATA, eval_dataset=DATA, callbacks=stopping)
         assert trainer.state.global_step == steps
 
 
@@ -150,8 +133,7 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
         tmp_path, max_steps=60, descent_alpha=None, learning_rate=0.0, exit_targets={1: 0.0}, loss_targets={2: 0.5},
         multiplier_max=most, logging_steps=500,
     )  # fmt: skip
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA)
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=DATA)
     told = [record.message for record in caplog.records if "seems attainable" in record.message]
     trainer.save_model()
     f = RunFolder(str(tmp_path)).summary["train_layer_losses"]
@@ -161,57 +143,40 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
         assert any(f"row {name} " in line and f", and {text}" in line for line in told)
 
 
-def test_fixed_multipliers_of_a_run_on_some_layers_keep_its_constraints(tmp_path):
-    args = config(tmp_path / "constrained", dual_learning_rate=0.3, constrained_layers=[1, 3])
-    constrained = InOrder(bert(), args, train_dataset=DATA)
-    constrained.train()
-    constrained.save_model()
-    args = config(
-        tmp_path, objective="fixed", fixed_multipliers=str(tmp_path / "constrained"), negative_weights="keep"
-    )
-    fixed = InOrder(bert(), args, train_dataset=DATA)
-    fixed.train()
-    weights = constrained.problem.weights(constrained.multipliers.values).tolist()
-    assert [fixed.state.log_history[0][f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx(weights)
-
-
 @pytest.mark.parametrize("settings", [{}, {"descent_alpha": "auto", "initial_loss_bound": "auto"}])
 def test_a_run_with_fixed_weights_is_judged_by_the_same_rows(tmp_path, settings):
     args = config(tmp_path, objective="deep_supervision", dual_warmup_steps=2, **settings)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=DATA, eval_dataset=DATA_TEST)
     assert {"eval_feasible", "eval_max_violation", "eval_largest_rise"} <= trainer.evaluate().keys()
     assert "train_max_violation" in trainer.state.log_history[-2] and not trainer.multipliers.values.any()
 
 
-def test_layerskip_trains_the_exits_of_its_curriculum(tmp_path):
-    args = config(
-        tmp_path, objective="layerskip", penalty_coefficient=0.5, layerskip_rotation=2, max_steps=1, optim="sgd",
-        learning_rate=0.1, max_grad_norm=0.0,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "objective"),
+    [
+        # l = 0 and 2 are enabled, and the last: e = 0, 0.5 (1 + 2), 3 + 0.5 (1 + 2)
+        (
+            {"objective": "layerskip", "penalty_coefficient": 0.5, "layerskip_rotation": 2},
+            lambda f: (1.5 * f[2] + 4.5 * f[3]) / 6,
+        ),
+        (
+            {"objective": "deep_supervision", "penalty_coefficient": 0.4, "constrained_layers": [2]},
+            lambda f: 0.4 * f[1] + f[3],
+        ),
+    ],
+)
+def test_a_step_on_fixed_weights_is_one_on_their_sum_written_out(tmp_path, settings, objective):
+    args = config(tmp_path, max_steps=1, optim="sgd", learning_rate=0.1, max_grad_norm=0.0, **settings)
     trainer, model = InOrder(bert(num_layers=4), args, train_dataset=DATA), bert(num_layers=4)
     trainer.train()
     losses = naive_layer_losses(model, next(batches(DATA)))
-    # l = 0 and 2 are enabled, and the last: e = 0, 0.5 (1 + 2), 3 + 0.5 (1 + 2)
-    ((1.5 * losses[2] + 4.5 * losses[3]) / 6).backward()
-    for trained, parameter in zip(trainer.model.parameters(), model.parameters()):
-        torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(losses[-1].item(), rel=1e-4)
-
-
-def test_deep_supervision_weighs_the_constrained_layers(tmp_path):
-    args = config(
-        tmp_path, objective="deep_supervision", constrained_layers=[2], penalty_coefficient=0.4, max_steps=1,
-        optim="sgd", learning_rate=0.1, max_grad_norm=0.0,
-    )  # fmt: skip
-    trainer, model = InOrder(bert(), args, train_dataset=DATA), bert()
-    trainer.train()
-    losses = naive_layer_losses(model, next(batches(DATA)))
-    (0.4 * losses[1] + losses[2]).backward()
-    for trained, parameter in zip(trainer.model.parameters(), model.parameters()):
-        torch.testing.assert_close(trained, parameter - 0.1 * parameter.grad)
+    objective(losses).backward()
+    for after, parameter in zip(trainer.model.parameters(), model.parameters()):
+        torch.testing.assert_close(after, parameter - 0.1 * parameter.grad)
     logged = trainer.state.log_history[0]
-    assert [logged[f"weight_{layer}"] for layer in (1, 2, 3)] == pytest.approx([0, 0.4, 1])
+    assert logged["loss"] == pytest.approx(losses[-1].item(), rel=1e-4)
+    if settings["objective"] == "deep_supervision":  # what is logged of a curriculum is that of the next step
+        assert [logged[f"weight_{layer}"] for layer in (1, 2, 3, 4)] == pytest.approx([0, 0.4, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -241,8 +206,7 @@ def test_numbers_of_any_kind_can_be_saved(tmp_path, objective):
         "max_grad_norm": np.float32(2), "max_steps": np.int64(-1),
     }  # fmt: skip
     args = config(tmp_path, objective=objective, save_strategy="steps", save_steps=1, **numbers)
-    trainer = DescentTrainer(bert(), args, train_dataset=DATA[:16])
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=DATA[:16])
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         saved = RunFolder(folder).summary["arguments"]

@@ -4,9 +4,7 @@ import pandas as pd
 import pytest
 from architectures import MODELS, build
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
-from tiny import bert, llama
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny import bert, llama, word_tokenizer
 
 from hf_descent.data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 
@@ -244,16 +242,14 @@ def test_a_class_unknown_to_training_is_named(tmp_path, train_file):
 
 @pytest.fixture
 def tokenizer():
-    words = {word: i for i, word in enumerate(["[PAD]", "[UNK]", "a", "b", "c"])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", model_max_length=6)
+    tokenizer = word_tokenizer()
+    tokenizer.model_max_length = 6
+    return tokenizer
 
 
 def test_tokenize_cuts_but_does_not_pad(tokenizer):
-    splits = DatasetDict(
-        train=Dataset.from_dict({"text": ["a b", "c " * 9], "text_pair": ["c", "a"], "labels": [0, 1]})
-    )
+    rows = {"text": ["w0 w1", "w2 " * 9], "text_pair": ["w2", "w0"], "labels": [0, 1]}
+    splits = DatasetDict(train=Dataset.from_dict(rows))
     for limit, expected in ((6, [[2, 3, 4], [4] * 5 + [2]]), (3, [[2, 3, 4], [4, 4, 2]])):
         rows = tokenize(splits, tokenizer, limit)["train"]
         assert rows["input_ids"][:] == expected and rows["labels"][:] == [0, 1] and "text" not in rows.column_names
@@ -271,4 +267,4 @@ def test_lengths_beyond_a_limit_are_refused(tokenizer):
     with pytest.raises(ValueError, match="`max_seq_length` is 33; .* 32 tokens at most"):
         most_tokens(tokenizer, looked_up, 33)
     with pytest.raises(ValueError, match="neither tokenizer nor model states a limit"):
-        most_tokens(tokenizer, build("BloomForCausalLM", MODELS["BloomForCausalLM"][0]))
+        most_tokens(tokenizer, build("BloomForCausalLM", MODELS["BloomForCausalLM"]))

@@ -29,7 +29,7 @@ CLASSIFIERS.remove("XLNetForSequenceClassification")  # whose states are [seq, b
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_each_sample_gets_the_logits_of_the_first_layer_that_is_sure(name):
-    model = build(name, MODELS[name][0])
+    model = build(name, MODELS[name])
     batch = {key: torch.cat([value, value.flip(0), value[:1]]) for key, value in batch_for(model).items()}
     if "input_ids" in batch:
         batch["input_ids"][2:, 0] = torch.tensor([11, 12, 13])
@@ -206,7 +206,7 @@ def test_bad_arguments_to_confidence_exit_are_named():
         "`threshold` is not set": lambda: ConfidenceExit(bert())(**batch),
         r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(input_ids=batch["input_ids"]),
         "is not the batch; use `truncate`": lambda: ConfidenceExit(
-            build("XLNetForSequenceClassification", MODELS["XLNetForSequenceClassification"][0]), 0.5
+            build("XLNetForSequenceClassification", MODELS["XLNetForSequenceClassification"]), 0.5
         )(input_ids=batch["input_ids"]),
         r"shape \[4, 1\]; .* needs \[batch": lambda: ConfidenceExit(bert(num_labels=1), 0.5)(
             input_ids=batch["input_ids"]

@@ -69,7 +69,7 @@ def test_generation_is_greedy_whatever_the_model_does_by_default(own):
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "T5ForConditionalGeneration"])
 def test_models_that_are_no_decoders_are_refused(name):
     with pytest.raises(ValueError, match="give a decoder"):
-        speculation_profile(build(name, MODELS[name][0]), [torch.tensor([[5, 6, 7]])])
+        speculation_profile(build(name, MODELS[name]), [torch.tensor([[5, 6, 7]])])
 
 
 def test_a_single_layer_decodes_plainly_and_adapters_and_no_prompts_are_refused():

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 import transformers
-from architectures import DECODER, FAMILIES, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build
+from architectures import DECODER, FAMILIES, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build, depth_of
 from tiny import bert, llama
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -23,7 +23,7 @@ from hf_descent.readout.replay import output_logits
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_saved(name, tmp_path):
-    model = build(name, MODELS[name][0])
+    model = build(name, MODELS[name])
     inputs = batch_for(model)
     with torch.no_grad():
         truth = layer_logits(model, inputs)
@@ -35,7 +35,7 @@ def test_a_truncated_model_has_the_logits_of_its_layer_before_and_after_it_is_sa
             loaded = type(model).from_pretrained(tmp_path / str(layer))
             # Products of weights that lie elsewhere in memory may round differently.
             torch.testing.assert_close(output_logits(loaded(**inputs)), truth[layer - 1], rtol=1e-5, atol=1e-5)
-        assert getattr(model.config, MODELS[name][1]) == LAYERS
+        assert getattr(model.config, depth_of(MODELS[name])) == LAYERS
 
 
 @pytest.mark.parametrize("kind", ["ut", "dust", "vit"])
@@ -80,7 +80,7 @@ def test_a_model_cast_by_hand_is_cut_with_its_cast_buffers():
 def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_path):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = transformers.Qwen2Config(
-        **MODELS["Qwen2ForCausalLM"][0], layer_types=types, use_sliding_window=True, tie_word_embeddings=True
+        **MODELS["Qwen2ForCausalLM"], layer_types=types, use_sliding_window=True, tie_word_embeddings=True
     )
     model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
     short = truncate(model, 2)
@@ -104,12 +104,12 @@ def test_a_hybrid_cut_below_its_first_attention_is_refused():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_without_a_shared_readout_are_refused(name):
-    model = build(name, REFUSED[name][0])
-    with pytest.raises(ValueError, match=REFUSED[name][1]):
+    model = build(name, REFUSED[name])
+    with pytest.raises(ValueError, match="differ in shape"):
         truncate(model, 1, batch_for(model))
 
 
-MINICPM = MODELS["LlamaForCausalLM"][0] | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8}
+MINICPM = MODELS["LlamaForCausalLM"] | {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8}
 MINICPM |= {"head_dim": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
 
 

@@ -141,7 +141,7 @@ def test_a_given_noise_stays_as_it_is(failing):
 
 
 def test_a_routers_loss_is_none_of_the_task():
-    fields, _ = MODELS["MixtralForCausalLM"]
+    fields = MODELS["MixtralForCausalLM"]
     model, data = build("MixtralForCausalLM", fields | {"router_aux_loss_coef": 0.5}), language_data(6, ragged=False)
     curve = noise_curve(model, data, [0.0, 1.0], batch_size=4, draws=1)
     assert curve.losses[0, 0] == pytest.approx(layer_profile(model, data, batch_size=4).losses[-1], rel=1e-6)

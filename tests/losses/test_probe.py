@@ -73,7 +73,7 @@ def other_setting(kind):
         return build("ViTForImageClassification", PICTURES), {"pixel_values": pixels, "labels": labels}
     if kind == "audio":
         name = "Wav2Vec2ForSequenceClassification"
-        fields = MODELS[name][0] | {"layerdrop": 0.0, "mask_time_prob": 0.0, "attention_dropout": 0.0}
+        fields = MODELS[name] | {"layerdrop": 0.0, "mask_time_prob": 0.0, "attention_dropout": 0.0}
         mask = (torch.arange(2000) < torch.tensor([2000, 1500, 2000, 900])[:, None]).long()  # [rows, samples]
         return build(name, fields), {"input_values": torch.randn(ROWS, 2000), "attention_mask": mask, "labels": labels}
     if kind == "speech to text":

@@ -188,7 +188,7 @@ def nothing(model):
 
 
 def make_renamed(tmp_path, name, change=nothing, **changes):
-    model = build(name, {**MODELS[name][0], "initializer_range": 0.02})
+    model = build(name, {**MODELS[name], "initializer_range": 0.02})
     change(model)
     one = batch_for(model, with_labels=True)
     one.setdefault("labels", torch.tensor([0, 1]))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from architectures import AUDIO
-from tiny import VOCAB, config
+from tiny import VOCAB, config, trained
 
 from hf_descent import DescentTrainer
 
@@ -132,8 +132,7 @@ def test_layer_losses_and_constraints(tmp_path, task):
         tmp_path, descent_alpha="auto", initial_loss_bound="auto", dual_warmup_steps=3, loss_targets={1: 1e-3},
         learning_rate=1e-3, max_steps=8, per_device_eval_batch_size=32,
     )  # fmt: skip
-    trainer = DescentTrainer(model, args, train_dataset=data, eval_dataset=data)
-    trainer.train()
+    trainer = trained(model, args, train_dataset=data, eval_dataset=data)
     assert trainer.multipliers.values.shape == (3 + 1,) and trainer.multipliers.values[3] > 0
     assert 0 < trainer.problem.initial_loss_bound < 10
 
@@ -174,8 +173,7 @@ def test_vectors(tmp_path, score, as_tuple):
     labels = torch.randint(3, (32,)) if score is F.cross_entropy else torch.randn(32, 3)
     data = [{"inputs": x, "labels": y} for x, y in zip(inputs, labels)]
     args = config(tmp_path, initial_loss_bound="auto", dual_warmup_steps=2, label_names=["labels"])
-    trainer = DescentTrainer(OfVectors(score, as_tuple), args, train_dataset=data, eval_dataset=data)
-    trainer.train()
+    trainer = trained(OfVectors(score, as_tuple), args, train_dataset=data, eval_dataset=data)
     constant = math.log(3) if score is F.cross_entropy else labels.var().item()
     assert trainer.problem.initial_loss_bound == pytest.approx(constant, rel=0.2)
     metrics = trainer.evaluate()

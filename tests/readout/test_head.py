@@ -1,6 +1,7 @@
 import pytest
 import torch
 import transformers
+from architectures import BART, T5_DECODER
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +19,7 @@ SIZES = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0}
-BART = {
-    "d_model": 16, "encoder_layers": 2, "decoder_layers": LAYERS, "dropout": 0.0, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24,
-}  # fmt: skip
+ENCODER_DECODER = {"vocab_size": VOCAB, "dropout": 0.0, "dropout_rate": 0.0}
 MODELS = {
     "LlamaForCausalLM": {},
     "Gemma2ForCausalLM": {"final_logit_softcapping": 0.3, "query_pre_attn_scalar": 4},
@@ -33,19 +31,9 @@ MODELS = {
     "OPTForCausalLM": {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "ModernBertDecoderForCausalLM": {},
     "MixtralForCausalLM": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "BartForConditionalGeneration": BART,
-    "MBartForConditionalGeneration": BART,
-    "MT5ForConditionalGeneration": {
-        "d_model": 16,
-        "d_kv": 4,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_decoder_layers": LAYERS,
-        "dropout_rate": 0.0,
-        "tie_word_embeddings": False,
-        "decoder_start_token_id": 0,
-    },
+    "BartForConditionalGeneration": BART | ENCODER_DECODER,
+    "MBartForConditionalGeneration": BART | ENCODER_DECODER,
+    "MT5ForConditionalGeneration": T5_DECODER | ENCODER_DECODER | {"tie_word_embeddings": False},
     "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 WEIGHTS = torch.tensor([0.7, -0.4, 1.3])
@@ -282,7 +270,7 @@ def hooked(name, hook):
     [
         (lambda: build("RobertaForMaskedLM", max_position_embeddings=40), "chain of modules"),
         (lambda: build("LlamaForSequenceClassification"), "no `labels` of tokens"),
-        (lambda: build("BlenderbotForConditionalGeneration", **BART), "without its labels"),
+        (lambda: build("BlenderbotForConditionalGeneration", **BART | ENCODER_DECODER), "without its labels"),
         (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
         (lambda: on_head(LoraConfig), "acts beside"),
         (lambda: on_head(IA3Config, feedforward_modules=[]), "acts beside"),

@@ -21,13 +21,12 @@ def bert():
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_each_layer_equals_the_truncated_model(name):
-    fields, count = MODELS[name]
-    model = build(name, fields)
+    model = build(name, MODELS[name])
     batch = batch_for(model)
     logits = layer_logits(model, batch)
     assert len(logits) == LAYERS
     for layer in range(1, LAYERS + 1):
-        assert torch.equal(logits[layer - 1], output_logits(truncated(model, count, layer)(**batch)))
+        assert torch.equal(logits[layer - 1], output_logits(truncated(model, MODELS[name], layer)(**batch)))
     assert torch.equal(logits[-1], output_logits(model(**batch)))
     assert all((a - b).abs().max() > 1e-3 for a, b in pairwise(logits))
 
@@ -74,8 +73,7 @@ def test_refuses_a_weighted_sum_of_layers():
 )
 @torch.no_grad()
 def test_outputs_carry_the_truncated_models_task_loss(name):
-    fields, count = MODELS[name]
-    model = build(name, fields)
+    model = build(name, MODELS[name])
     batch = batch_for(model, with_labels="T5" not in name)
     if "T5" in name:
         batch["labels"] = batch.pop("decoder_input_ids")
@@ -83,7 +81,7 @@ def test_outputs_carry_the_truncated_models_task_loss(name):
     with Readout.probe(model, batch).attach(lambda layer, outputs, hidden: losses.append(outputs["loss"])):
         outputs = model(**batch)
     for layer, loss in enumerate(losses, start=1):
-        short = truncated(model, count, layer)
+        short = truncated(model, MODELS[name], layer)
         short.config.output_router_logits = False
         assert torch.equal(loss, short(**batch).loss)
     if name == "MixtralForCausalLM":
@@ -92,7 +90,7 @@ def test_outputs_carry_the_truncated_models_task_loss(name):
 
 
 def test_replays_give_no_output_that_needs_the_layers():
-    model = build("MixtralForCausalLM", MODELS["MixtralForCausalLM"][0])
+    model = build("MixtralForCausalLM", MODELS["MixtralForCausalLM"])
     names = ("use_cache", "output_router_logits", "output_hidden_states", "output_attentions")
     batch, seen = batch_for(model, with_labels=True) | dict.fromkeys(names, True), []
     with Readout.probe(model, batch).attach(lambda layer, outputs, hidden: seen.append(set(outputs))):
@@ -116,7 +114,7 @@ def test_gradients_equal_a_naive_computation():
 
 
 def test_layer_l_replayed_equals_the_models_own_in_train_mode():
-    fields, _ = MODELS["MixtralForCausalLM"]
+    fields = MODELS["MixtralForCausalLM"]
     model = build("MixtralForCausalLM", fields | {"attention_dropout": 0.3}).train()
     batch = batch_for(model, with_labels=True)
     seen = []
@@ -223,7 +221,7 @@ def test_a_changed_model_is_probed_anew():
     del model.blocks[1:]
     with readout.attach(lambda *_: None), pytest.raises(ValueError, match="ran 1 layers"):
         model(**x)
-    model = build("LlamaForCausalLM", MODELS["LlamaForCausalLM"][0])
+    model = build("LlamaForCausalLM", MODELS["LlamaForCausalLM"])
     for model.config.num_hidden_layers in (3, 2):
         assert len(layer_logits(model, batch_for(model))) == model.config.num_hidden_layers
 
@@ -237,7 +235,7 @@ def test_lora_model(bert):
         logits = layer_logits(model, batch)
         own = model(**batch).logits
         merged = copy.deepcopy(model).merge_and_unload()
-        expected = [truncated(merged, "num_hidden_layers", layer)(**batch).logits for layer in (1, 2, 3)]
+        expected = [truncated(merged, TEXT, layer)(**batch).logits for layer in (1, 2, 3)]
         plain = layer_logits(bert, batch)
     assert torch.equal(logits[-1], own)
     for layer in range(LAYERS):

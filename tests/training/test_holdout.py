@@ -14,6 +14,7 @@ from tiny import (
     language_data,
     llama,
     naive_layer_losses,
+    trained,
     word_tokenizer,
 )
 from tiny_sft import TOKENIZER, texts
@@ -116,8 +117,7 @@ def test_multipliers_and_averages_are_those_of_a_naive_loop(tmp_path):
     )  # fmt: skip
     _, held_out = split(DATA, args)
     naive = NaiveDuals(held_out, 0.1, 0.02)
-    trainer = DescentTrainer(bert(dropout=0.3), args, train_dataset=DATA, callbacks=[naive])
-    trainer.train()
+    trainer = trained(bert(dropout=0.3), args, train_dataset=DATA, callbacks=[naive])
     assert naive.turn == 4 and naive.values.max() > 0.01
     assert trainer.multipliers.values.tolist() == pytest.approx(naive.values.tolist(), abs=1e-6)
     logged = trainer.state.log_history[-2]
@@ -193,10 +193,9 @@ def test_rows_of_their_own_may_not_be_in_another_part_but_for_a_few_duplicates(t
 
 def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     chosen = plain(DATA[:7] + FRESH[:13])
-    trainer = DescentTrainer(
+    trainer = trained(
         bert(), config(tmp_path, max_steps=1), train_dataset=plain(DATA), eval_dataset=chosen, dual_dataset=FRESH[20:]
     )
-    trainer.train()
     told = [record.getMessage() for record in caplog.records if "are fitted to" in record.getMessage()]
     assert len(told) == 1 and "7 of 20 rows of `eval_dataset` (35.0%)" in told[0]
     caplog.clear()
@@ -315,8 +314,7 @@ def test_the_noise_of_training_acts_on_held_out_rows(tmp_path):
     found = []
     for gamma in (0.0, 3.0):
         args = config(tmp_path, dual_holdout=0.5, noise_gamma=gamma, learning_rate=0.0, max_steps=1)
-        trainer = DescentTrainer(bert(), args, train_dataset=DATA)
-        trainer.train()
+        trainer = trained(bert(), args, train_dataset=DATA)
         found.append(summary_of(trainer)["dual_layer_losses"])
     assert found[0] != pytest.approx(found[1], rel=1e-4)
 
@@ -349,7 +347,6 @@ def test_a_custom_loop_restarts_its_slacks_by_itself():
 def test_objectives_without_multipliers_train_on_all_rows(tmp_path):
     for objective in ("erm", "deep_supervision"):
         args = config(tmp_path, dual_holdout=0.5, objective=objective, max_steps=1)
-        trainer = DescentTrainer(bert(), args, train_dataset=DATA)
-        trainer.train()
+        trainer = trained(bert(), args, train_dataset=DATA)
         assert len(trainer.get_train_dataloader().dataset) == len(DATA)
         assert "dual_rows" not in summary_of(trainer)

@@ -195,6 +195,9 @@ class DescentArguments:
     noise_sigma: float | None = field(default=None)
     eval_gammas: list[str] | None = field(default=None)
 
+    def __init_subclass__(cls):
+        cls.__doc__ = "\n\n".join(filter(None, (cls.__doc__, inspect.cleandoc(DescentArguments.__doc__ or ""))))
+
     def __post_init__(self):
         if isinstance(self, TrainingArguments):  # else it is for a loop without a Trainer
             super().__post_init__()
@@ -310,10 +313,7 @@ class DescentArguments:
 
 @dataclass
 class DescentConfig(DescentArguments, TrainingArguments):
-    __doc__ = (
-        "Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following.\n\n"
-        + inspect.cleandoc(DescentArguments.__doc__ or "")
-    )
+    """Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following."""
 
 
 def upper_level(noise_gamma: float | list[float] | None) -> float | None:

@@ -36,10 +36,10 @@ from .readout.labels import labels_of
 from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout
-from .training.callbacks import LayerFigureCallback, StepCallback, add_callbacks, show_messages
+from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.preparation import find_layers, find_sigma, make_dual, shared_batch, takes_items
-from .training.records import Given, LayerTotals, RunRecord, StepSums
+from .training.records import Given, LayerTotals, RunRecord, StepSums, reduced
 from .training.search import default_objective, values_as_given
 
 
@@ -95,9 +95,8 @@ class DescentMixin:
         if not self._reads_layers:
             return
         checks.check_supported(self, super().compute_loss)
-        others = self.callback_handler.callbacks
-        figures = LayerFigureCallback(lambda: self._record.certificate, others)
-        add_callbacks(self, StepCallback(self._after_optimizer_step, self._after_epoch, others), figures)
+        certificate, others = lambda: self._record.certificate, self.callback_handler.callbacks
+        add_callbacks(self, DescentCallback(self._after_optimizer_step, self._after_epoch, certificate, others))
 
     @property
     def multipliers(self) -> Multipliers | None:
@@ -132,7 +131,7 @@ class DescentMixin:
             return [], None
         if not self._stock_scaling_is_right:
             counts = [c.to(device) for batch in batches if self._task and (c := self._task.count(batch)) is not None]
-            self._step = replace(self._step, items=self._reduce(sum(counts)) if counts else None)
+            self._step = replace(self._step, items=reduced(self, sum(counts)) if counts else None)
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples, device):
@@ -204,7 +203,7 @@ class DescentMixin:
         if self._dual is None:
             return
         # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
-        layer_losses = self._reduce(self._step.layer_losses)
+        layer_losses = reduced(self, self._step.layer_losses)
         if not self.accelerator.optimizer_step_was_skipped:
             self._dual.dual_step(layer_losses, self.state.global_step, self._step.items, self._layers)
             checks.report_layers_at_chance(self._layers.readout, self._dual, self.state.global_step)
@@ -245,9 +244,9 @@ class DescentMixin:
         inputs = shared_batch(inputs, self)
         if self._layers is None:
             task = self._find_task(model, inputs, is_shared=True)
-            self._layers = find_layers(self, model, inputs, task, self._given.readout, self.logs_tokens)
+            self._layers = find_layers(self, model, inputs, task, self._given)
         if self._dual is None:
-            self._dual = make_dual(self, self._layers, inputs, self._given, self._record.resumed_from, self._reduce)
+            self._dual = make_dual(self, self._layers, inputs, self._given, self._record.resumed_from)
 
     def _training_noise(self, model):
         """The noise of a micro-batch as a context."""
@@ -265,7 +264,7 @@ class DescentMixin:
         """The deviation of the clean signal: given, saved with the model, or estimated from the training data once;
         ValueError where it is none of these."""
         model = unwrapped(self.model) if model is None else model
-        return find_sigma(self, model, self._record.resumed_from, self._reduce)
+        return find_sigma(self, model, self._record.resumed_from)
 
     # ---- items ----
 
@@ -275,10 +274,6 @@ class DescentMixin:
     @property
     def _stock_scaling_is_right(self) -> bool:
         return not self._reads_layers and self.args.gradient_accumulation_steps == 1 and self.args.world_size == 1
-
-    def _reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over processes."""
-        return self.accelerator.reduce(tensor.to(self.args.device), "sum") if self.args.world_size > 1 else tensor
 
     # ---- evaluation ----
 
@@ -291,12 +286,11 @@ class DescentMixin:
         self._evaluated = LayerTotals()
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         if not (self._reads_layers or self.is_in_train) and description == "Evaluation":
-            given = (dataloader, metric_key_prefix, super().compute_loss)
-            output.metrics.update(evaluation.plain_metrics(self, *given))
+            output.metrics.update(evaluation.plain_metrics(self, dataloader, metric_key_prefix, super().compute_loss))
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
-            totals = self._reduce(self._evaluated.over(self._layers.num_layers, self.args.device))
+            totals = reduced(self, self._evaluated.over(self._layers.num_layers, self.args.device))
             given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
             metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
             self._record = replace(self._record, certificate=certificate)
@@ -421,7 +415,7 @@ class DescentMixin:
 
     def _save_dual_state(self, output_dir) -> None:
         if self._dual is not None:
-            checkpoints.check_agreement(self._dual.multipliers.values, self._reduce, self.args.process_index)
+            checkpoints.check_agreement(self, self._dual.multipliers.values)
             self._dual.save(output_dir, write=self.args.should_save)
             # For people to read, in trainer_state.json.
             self.state.stateful_callbacks["DescentState"] = self._dual.summary()
@@ -440,7 +434,8 @@ class DescentMixin:
         best = self.state.best_model_checkpoint
         with checkpoints.own_names(self, best):
             super()._load_best_model()
-        self._record = self._record.at(self.state.best_global_step)
+        certificate = self._record.certificates.get(self.state.best_global_step)
+        self._record = replace(self._record, certificate=certificate)
         if self._dual is not None and os.path.isfile(os.path.join(best, STATE_NAME)):
             self._dual.load(best)
 

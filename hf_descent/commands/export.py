@@ -5,10 +5,9 @@ from importlib import import_module
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..early_exit import truncate
-from ..loading import load_model, load_tokenizer
+from ..loading import CAUSAL_LMS, load_model, load_tokenizer
 
 
 STANDALONE = """\
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     else:
         short.save_pretrained(folder)
     architecture, depth = type(model).__name__, model.config.get_text_config().num_hidden_layers
-    drafts = architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    drafts = architecture in CAUSAL_LMS
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
     text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
     text += MERGED if drafts and is_adapter and args.layer < depth else ""

@@ -36,8 +36,16 @@ class PatchTask(DenoisingTask):
         self.patch_size = patch_size
 
     def rows(self, clips: Dataset) -> Dataset:
-        """The rows of a split of clips."""
-        return patch_rows(clips, self.patch_size)
+        """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
+        num_frames, size, _ = clips.features["frames"].shape
+        if size % self.patch_size:
+            raise ValueError(f"`patch_size` is {self.patch_size}; give one that divides `frame_size`, {size}.")
+
+        def cut(batch):
+            patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), self.patch_size)
+            return {"pixel_values": patches.flatten(0, 1).numpy()}  # [clips * places, frames, values]
+
+        return _expand(clips, cut, (num_frames, self.patch_size**2))
 
     def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         """The model's input for the pixels of rows, `[batch, frames, values]`."""
@@ -55,8 +63,14 @@ class ImageTask(DenoisingTask):
             processor.image_mean, processor.image_std = [mean] * 3, [std] * 3
             self.pixel_range = 1 / std
 
-    def rows(self, clips: Dataset) -> Dataset:
-        return frame_rows(clips)
+    @staticmethod
+    def rows(clips: Dataset) -> Dataset:
+        """One row per frame: `pixel_values`, uint8 `[height, width]`, in torch format."""
+
+        def cut(batch):
+            return {"pixel_values": np.concatenate(batch["frames"])}
+
+        return _expand(clips, cut, clips.features["frames"].shape[1:])
 
     def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         images = [frame[None].expand(3, -1, -1) for frame in pixels]  # [3, height, width] each
@@ -76,27 +90,6 @@ def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
     """Clips `[..., frames, height, width]` -> their patches `[..., places, frames, patch_size ** 2]`, row by row."""
     patches = frames.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))  # [..., T, rows, p, columns, p]
     return patches.movedim((-4, -2), (-5, -4)).flatten(-2).flatten(-4, -3)  # [..., rows * columns, T, p * p]
-
-
-def patch_rows(clips: Dataset, patch_size: int) -> Dataset:
-    """One row per clip and place: `pixel_values`, uint8 `[num_frames, patch_size ** 2]`, in torch format."""
-    if (size := clips.features["frames"].shape[1]) % patch_size:
-        raise ValueError(f"`patch_size` is {patch_size}; give one that divides `frame_size`, {size}.")
-
-    def cut(batch):
-        patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), patch_size)  # [clips, places, T, values]
-        return {"pixel_values": patches.flatten(0, 1).numpy()}
-
-    return _expand(clips, cut, (clips.features["frames"].shape[0], patch_size**2))
-
-
-def frame_rows(clips: Dataset) -> Dataset:
-    """One row per frame: `pixel_values`, uint8 `[height, width]`, in torch format."""
-
-    def cut(batch):
-        return {"pixel_values": np.concatenate(batch["frames"])}
-
-    return _expand(clips, cut, clips.features["frames"].shape[1:])
 
 
 def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:

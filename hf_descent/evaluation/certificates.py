@@ -6,6 +6,7 @@ one model; the constants of the paper's theorems cannot be measured and are not 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,9 +111,7 @@ def certify(
     gamma: float = 0.0,
     multipliers: torch.Tensor | None = None,
     chance: float | None = None,
-    warmup_share: float | None = None,
-    also_selected: bool = False,
-    data_name: str = "",
+    **facts: Any,
 ) -> Certificate:
     """The verdict on a problem from sums over held-out data; ValueError where `confidence` is no level.
 
@@ -124,6 +123,7 @@ def certify(
         multipliers (`torch.Tensor` of shape `[rows]`, *optional*): those of the training.
         chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
             it is not known: labels of another distribution, or fewer of them, have another one.
+        facts: `warmup_share`, `also_selected` and `data_name` of the [`Certificate`].
     """
     arguments = problem.state_dict()
     known = [value for value in (arguments["chance_loss"], chance) if value]
@@ -161,11 +161,9 @@ def certify(
         gamma=gamma,
         confidence=confidence,
         multipliers=None if multipliers is None else multipliers[index].tolist(),
-        warmup_share=warmup_share,
         items=round(total[-1, 1]),
-        also_selected=also_selected,
-        data_name=data_name,
         loss_radii=np.broadcast_to(radius(_means, blocks, confidence), losses.shape),
+        **facts,
     )
 
 

@@ -61,15 +61,6 @@ class DustConfig(PreTrainedConfig):
     loss_scale: float | int = positive(default=0.5)
 
 
-def dct_dictionary(num_values: int, size: int) -> torch.Tensor:
-    """The overcomplete DCT dictionary D `[num_values, size]`: a tight frame, D D^T = I; orthonormal when complete.
-
-    Its rows are the first of the orthonormal (inverse) DCT matrix of `size` samples; column k is the cosine of
-    frequency k, cut after `num_values` samples.
-    """
-    return orthonormal_dct(size).T[:num_values]
-
-
 class DustLayer(GradientCheckpointingLayer):
     """One iteration; the module docstring has the equations.
 
@@ -115,7 +106,9 @@ class DustForVideoDenoising(PatchDenoiser, PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, DustLayer):
-            init.copy_(module.dictionary, dct_dictionary(*module.dictionary.shape))
+            # The first rows of the inverse DCT of `size` samples: a tight frame, D D^T = I; orthonormal when complete.
+            num_values, size = module.dictionary.shape
+            init.copy_(module.dictionary, orthonormal_dct(size).T[:num_values])
 
     def reconstruct(self, pixel_values: torch.Tensor) -> torch.Tensor:
         reconstruction, code = pixel_values, pixel_values @ self.layers[0].dictionary

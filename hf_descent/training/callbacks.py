@@ -26,35 +26,35 @@ def show_messages(args: TrainingArguments) -> None:
         logger.addHandler(logging.StreamHandler())
 
 
-def add_callbacks(trainer: Trainer, step: "StepCallback", figures: "LayerFigureCallback") -> None:
-    """Add `step`, `figures`, and the progress bar below in place of Trainer's; once."""
-    callbacks = {type(callback): callback for callback in trainer.callback_handler.callbacks}
-    if StepCallback not in callbacks:
+def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
+    """Add `callback`, and the progress bar below in place of Trainer's; once."""
+    callbacks = {type(each): each for each in trainer.callback_handler.callbacks}
+    if DescentCallback not in callbacks:
         # First of all: others may save a checkpoint at the end of a step.
-        trainer.callback_handler.callbacks.insert(0, step)
-        trainer.add_callback(figures)
+        trainer.callback_handler.callbacks.insert(0, callback)
     # By exact type: a progress bar of the user's own stays.
     if ProgressCallback in callbacks:
         trainer.remove_callback(callbacks[ProgressCallback])
         trainer.add_callback(DescentProgressCallback)
 
 
-class StepCallback(TrainerCallback):
-    """Calls back after the optimizer's step and after every epoch; no state is kept here.
+class DescentCallback(TrainerCallback):
+    """Calls back after the optimizer's step and after every epoch, and gives TensorBoard and Trackio a figure of the
+    layer losses with every evaluation, beside the scalars; no state is kept here.
 
     Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
-    still may meet them, at first at the price of the score. `others` are the callbacks of the trainer.
+    still may meet them, at first at the price of the score. `certificate` gives that of the last evaluation; `others`
+    are the callbacks of the trainer.
     """
 
-    def __init__(self, after_step: Callable[[], None], after_epoch: Callable[[], None], others: list[TrainerCallback]):
-        self.after_step, self.after_epoch, self.others = after_step, after_epoch, others
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        chosen_by = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
-        if chosen_by.endswith("feasible_score") and (metrics or {}).get(chosen_by, 0.0) < 0:
-            for callback in self.others:
-                if isinstance(callback, EarlyStoppingCallback):
-                    callback.early_stopping_patience_counter = -1  # it is about to count this evaluation
+    def __init__(
+        self,
+        after_step: Callable[[], None],
+        after_epoch: Callable[[], None],
+        certificate: Callable[[], Certificate | None],
+        others: list[TrainerCallback],
+    ):
+        self.after_step, self.after_epoch, self.certificate, self.others = after_step, after_epoch, certificate, others
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.after_step()
@@ -69,20 +69,16 @@ class StepCallback(TrainerCallback):
         if not (has_length(train_dataloader) or control.should_training_stop):
             self.after_epoch()
 
-
-class LayerFigureCallback(TrainerCallback):
-    """Gives TensorBoard and Trackio a figure of the layer losses with every evaluation, beside the scalars.
-
-    `certificate` gives that of the last evaluation; `others` are the callbacks of the trainer.
-    """
-
-    def __init__(self, certificate: Callable[[], Certificate | None], others: list[TrainerCallback]):
-        self.certificate, self.others = certificate, others
-
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        metrics = metrics or {}
+        chosen_by = f"eval_{(args.metric_for_best_model or '').removeprefix('eval_')}"
+        if chosen_by.endswith("feasible_score") and metrics.get(chosen_by, 0.0) < 0:
+            for callback in self.others:
+                if isinstance(callback, EarlyStoppingCallback):
+                    callback.early_stopping_patience_counter = -1  # it is about to count this evaluation
         # Each logged the scalars before, so that its run is open.
         trackers = [each for each in self.others if isinstance(each, TensorBoardCallback | TrackioCallback)]
-        names = [name for name in metrics or {} if LAYER_LOSS.search(name)]
+        names = [name for name in metrics if LAYER_LOSS.search(name)]
         if not (trackers and names and state.is_world_process_zero):
             return
         facts = self.certificate(), args.gamma_train, args.objective not in UNCONSTRAINED

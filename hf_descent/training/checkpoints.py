@@ -31,7 +31,7 @@ from ..files import atomic_write
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
-from .records import Given, RunRecord, evaluation_sets
+from .records import Given, RunRecord, evaluation_sets, reduced
 
 
 logger = logging.get_logger(__name__)
@@ -118,13 +118,14 @@ def save_checksums(trainer: Trainer, folder: str) -> None:
         json.dump({"step": trainer.state.global_step, "files": files}, file, indent=2)
 
 
-def check_agreement(multipliers: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor], process: int) -> None:
+def check_agreement(trainer: Trainer, multipliers: torch.Tensor) -> None:
     """RuntimeError where the multipliers, which every process steps by itself, are not those of the first one.
 
     On every process, or the others would wait for the one that raises.
     """
-    first = reduce(multipliers if process == 0 else torch.zeros_like(multipliers))  # [layers]
-    if reduce((multipliers != first).any().float()):
+    process = trainer.args.process_index
+    first = reduced(trainer, multipliers if process == 0 else torch.zeros_like(multipliers))  # [layers]
+    if reduced(trainer, (multipliers != first).any().float()):
         raise RuntimeError(
             f"The multipliers differ between processes: {multipliers.tolist()} on process {process}, "
             f"{first.tolist()} on the first one. Resume from the last complete checkpoint."

@@ -96,14 +96,8 @@ def layer_metrics(
     and the greater, the smaller f_L is. Else it is minus the `shortfall` of the [`Certificate`], a little less for a
     greater f_L. Models whose layers are not shown to be better than chance come last: the latest first, then by f_L.
 
-    Args:
-        dual ([`DescentState`]): the problem and its multipliers.
-        totals (`torch.Tensor` of shape `[B, L + 1]`): of each block of the data the sums of the layer losses, and the
-            items.
-        labels ([`ConstantPredictor`], *optional*): statistics of the labels of this process's batches.
-        prefix (`str`): of the metrics' names.
-        step (`int`): optimizer steps so far.
-        also_selected (`bool`): see [`Certificate`].
+    `totals` `[B, L + 1]` are of each block of the data the sums of the layer losses, and the items; `labels` are
+    statistics of the labels of this process's batches; `step` counts the optimizer steps so far.
     """
     blocks = totals.cpu().double().numpy()
     blocks = blocks[blocks[:, -1] > 0]

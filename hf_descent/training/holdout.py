@@ -1,6 +1,6 @@
 """Rows held out of training, on which the multipliers move (Cotter et al. 2019): constraints are on expectations."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from ..configs import DescentArguments
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import inner_model
 from .initial_loss import drawing_apart
-from .records import LayerTotals, evaluation_sets
+from .records import LayerTotals, evaluation_sets, reduced
 
 
 logger = get_logger(__name__)
@@ -115,8 +115,8 @@ class HeldOutRows:
     """Rows that are not trained on. They are read in eval mode, without dropout but with the noise of training;
     `count` is their number."""
 
-    def __init__(self, trainer: Trainer, rows, reduce: Callable[[torch.Tensor], torch.Tensor]):
-        self._trainer, self._rows, self._reduce = trainer, rows, reduce
+    def __init__(self, trainer: Trainer, rows):
+        self._trainer, self._rows = trainer, rows
         self.count = len(rows)
         self._collate = trainer.get_test_dataloader(rows).collate_fn  # drops columns, as in training
         logger.info(f"The multipliers move on {self.count} rows that are held out of training.")
@@ -139,5 +139,5 @@ class HeldOutRows:
                 with trainer._training_noise(model):
                     totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
         model.train()
-        sums = self._reduce(totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
+        sums = reduced(trainer, totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
         return sums[:-1] / sums[-1]

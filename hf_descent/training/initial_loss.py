@@ -24,6 +24,7 @@ from ..configs import levels_of
 from ..losses.constant import FEW_CLASSES, ConstantPredictor, unmeasurable
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
+from .records import reduced
 
 
 FEW_LABELS, MANY_LABELS = 2_000, 100_000  # of `FEW_CLASSES`, and of more
@@ -53,11 +54,10 @@ def measure_chance(
     trainer: Trainer,
     task: TaskLoss,
     predictor: ConstantPredictor,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
     data,
 ) -> float:
     """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; of a
-    denoiser that of its noisy input, where it is less. `reduce` sums a tensor over processes.
+    denoiser that of its noisy input, where it is less.
 
     ValueError where the data can be read only once, or has no two labels.
     """
@@ -71,7 +71,7 @@ def measure_chance(
         noise_variance = mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0
         chance = chance_of_batches(task, predictor, partial(collated, trainer, data), noise_variance)
     # One value for all, also where each process has a part of a stream to itself.
-    return reduce(torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
+    return reduced(trainer, torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
 
 
 def chance_of_batches(

@@ -1,7 +1,8 @@
 """What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..runs import RunFolder
 from .checks import check_documents
 from .holdout import HeldOutRows, split
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
-from .records import Given
+from .records import Given, reduced
 
 
 logger = get_logger(__name__)
@@ -64,8 +65,7 @@ def find_layers(
     model: nn.Module,
     inputs: Mapping[str, Any],
     task: TaskLoss,
-    readout: Callable | None,
-    token_statistics: bool,
+    given: Given,
 ) -> LayerLosses:
     """The layer losses of a trainer's model, found and checked on a batch.
 
@@ -77,10 +77,10 @@ def find_layers(
         model,
         inputs,
         task,
-        readout=readout,
+        readout=given.readout,
         trains=trainer.is_in_train,
         token_fraction=trainer.args.readout_token_fraction,
-        token_statistics=token_statistics,
+        token_statistics=trainer.logs_tokens,
         seed=trainer.args.seed,
     )
     compiler = TorchDynamoPlugin(backend=trainer.args.torch_compile_backend, mode=trainer.args.torch_compile_mode)
@@ -97,7 +97,6 @@ def make_dual(
     inputs: Mapping[str, Any],
     given: Given,
     checkpoint: str | None,
-    reduce: Callable[[torch.Tensor], torch.Tensor],
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on rows `given`, on rows held out, or on those of training."""
@@ -122,7 +121,7 @@ def make_dual(
         constant = find_predictor(task, inputs, outputs)
         if chance is None:
             data = trainer.train_dataset if trainer.is_in_train or loader is None else loader.dataset
-            chance = measure_chance(trainer, task, constant, reduce, data)
+            chance = measure_chance(trainer, task, constant, data)
     except ValueError:
         is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
         if is_constrained and chance is None and args.initial_loss_bound == "auto":
@@ -137,7 +136,7 @@ def make_dual(
         0 if saved else state.global_step,
         chance,
         args.device,
-        None if held_out is None else HeldOutRows(trainer, held_out, reduce),
+        None if held_out is None else HeldOutRows(trainer, held_out),
         constant,
     )
     if saved:
@@ -156,9 +155,7 @@ def loaded_from(model: nn.Module) -> str:
     return getattr(config, "_name_or_path", "")
 
 
-def find_sigma(
-    trainer: Trainer, model: nn.Module, checkpoint: str | None, reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> float:
+def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> float:
     """The standard deviation of the clean signal: given, saved with the `checkpoint` or the model, or estimated from
     2,048 rows spread over the training data; kept in the model's config.
 
@@ -179,7 +176,7 @@ def find_sigma(
             )
         with drawing_apart(trainer, model):  # also for a resumed run to find the same value
             batches = map(trainer._prepare_inputs, collated(trainer, data, SIGMA_ROWS))
-            sigma = estimate_sigma(model, batches, reduce)
+            sigma = estimate_sigma(model, batches, partial(reduced, trainer))
         logger.info(f"Deviation of the clean signal: sigma = {sigma:.4g}.")
     if config is not None:
         config.noise_sigma = sigma

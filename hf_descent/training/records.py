@@ -3,7 +3,7 @@
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,12 @@ def evaluation_sets(trainer: Trainer) -> dict[str, Any]:
     given = trainer.eval_dataset
     sets = given if isinstance(given, dict) else {"eval_dataset": given}
     return {name: rows for name, rows in sets.items() if rows is not None}
+
+
+def reduced(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over processes."""
+    args = trainer.args
+    return trainer.accelerator.reduce(tensor.to(args.device), "sum") if args.world_size > 1 else tensor
 
 
 @dataclass
@@ -125,10 +131,6 @@ class RunRecord:
         kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
         self.certificates = kept | {step: self.certificate}
         self.also_selected = False  # what comes next may not come by `evaluate`
-
-    def at(self, step: int) -> "RunRecord":
-        """This record, with the certificate that was kept of `step`."""
-        return replace(self, certificate=self.certificates.get(step))
 
     @property
     def results(self) -> dict[str, Result]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor,
 
 from hf_descent import cli
 from hf_descent.commands.denoise import ModelArguments, build_model, measure_sigma
-from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser, patch_rows
+from hf_descent.data.denoising import ImageTask, PatchTask, load_denoiser
 from hf_descent.data.video import VideoArguments, load_clips
 from hf_descent.evaluation.perturbations import salt_and_pepper
 from hf_descent.evaluation.scoring import noise_key
@@ -73,7 +73,7 @@ def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     args = VideoArguments(train_files=[str(workplace / "test.avi")], validation_percentage=34, **SIZES)
     errors = []
     for split in load_clips(args).values():
-        clean = patch_rows(split, 8)[:]["pixel_values"].float() / 255
+        clean = PatchTask(8).rows(split)[:]["pixel_values"].float() / 255
         errors.append((model(clean).logits - clean).square().detach())
     assert results_of(folder)["test_rmse@0"] == pytest.approx(255 * torch.cat(errors).mean().sqrt().item(), rel=1e-4)
 
@@ -93,7 +93,7 @@ def test_rows_are_drawn_at_random(workplace, limit):
         train_files=[str(workplace / "train.avi")], max_train_samples=limit, max_eval_samples=limit, **SIZES
     )
     for split, clips in load_clips(args).items():
-        rows = patch_rows(clips, 8)
+        rows = PatchTask(8).rows(clips)
         drawn, in_order = (each[:]["pixel_values"] for each in (args.draw(split, rows), rows))
         places = np.random.default_rng(0).permutation(len(rows))[:limit]
         assert torch.equal(drawn, in_order[places]) and not torch.equal(drawn, in_order[: len(drawn)])
@@ -139,9 +139,9 @@ def test_sigma_is_the_deviation_of_the_training_pixels(workplace):
     args = VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES | {"split_gap": 4})
     clips = load_clips(args)["train"]
     expected = np.stack(clips.with_format("numpy")["frames"][:]).astype(float).std() / 255
-    assert measure_sigma(patch_rows(clips, 8), PatchTask(8)) == pytest.approx(expected, rel=1e-5)
+    assert measure_sigma(PatchTask(8).rows(clips), PatchTask(8)) == pytest.approx(expected, rel=1e-5)
     assert clips["start"][-1] == 44  # 12 clips
-    black = patch_rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}), 8)
+    black = PatchTask(8).rows(clips.map(lambda row: {"frames": np.zeros((4, 32, 32), np.uint8)}))
     with pytest.raises(ValueError, match="clean signal has variance 0"):
         measure_sigma(black, PatchTask(8))
 
@@ -164,7 +164,7 @@ def test_bad_arguments_are_refused(values, match):
 def test_patches_that_do_not_fill_a_frame_are_refused(workplace):
     clips = load_clips(VideoArguments(train_files=[str(workplace / "train.avi")], **SIZES))["train"]
     with pytest.raises(ValueError, match="`patch_size` is 7; give one that divides `frame_size`, 32"):
-        patch_rows(clips, 7)
+        PatchTask(7).rows(clips)
 
 
 def test_damaged_weights_are_named(workplace, tmp_path):

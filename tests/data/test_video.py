@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from tiny_files import encode_video
 
-from hf_descent.data.denoising import PatchTask, frame_rows, patch_rows, to_patches
+from hf_descent.data.denoising import ImageTask, PatchTask, to_patches
 from hf_descent.data.video import VideoArguments, find_videos, load_clips, read_frames, split_videos
 
 
@@ -125,13 +125,13 @@ def test_rows_hold_every_pixel_once(tmp_path):
     path = write_video(tmp_path / "video.avi", 30)
     clips = load_clips(arguments(train_files=[path]))["train"]
     frames = torch.from_numpy(np.stack(clips.with_format("numpy")["frames"][:]))
-    patches = patch_rows(clips, 8)
+    patches = PatchTask(8).rows(clips)
     assert len(patches) == len(clips) * 16
     batch = PatchTask(8).collate(list(patches))
     assert batch["pixel_values"].dtype == torch.float32 and torch.equal(batch["pixel_values"], batch["labels"])
     expected = to_patches(frames, 8).flatten(0, 1) / 255
     torch.testing.assert_close(batch["labels"], expected)
-    images = frame_rows(clips)
+    images = ImageTask.rows(clips)
     assert torch.equal(torch.stack([row["pixel_values"] for row in images]).to(torch.uint8), frames.flatten(0, 1))
 
 

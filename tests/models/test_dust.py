@@ -4,8 +4,13 @@ from sklearn.linear_model import Lasso
 from test_all_models import batch_of, build
 
 from hf_descent.models import DustConfig
-from hf_descent.models.dust import DustLayer, dct_dictionary
+from hf_descent.models.dust import DustLayer
 from hf_descent.models.unrolling import symmetric_attention
+
+
+def dct_dictionary(num_values, size):
+    """That of an untrained layer."""
+    return build("dust", hidden_size=num_values, dictionary_size=size).layers[0].dictionary.detach()
 
 
 @pytest.mark.parametrize("size", [16, 24, 64])

@@ -9,8 +9,10 @@ Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, appendix C.2.
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.fft import dct
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import capture_outputs
 from transformers.utils.type_validators import interval
@@ -106,10 +108,7 @@ def symmetric_attention(
 
 def orthonormal_dct(size: int) -> torch.Tensor:
     """The orthonormal DCT-II matrix `[size, size]`: row k is the cosine of frequency k."""
-    index = torch.arange(size, dtype=torch.float64)
-    matrix = torch.cos(math.pi / size * index[:, None] * (index + 0.5)) * math.sqrt(2 / size)  # [frequency, sample]
-    matrix[0] /= math.sqrt(2)
-    return matrix.float()
+    return torch.from_numpy(dct(np.eye(size), norm="ortho", axis=0)).float()  # [frequency, sample]
 
 
 def denoising_loss(

@@ -4,23 +4,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import bert, classification_data, config
+from tiny import bert, classification_data, config, truncated
 
 from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve
-
-
-def truncated(depth):
-    model = bert(num_layers=3).eval()
-    model.bert.encoder.layer = model.bert.encoder.layer[:depth]
-    return model
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1.5])
 def test_layer_losses_and_metrics_are_those_of_truncated_models(gamma):
     data, settings = classification_data(30), {"seed": 5, "batch_size": 8, "sigma": 0.7}
     profile = layer_profile(bert(num_layers=3), data, gamma=gamma, **settings)
-    curves = [noise_curve(truncated(depth), data, [gamma], draws=1, **settings) for depth in (1, 2, 3)]
+    curves = [noise_curve(truncated(bert(), depth), data, [gamma], draws=1, **settings) for depth in (1, 2, 3)]
     np.testing.assert_allclose(profile.losses, [curve.losses[0, 0] for curve in curves], rtol=1e-6)
     np.testing.assert_allclose(profile.values, [curve.values[0, 0] for curve in curves])
     assert profile.gamma == gamma

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from architectures import DECODER, GPT, build
+from architectures import DECODER, GPT, XLNET, build
 from tiny import InOrder, config
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
 
-XLNET = {"vocab_size": 99, "d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48, "pad_token_id": 1}
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "dropout": 0.0}
 
 

@@ -2,12 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from scipy.fft import dct
 
-from hf_descent.models.unrolling import orthonormal_dct, symmetric_attention
+from hf_descent.models.unrolling import symmetric_attention
 
 
 def similarity(points):
@@ -85,7 +83,3 @@ def test_the_proximal_step_never_raises_its_energy(weight):
         moved = attend(tokens, self_weight=weight)
         anchored = -similarity(moved).sum() + weight * (moved - tokens).square().sum()
         assert anchored <= -similarity(tokens).sum() + 1e-9
-
-
-def test_dct_is_scipys():
-    np.testing.assert_allclose(orthonormal_dct(12), dct(np.eye(12), norm="ortho", axis=0), atol=1e-6)

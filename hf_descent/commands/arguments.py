@@ -128,8 +128,9 @@ def _arrange(parser: argparse.ArgumentParser, argument_types: Sequence[type], sh
     from ..configs import DescentArguments
 
     groups = {dtype.__doc__.splitlines()[0].rstrip("."): dtype for dtype in argument_types}
-    if is_training := issubclass(argument_types[-1], DescentArguments):
-        parser.add_argument("--help_all", action="help", help="also list Trainer's arguments; explain all in full")
+    is_training = issubclass(argument_types[-1], DescentArguments)
+    parser.add_argument("--help_all", action="help", help="list and explain all" if is_training else argparse.SUPPRESS)
+    if is_training:
         *others, (_, trainer) = groups.items()
         groups = {"Descent constraints and noise": DescentArguments, **dict(others), "Trainer": trainer}
     options = parser._optionals._group_actions

@@ -188,10 +188,9 @@ def speculation_profile(
         seconds = turns(calls, repeats, device, progress)  # [1 + timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
     speeds, equal = np.full((2, len(acceptance)), np.nan)
-    rates = tokens / seconds  # [1 + timed]
-    speeds[timed] = rates[1:]
+    greedy_speed, *speeds[timed] = tokens / seconds  # [1 + timed]
     equal[timed] = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
-    return SpeculationProfile(acceptance, speeds, float(rates[0]), equal)
+    return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal)
 
 
 def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Iterator[dict[str, Any]]:

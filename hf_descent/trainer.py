@@ -342,7 +342,7 @@ class DescentMixin:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
         dataset = self._held_out(eval_dataset)
-        gammas = evaluation.chosen_levels(self.args, gammas)
+        gammas = self.args.eval_gammas if gammas is None else gammas
         model, settings = evaluation.settings(self, self._given.readout)
         is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card

@@ -178,12 +178,13 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     problem = DescentProblem.saved_in(summary)
     gammas = sorted(set(args.profile_gammas or (0.0, float(gamma_train or 0.0), float(max(args.eval_gammas)))))
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
-    warmup = summary.get("warmup_layer_losses")
+    warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
     share = None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
+    facts = {"warmup_share": share, "multipliers": None if multipliers is None else torch.tensor(multipliers)}
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
-            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence, warmup_share=share)
+            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence, **facts)
     run.write(results)
     return tables(results)
 

@@ -137,7 +137,7 @@ class DescentProblem:
         # The share of what a row asks for to which a margin may lower it.
         least = [{"exit": 1 / row.factor, "bound": 0.0}.get(row.kind, 1.0) for row in self.rows]
         self._least_share = torch.tensor(least)
-        self._factor = self._factors_in(torch.float32)
+        self._factor = torch.tensor([row.factor for row in self.rows])  # in float32 alone, since MPS has no float64
         self._power = torch.tensor([row.power for row in self.rows])
 
     def _layer_rows(self) -> Iterator[Row]:
@@ -300,15 +300,13 @@ class DescentProblem:
 
     def _factors_at(self, dtype: torch.dtype, level: torch.Tensor | None) -> torch.Tensor:
         """The factors `[constraints]` at a level."""
-        factors = self._factor if dtype == self._factor.dtype else self._factors_in(dtype)
+        factors = self._factor
+        if dtype != factors.dtype:
+            factors = torch.tensor([row.factor for row in self.rows], dtype=dtype, device=factors.device)
         if not self.follows or level is None:
             return factors
         ratio = torch.where(self._is_between(level), level.detach() / self.initial_loss_bound, 1.0)
         return factors * ratio**self._power
-
-    def _factors_in(self, dtype: torch.dtype) -> torch.Tensor:
-        """Kept in float32 alone, since MPS has no float64."""
-        return torch.tensor([row.factor for row in self.rows], dtype=dtype, device=self._layer.device)
 
     def _over_rows(self, values: torch.Tensor) -> torch.Tensor:
         return values.new_zeros(self.num_rows).index_copy(0, self._index, values)

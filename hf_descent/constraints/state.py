@@ -128,9 +128,7 @@ class DescentState:
     def inactive(self, step: int) -> bool:
         """Whether the objective of this step is f_L alone: in warm-up, and always for "erm"."""
         objective = self.args.objective
-        if objective in objectives.UNCONSTRAINED:
-            return objective == "erm"
-        return step < self.active_from
+        return objective == "erm" or (objective not in objectives.UNCONSTRAINED and step < self.active_from)
 
     @property
     def trained_layers(self) -> list[int]:
@@ -257,8 +255,9 @@ class DescentState:
         if saved is None or saved.num_layers != self.num_layers:  # it may have been cut since
             return
         args = self.args
-        given = args.exit_targets or args.loss_targets or args.constrained_layers
-        given = given or not (args.descent_alpha in (None, "auto") and args.initial_loss_bound == "auto")
+        names = ("exit_targets", "loss_targets", "constrained_layers", "descent_strength", "initial_loss_bound")
+        given = args.descent_alpha not in (None, "auto")
+        given = given or any(getattr(args, name) != getattr(type(args), name) for name in names)
         if self.problem is None or not given:
             self._take_problem(saved)
         if self.problem.rows == saved.rows:
@@ -422,8 +421,8 @@ class DescentState:
             self._take_problem(DescentProblem(**meta["problem"]))
 
     def _schedule(self) -> dict:
-        """As JSON gives it back. A step size that follows f_L is "auto", as version 0.1 called its own."""
-        rows = "auto" if self.args.follows else self.args.layer_rows
+        """As JSON gives it back. The line is "auto", as version 0.1 called a step size of its own."""
+        rows = "auto" if self.args.layer_rows == "line" else self.args.layer_rows
         settings = {name: getattr(self.args, name) for name in SCHEDULE} | {"descent_alpha": rows}
         return json.loads(json.dumps({"num_layers": self.num_layers, **settings}))
 

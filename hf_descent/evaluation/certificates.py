@@ -19,7 +19,7 @@ from .sums import radius
 # With fewer blocks the interval is too narrow where losses are heavy-tailed.
 MIN_BLOCKS = 8
 MET, NOT_MET, NOT_SHOWN = "met", "not met", "not shown"
-ALSO_SELECTED = "Training was evaluated on some of these rows, which may have chosen its checkpoint: judge by others."
+ALSO_SELECTED = "Training was fitted to some of these rows, or has chosen its checkpoint by them: judge by others."
 
 
 @dataclass
@@ -52,8 +52,8 @@ class Certificate(Result):
         warmup_share (`float`, *optional*): the descent share at the end of warm-up, of plain training so far, on the
             rows that move the multipliers.
         items (`int`, *optional*): labelled rows, tokens or numbers of the data.
-        also_selected (`bool`): whether training was evaluated on this data too, which may have chosen its checkpoint
-            and its settings, or on over 1 % of it: the confidence is then less than it says.
+        also_selected (`bool`): whether training was fitted to this data, or evaluated on it, which may have chosen its
+            checkpoint and its settings, or to over 1 % of it: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
     """
@@ -92,8 +92,7 @@ class Certificate(Result):
         }
         columns = {title: cells for title, cells in columns.items() if cells}
         table = [list(columns), *map(list, zip(*columns.values()))]
-        count = self.verdicts.count(MET)
-        summary = f"{count} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
+        summary = f"{self.verdicts.count(MET)} of {len(self.rows)} rows are met; f_L = {self.losses[-1]:.4g}"
         summary += "" if self.items is None else f" over {self.items} items"
         if self.descent_share is not None:
             summary += f", descent share {self.descent_share:.2f}"

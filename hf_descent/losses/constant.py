@@ -1,9 +1,9 @@
 """The least loss that a prediction can have that ignores its input, from statistics of the labels."""
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,13 @@ class ConstantPredictor:
         num_classes (`int`): size of the last dimension of the logits.
         kind (`str`): "classes", of whole labels (negative ones are ignored): the loss is their entropy; "positions",
             the two ends of extractive answers, `[batch, 2]`: the mean of their entropies over the positions up to the
-            last one seen; "multi_label", independent classes: the mean binary entropy; "numbers": the variance.
+            last one seen, or of even odds of all places in a text, where it is less; "multi_label", independent
+            classes: the mean binary entropy; "numbers": the variance.
         label_smoothing (`float`): smoothing of the classes, as `label_smoothing_factor`.
         scale (`float`): the task loss of numbers in units of the mean squared error.
         noise_variance (`float`): variance of the noise that the model's input gets beside that in the data.
-        signal (`str`, *optional*): of a denoiser the name of its input, which predicts its labels by itself.
+        signal (`str`, *optional*): name of a denoiser's input, which predicts its labels by itself, or of the texts.
+        rounding (`float`): by what share the model may round its loss down, in half precision.
     """
 
     num_classes: int
@@ -44,8 +46,10 @@ class ConstantPredictor:
     scale: float = 1.0
     noise_variance: float = 0.0
     signal: str | None = None
-    # Counts [1 or 2, classes]; of floating labels number, sum and sum of squares [3, dims], with a signal also the sum
-    # of squares of their difference from it [4, dims].
+    rounding: float = 0.0
+    # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
+    # floating labels number, sum and sum of squares [3, dims], with a signal also the sum of squares of their
+    # difference from it [4, dims].
     moments: torch.Tensor | None = None
 
     def of_batch(self, task: TaskLoss, inputs: Mapping[str, Any]) -> "ConstantPredictor":
@@ -75,6 +79,8 @@ class ConstantPredictor:
         else:
             ends = labels.cpu().reshape(-1, 2 if self.kind == "positions" else 1).unbind(-1)  # [labels] each
             ends = [end[(end >= 0) & (end < self.num_classes)] for end in ends]
+            if signal is not None:
+                ends.append(torch.full_like(ends[0], min(signal.shape[1], self.num_classes - 1)))
             moments = torch.stack([end.bincount(minlength=self.num_classes) for end in ends]).double()
             number = len(ends[0])
         if self.moments is not None and self.moments.shape != moments.shape:
@@ -97,14 +103,16 @@ class ConstantPredictor:
         """What no constant prediction of just these labels stays below, nor a denoiser's input itself; 0 where there
         is nothing to predict. Of many classes, of which labels show but some, it is an estimate as in `loss`."""
         estimates = self.kind == "classes" and self.num_classes > FEW_CLASSES
-        return 0.0 if self.moments is None else float(self._loss(*self.moments.numpy(), estimates=estimates))
+        least = 0.0 if self.moments is None else self._loss(*self.moments.numpy(), estimates=estimates)
+        return (1 - self.rounding) * float(least)
 
     def _loss(self, *moments: np.ndarray, estimates: bool = True) -> float:
         if self.kind == "positions":  # no answer ends beyond the longest text
             moments = [counts[: np.max(counts.nonzero(), initial=0) + 1] for counts in moments]
         if self.kind in ("classes", "positions"):
             of_counts = entropy if estimates else _entropy_of_frequencies
-            return np.mean([of_counts(counts, self.label_smoothing) for counts in moments])
+            even = [np.log(np.arange(1, len(counts))) @ counts[1:] / counts.sum() for counts in moments[2:]]
+            return min([np.mean([of_counts(counts, self.label_smoothing) for counts in moments[:2]]), *even])
         number, total, squares, *difference = moments  # [dims] each
         mean = total / number
         if self.kind == "multi_label":
@@ -158,7 +166,7 @@ def chance_of(labels: ConstantPredictor | None, of_all: bool = True) -> float | 
     """The least loss of a constant prediction of the labels counted by all processes (`of_all`) or by this one, which
     all call; `None` where it is not known."""
     parts = [part for part in (gather_object([labels]) if of_all else [labels]) if part is not None]
-    return functools.reduce(ConstantPredictor.plus, parts).least() if parts else None
+    return reduce(ConstantPredictor.plus, parts).least() if parts else None
 
 
 def unmeasurable(what: str) -> ValueError:
@@ -172,11 +180,11 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
     """What measures the least loss of a constant prediction, found out on a batch and the model's outputs on it;
     ValueError where no least value is known for the loss."""
     logits, labels = output_logits(outputs), labels_of(inputs, task.label_names)
-    classes = logits.shape[-1]
+    classes, make = logits.shape[-1], partial(ConstantPredictor, rounding=torch.finfo(logits.dtype).eps)
     if "start_positions" in inputs:  # of extractive question answering; Trainer's smoother knows nothing of it
         if task.loss_fn is not None:
             raise unmeasurable("a custom loss of answers")
-        return ConstantPredictor(MAX_POSITIONS, "positions")
+        return make(MAX_POSITIONS, "positions", signal=getattr(inner_model(task.model), "main_input_name", None))
     if labels is None:
         raise unmeasurable("data without labels")
     if labels.is_floating_point() and labels.numel() != logits.numel():
@@ -190,11 +198,11 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         signal = inputs.get(name)
         is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
         scale = _loss_scale(task, inputs, labels, logits)
-        return ConstantPredictor(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
+        return make(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
     label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
     if not has_router_loss(outputs):
         _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
-    return ConstantPredictor(classes, "multi_label" if multi_label else "classes", label_smoothing)
+    return make(classes, "multi_label" if multi_label else "classes", label_smoothing)
 
 
 def _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:

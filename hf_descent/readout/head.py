@@ -213,9 +213,13 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
         if not own | trained <= known:
             raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head.")
 
-    # Before the call below, out of turn, which has ZeRO-3 forget an order of calls that it recorded without these.
-    for part in (norm, head):
-        _gather_with(model, part)
+    # ZeRO-3, which gathers parameters for the call of their module alone, is to keep these for `model`. This comes
+    # before the call below, out of turn, which has it forget an order of calls that it recorded without them.
+    for parameter in (*norm.parameters(), *head.parameters()):
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(model, parameter)
     precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
     with calls[end].autocast:
@@ -262,12 +266,3 @@ def _require_close(value, expected, precision, message):
     error, size = (value - expected).abs().max().item(), expected.abs().max().item()
     if not error <= precision * size:
         raise ValueError(f"{message} (largest error {error:.3g}, at values up to {size:.3g}).")
-
-
-def _gather_with(model, part):
-    """Have ZeRO-3, which gathers parameters for the call of their module alone, keep those of `part` for `model`."""
-    for parameter in part.parameters():
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            deepspeed.zero.register_external_parameter(model, parameter)

@@ -92,7 +92,7 @@ class DescentObjective:
         )
         self._dual = DescentState(args, self._layers.num_layers, max_steps, 0, *chances, self._device)
         self.problem, self.multipliers = self._dual.problem, self._dual.multipliers
-        self.global_step, self._sums, self._divisor = 0, StepSums(), 1
+        self.global_step, self._sums, self._parts = 0, StepSums(), 0
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
@@ -104,9 +104,11 @@ class DescentObjective:
         if not self._layers.readout.fits(unwrapped(model)):
             raise ValueError("The objective was made for another model, or another head of it: make a new one.")
         rank, processes = _processes()
-        self._sums = replace(self._sums, items=self._layers.task.count(batch) if items is None else items)
+        count = self._layers.task.count(batch)
+        self._sums = replace(self._sums, items=count if items is None else items)
+        # A micro-batch without labels has no mean.
+        self._parts = self._parts + (count > 0) if items is None else (items > 0) / processes
         objective = self._sums.read(self._layers, self._dual, model, batch, self.global_step, rank).objective
-        self._divisor = processes * self._sums.micro_batches if items is None else 1
         return objective if items is None else objective * processes
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
@@ -115,9 +117,10 @@ class DescentObjective:
 
     def step(self) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step."""
-        layer_losses = _summed(self._sums.layer_losses) / self._divisor
-        self._dual.dual_step(layer_losses, self.global_step, self._sums.items)
-        self.global_step, self._sums = self.global_step + 1, StepSums()
+        parts = _summed(self._parts.float())
+        layer_losses = _summed(self._sums.layer_losses) / parts.clamp(min=1)
+        self._dual.dual_step(layer_losses, self.global_step, parts)
+        self.global_step, self._sums, self._parts = self.global_step + 1, StepSums(), 0
 
     def logs(self) -> dict[str, float]:
         """Layer losses, violations, multipliers and weights of the steps since the last call, by name."""

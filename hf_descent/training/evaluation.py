@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
 
-from ..configs import LAYER_LOSS, RELATIVE_METRICS, DescentArguments, levels_of
+from ..configs import LAYER_LOSS, RELATIVE_METRICS
 from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
@@ -134,15 +134,6 @@ def facts_of(dual: DescentState | None, also_selected: bool) -> dict[str, Any]:
         return {"also_selected": also_selected}
     share = dual.problem.descent_share(dual.warmup_losses)
     return {"also_selected": also_selected, "multipliers": dual.multipliers.values, "warmup_share": share}
-
-
-def chosen_levels(args: DescentArguments, gammas) -> list[float]:
-    """The noise levels of an evaluation: `gammas`, or those of the config; ValueError where there are none."""
-    gammas = args.eval_gammas if gammas is None else gammas
-    gammas = [] if gammas is None else levels_of("gammas", gammas)
-    if not gammas:
-        raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
-    return gammas
 
 
 def chosen_dataset(known, dataset):

@@ -82,14 +82,15 @@ def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_datas
 
 
 def is_of_training(trainer: Trainer, dataset, seen: set[int], evaluated: set[int]) -> bool:
-    """Whether `evaluate(dataset)` is on rows (over 1 %) of evaluation in training, which may choose the checkpoint.
-    Rows that are among those `seen` are logged."""
+    """Whether `evaluate(dataset)` is on rows (over 1 %) that training was fitted to, which are logged, or those of its
+    evaluations, which may choose the checkpoint."""
     sets = [trainer.eval_dataset, *evaluation_sets(trainer).values()]
     own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
     keys = row_keys(trainer, dataset) if seen or (evaluated and not own) else []
     _report_shared_rows(keys, seen)
-    own = own or sum(key in evaluated for key in keys) > MOST_SHARED * len(keys)
-    return own and trainer.args.eval_strategy != "no"
+    keys = evaluated if own else keys
+    fitted, chosen = (sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated))
+    return fitted or ((own or chosen) and trainer.args.eval_strategy != "no")
 
 
 def split(dataset, args: DescentArguments) -> tuple:
@@ -105,10 +106,16 @@ def split(dataset, args: DescentArguments) -> tuple:
             f"`dual_holdout`={args.dual_holdout} of {'a stream' if is_stream else rows} is {count} rows to move the "
             f"multipliers on: give a share of {LEAST_ROWS} or more, or leave it out."
         )
-    order = np.random.default_rng(args.seed if args.data_seed is None else args.data_seed).permutation(rows)
+    order = shuffled(dataset, args).indices
     # A `datasets.Dataset` stays one: Trainer drops its columns, and may sort it by a column of lengths.
     select = dataset.select if hasattr(dataset, "select") else lambda indices: Subset(dataset, indices)
-    return select(sorted(order[count:].tolist())), Subset(dataset, order[:count].tolist())
+    return select(sorted(order[count:])), Subset(dataset, order[:count])
+
+
+def shuffled(rows, args: DescentArguments) -> Subset:
+    """`rows` in a random order that depends on the seed of the data alone."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return Subset(rows, np.random.default_rng(seed).permutation(len(rows)).tolist())
 
 
 class HeldOutRows:

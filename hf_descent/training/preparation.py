@@ -21,7 +21,7 @@ from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import output_loss, probing
 from ..runs import RunFolder
 from .checks import check_documents
-from .holdout import HeldOutRows, split
+from .holdout import HeldOutRows, shuffled, split
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
 from .records import Given, reduced
 
@@ -128,7 +128,8 @@ def make_dual(
             raise
     held_out = None
     if trainer.is_in_train and args.objective == "descent":
-        held_out = split(trainer.train_dataset, args)[1] if given.dual_dataset is None else given.dual_dataset
+        own = given.dual_dataset
+        held_out = split(trainer.train_dataset, args)[1] if own is None else shuffled(own, args)
     dual = DescentState(
         args,
         layers.num_layers,

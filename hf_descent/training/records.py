@@ -88,11 +88,7 @@ class LayerTotals:
         return torch.zeros(BLOCKS, num_layers + 1, device=device) if self.sums is None else self.sums
 
     def plus(
-        self,
-        measured: MeasuredLosses,
-        process_index: int = 0,
-        num_processes: int = 1,
-        labels: ConstantPredictor | None = None,
+        self, measured: MeasuredLosses, process_index=0, num_processes=1, labels: ConstantPredictor | None = None
     ) -> "LayerTotals":
         """These, with a batch more."""
         sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])  # [layers + 1]

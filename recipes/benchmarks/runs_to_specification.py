@@ -75,7 +75,7 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
     if arm == "ours" and not exits:
         return {"objective": "descent"}
     if arm == "ours":
-        growing = {name: coefficients[0] * OURS[name] for name in ("dual_learning_rate", "target_margin")}
+        growing = {name: min(coefficients[0] * OURS[name], 0.5) for name in ("dual_learning_rate", "target_margin")}
         return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
     weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
     margin = {} if arm == "fixed" else {"target_margin": OURS["target_margin"]}

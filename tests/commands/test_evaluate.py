@@ -41,21 +41,12 @@ def workplace(tmp_path_factory):
         )
         model.save_pretrained(folder / f"run-{seed}")
         tokenizer.save_pretrained(folder / f"run-{seed}")
-    (folder / "run-1" / "descent_config.json").write_text(
-        json.dumps(
-            {
-                "noise_gamma": 0.5,
-                "objective": "descent",
-                "arguments": {"objective": "descent", "seed": 4},
-                "alpha": [0.1] * 3,
-                "initial_loss_bound": 0.7,
-                "num_layers": 3,
-                "constrained_layers": [1, 2, 3],
-                "chance_loss": 0.69,
-                "warmup_layer_losses": [0.65, 0.6, 0.4],
-            }
-        )
-    )
+    summary = {
+        "noise_gamma": 0.5, "objective": "descent", "arguments": {"objective": "descent", "seed": 4},
+        "alpha": [0.1] * 3, "initial_loss_bound": 0.7, "num_layers": 3, "constrained_layers": [1, 2, 3],
+        "chance_loss": 0.69, "warmup_layer_losses": [0.65, 0.6, 0.4], "multipliers": [0.0, 0.25, 0.5],
+    }  # fmt: skip
+    (folder / "run-1" / "descent_config.json").write_text(json.dumps(summary))
     (folder / "recipe.yaml").write_text(
         f"train_file: {folder}/rows.csv\ntest_file: {folder}/rows.csv\nmax_seq_length: 3\nlearning_rate: 1e-5\n"
         "eval_gammas: [0.0, 0.5, 1.0]\nper_device_eval_batch_size: 10\nobjective: descent\n"
@@ -92,6 +83,7 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert clean.problem["initial_loss_bound"] == 0.7  # as in its training
     certificate = Certificate.from_json(f"{names[1]}/verdict.json")
     assert str(certificate) in printed and certificate.confidence == 0.9
+    assert certificate.multipliers == [0.0, 0.25, 0.5]
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
     cli.main(["compare", f"plain={names[0]}", f"ours={names[1]}", "--output_dir", str(workplace / "comparison")])
     assert "ours against plain: open" in capsys.readouterr().out

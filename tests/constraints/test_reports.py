@@ -108,10 +108,10 @@ def custom_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels)
 
 
-def with_zeros_for_a_head():
+def with_zeros_for_a_head(dtype=torch.float32):
     model = bert(num_labels=13)
     torch.nn.init.zeros_(model.classifier.weight)
-    return model
+    return model.to(dtype)
 
 
 def focal_loss(outputs, labels, num_items_in_batch=None):
@@ -147,7 +147,9 @@ def frames(count, noise=0.5):
     return [{"pixel_values": x, "labels": y} for x, y in zip(noisy, clean)]
 
 
+OF_13 = [{**row, "labels": index % 13} for index, row in enumerate(classification_data(52))]
 AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto"}
+EXIT = {"descent_alpha": None, "exit_targets": {1: 0.1}, "initial_loss_bound": "auto"}
 MASK = torch.arange(16) % 3 == 0
 MASKED = [
     {**row, "input_ids": row["input_ids"].masked_fill(MASK, 0), "labels": row["input_ids"].masked_fill(~MASK, -100)}
@@ -161,10 +163,10 @@ MASKED = [
         (bert, DATA, AUTO, None),
         (partial(bert, 24), DATA, AUTO, None),
         (bert, DATA, AUTO | {"descent_alpha": "steps"}, None),
-        (bert, DATA, {"descent_alpha": None, "exit_targets": {1: 0.1}, "initial_loss_bound": "auto"}, None),
-        # In float32 the loss of a constant prediction of 13 classes is a little below ln 13.
-        (with_zeros_for_a_head, [{**row, "labels": i % 13} for i, row in enumerate(classification_data(52))],
-         {"descent_alpha": None, "exit_targets": {1: 0.1}, "initial_loss_bound": "auto"}, None),
+        (bert, DATA, EXIT, None),
+        # Rounded, the loss of a constant prediction of 13 classes is a little below ln 13.
+        (with_zeros_for_a_head, OF_13, EXIT, None),
+        (partial(with_zeros_for_a_head, torch.bfloat16), OF_13, EXIT, None),
         (bert, DATA, {"descent_alpha": None, "loss_targets": {1: 1.5}, "initial_loss_bound": "auto"}, None),
         (bert, DATA, FAR_ABOVE_CHANCE, None),
         (bert, DATA, FAR_ABOVE_CHANCE, custom_loss),
@@ -177,8 +179,8 @@ MASKED = [
         (bert_of_one_answer, SKEWED, {"descent_alpha": None, "exit_targets": {1: 0.5}}, None),
     ],
     ids=[
-        "classifier", "24 layers", "steps", "exit", "head of zeros", "bound", "f_0 above chance", "custom loss",
-        "causal LM", "masked LM", "regression", "denoiser", "denoiser under noise", "unknown chance",
+        "classifier", "24 layers", "steps", "exit", "head of zeros", "in bfloat16", "bound", "f_0 above chance",
+        "custom loss", "causal LM", "masked LM", "regression", "denoiser", "denoiser under noise", "unknown chance",
         "other labels",
     ],
 )  # fmt: skip

@@ -122,6 +122,10 @@ def test_both_ends_of_an_answer_count():
     predictor.update(torch.stack([torch.arange(8).repeat(100), torch.full((800,), 3)], dim=-1))
     predictor.update(torch.full((100, 2), 64))  # beyond the text
     assert predictor.loss() == pytest.approx(math.log(8) / 2, rel=1e-5)
+    predictor = ConstantPredictor(64, "positions")
+    for length, count in ((2, 400), (32, 25)):  # of short texts and long ones, whose places are all alike to a model
+        predictor.update(torch.arange(length).repeat(count)[:, None].expand(-1, 2), torch.zeros(1, length))
+    assert predictor.loss() == pytest.approx((math.log(2) + math.log(32)) / 2, rel=1e-5)
 
 
 def test_a_denoiser_s_input_is_the_trivial_prediction_where_it_is_the_better_one():

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hf_descent import DescentObjective, layer_profile
+from hf_descent import DescentObjective, layer_losses, layer_profile
 from hf_descent.configs import DescentArguments
 
 
@@ -110,6 +110,16 @@ def test_a_loop_and_the_trainer_are_bit_equal(tmp_path, readouts, task, loop):
     assert set(readouts()) == {"tiles" if task == "language model" else "replay"}
 
 
+def test_a_micro_batch_without_labels_has_no_part_in_the_mean():
+    model, rows, objective, _ = prepared("language model")
+    batch = next(iter(loader(rows)))
+    for labels in (batch["labels"], torch.full_like(batch["labels"], -100)):  # a process may have the latter alone
+        objective(model, batch | {"labels": labels})
+    objective.step()
+    logs, expected = objective.logs(), layer_losses(model, batch).tolist()  # the former of half of the tokens
+    assert [logs[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=0.1)
+
+
 def test_a_loop_goes_on_from_its_state(tmp_path):
     straight, objective = by_pytorch("language model")
     before, first = by_pytorch("language model", slice(0, 4))
@@ -122,8 +132,9 @@ def test_a_loop_goes_on_from_its_state(tmp_path):
     assert second.multipliers.values.tolist() == objective.multipliers.values.tolist()
     for parameter, other in zip(model.parameters(), straight.parameters()):
         assert torch.equal(parameter, other)
-    other = DescentObjective(model, loader(rows), DescentArguments(descent_alpha=0.1), max_steps=8)
-    with pytest.raises(ValueError, match="was saved with"):
+    other = DescentArguments(**ASKED | {"descent_alpha": "steps"})
+    other = DescentObjective(model, loader(rows), other, max_steps=8)
+    with pytest.raises(ValueError, match="was saved with descent_alpha='auto' but this run has 'steps'"):
         other.load_state_dict(first.state_dict())
 
 
@@ -146,8 +157,9 @@ def test_the_example_runs_and_training_draws_as_if_nothing_had_been_measured(cap
 
 def test_what_a_loop_cannot_have_is_refused():
     model, rows = bert(), classification_data(16)
-    with pytest.raises(ValueError, match="`noise_gamma` is 1.0.*EmbeddingNoise"):
-        DescentObjective(model, loader(rows), DescentArguments(noise_gamma=1.0), max_steps=4)
+    for name, told in (("noise_gamma", "EmbeddingNoise"), ("dual_holdout", "only a trainer")):
+        with pytest.raises(ValueError, match=f"`{name}` is 0.5.*{told}"):
+            DescentObjective(model, loader(rows), DescentArguments(**{name: 0.5}), max_steps=4)
     with pytest.raises(ValueError, match="`batches` begins with 'input_ids'; give dicts"):
         DescentObjective(model, next(iter(loader(rows))), DescentArguments(), max_steps=4)
 

@@ -254,10 +254,10 @@ def test_the_levels_of_a_perturbation_are_not_those_of_the_noise(tmp_path):
     assert json.loads((tmp_path / "noise_curve.json").read_text())["gammas"] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(("gammas", "message"), [(None, "No noise"), ([], "No noise"), ("all", "`gammas` is 'all'")])
-def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
-    with pytest.raises(ValueError, match=message):
-        DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA[:8]).evaluate_robustness(gammas=gammas)
+@pytest.mark.parametrize("gammas", [None, [], "all"])
+def test_noise_levels_that_are_none_are_refused(tmp_path, gammas):
+    with pytest.raises(ValueError, match=f"`gammas` is {gammas!r}".replace("[", r"\[")):
+        DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA).evaluate_robustness(None, gammas)
 
 
 @pytest.mark.parametrize("objective", ["erm", "descent"])

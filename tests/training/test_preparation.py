@@ -82,11 +82,12 @@ def test_a_model_that_is_evaluated_is_held_against_the_rows_that_are_given_now(t
     trainer.train()
     trainer.save_model()
     model = BertForSequenceClassification.from_pretrained(tmp_path / "run")
-    given = {"descent_alpha": None, "exit_targets": {1: 0.1}}
-    evaluating = make(tmp_path / "evaluation", model, classification_data(8), **given)
-    evaluating.evaluate()
-    assert [row.name for row in evaluating.problem.rows] == ["exit_1"]
-    assert evaluating.problem.chance_loss == trainer.problem.chance_loss
+    auto = {"descent_alpha": None, "initial_loss_bound": "auto"}
+    for given in ({"exit_targets": {1: 0.1}}, {"descent_strength": 0.9}):
+        evaluating = make(tmp_path / "evaluation", model, classification_data(8), **auto | given)
+        evaluating.evaluate()
+        assert {name: getattr(evaluating.problem, name) for name in given} == given
+        assert evaluating.problem.chance_loss == trainer.problem.chance_loss
 
 
 def test_a_model_whose_layers_the_rows_leave_alone_is_measured_without_a_problem(tmp_path):

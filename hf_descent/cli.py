@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from . import EXTRAS, INSTALL
-from .commands.arguments import parse_recipe
+from .commands.arguments import parse_recipe, refuse
 from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
 
@@ -43,8 +43,8 @@ COMMANDS = {
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     """Turns a command line (by default this process's) into the command's module and the arguments of its `run`.
 
-    ValueError where a recipe or a flag is wrong, or the command works in one process and this is one of several;
-    SystemExit, by argparse, on an unknown command or a value of the wrong type.
+    ValueError where a command, a recipe or a flag is wrong, or the command works in one process and this is one of
+    several.
     """
     parser = argparse.ArgumentParser(
         prog="hf-descent",
@@ -54,6 +54,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         + "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
         + f"\n\n{', '.join(TRAINING)} take --launch CONFIG (ddp, fsdp2, zero3, ... or a file), for several processes",
     )
+    parser.error = refuse
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
@@ -68,6 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     if hasattr(module, "argument_types"):
         return module, parse_recipe(module.argument_types, args.arguments, prog=prog, description=summary)
     command_parser = argparse.ArgumentParser(prog=prog, description=summary, allow_abbrev=False)
+    command_parser.error = refuse
     module.add_arguments(command_parser)
     return module, (command_parser.parse_args(args.arguments),)
 

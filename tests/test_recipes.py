@@ -267,6 +267,11 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
     smoke("imdb-descent", "--max_steps", "4", "--overwrite_output_dir")
 
 
+def test_a_misspelt_metric_is_found_before_training(smoke):
+    with pytest.raises(ValueError, match="`metric_for_best_model` is 'acuracy'; choose .* or 'accuracy'"):
+        smoke("imdb-descent", "--metric_for_best_model", "eval_acuracy")
+
+
 def test_an_interrupted_run_ends_like_a_straight_one(smoke):
     steps = ["--max_steps", "8", "--save_steps", "4", "--dual_warmup_steps", "2"]
     folder = smoke("imdb-descent", *steps)

@@ -3,6 +3,8 @@ import math
 import pytest
 import runs_to_specification as benchmark
 
+from hf_descent import DescentConfig
+
 
 # For each arm, what each of two exits needs, the coefficient at which training breaks down, and the coefficients that
 # a search with one learning rate then tries.
@@ -30,6 +32,11 @@ def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(arm, needs, bre
 
     runs = benchmark.search(arm, 2, (1e-3,), 4 if breaks == 150 else 8, 0, run)
     assert [found["coefficients"] for found in runs] == [pytest.approx(values) for values in tried]
+
+
+@pytest.mark.parametrize("run", range(8))
+def test_every_run_of_ours_is_a_setting_that_the_package_takes(run, tmp_path):
+    DescentConfig(str(tmp_path), **benchmark.settings_of("ours", {3: 0.1}, (2.0**run,)))
 
 
 def test_finished_runs_are_not_repeated(tmp_path, monkeypatch):

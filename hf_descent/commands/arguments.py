@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -23,6 +23,11 @@ SOURCES = (
     "validation_file", "test_file", "train_files", "test_files",
 )  # fmt: skip
 HELP = {"-h", "--help", "--help_all"}
+
+
+def refuse(message: str) -> NoReturn:
+    """In the place of a parser's `error`, which would print how the command is used first."""
+    raise ValueError(message)
 
 
 def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
@@ -75,9 +80,11 @@ def parse_recipe(
 
     # Abbreviated flags are off: a typo should fail, and not set whatever it happens to abbreviate.
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.error = refuse
     config_parser.add_argument("--config", help="YAML file with values for any of the arguments; flags win over it.")
     parser_kwargs.setdefault("usage", f"{parser_kwargs.get('prog', '')} [--config RECIPE] [flags]")
     parser = HfArgumentParser(argument_types, parents=[config_parser], allow_abbrev=False, **parser_kwargs)
+    parser.error = refuse
     config_path, values = config_parser.parse_known_args(argv)[0].config, {}
     if HELP & {*argv}:
         _arrange(parser, argument_types, "--help_all" in argv)

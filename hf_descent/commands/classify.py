@@ -72,7 +72,7 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
         processing_class=tokenizer,
         compute_metrics=accuracy_of,
     )
-    train_and_report(trainer, resume, partial(report, trainer, dataset), model_args, data_args)
+    train_and_report(trainer, resume, partial(report, trainer, dataset), model_args, data_args, score="accuracy")
 
 
 def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:

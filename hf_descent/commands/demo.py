@@ -139,5 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser):
 
 def run(args: argparse.Namespace):
     """Runs [`demo`] as the command line says."""
+    if args.max_steps < 1:
+        raise ValueError(f"`max_steps` is {args.max_steps}; give at least 1.")
     torch.set_num_threads(1)  # matrices as small as these take longer on several
     demo(args.output_dir, args.seeds, args.max_steps, args.auto)

@@ -71,6 +71,7 @@ class Task:
 
     model: PreTrainedModel
     rows: Dataset
+    is_test: bool  # or they are those of validation, which may have chosen the checkpoint
     settings: dict[str, Any]  # of `noise_curve` and `layer_profiles`
     perturbed_rows: Dataset | None = None  # as a perturbation takes them
     perturbation: Any = None
@@ -81,27 +82,30 @@ def classification_task(name: str, args: DataArguments) -> Task:
     tokenizer, model = load_tokenizer(name), load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
-    rows = _held_out(tokenize(texts, tokenizer, limit))
-    return Task(model, rows, {"processing_class": tokenizer}, _held_out(texts), Typos(tokenizer, limit))
+    settings = {"processing_class": tokenizer}
+    return Task(
+        model, *_held_out(tokenize(texts, tokenizer, limit)), settings, _held_out(texts)[0], Typos(tokenizer, limit)
+    )
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
     tokenizer, model = load_tokenizer(name), load_model(name)
-    rows = _held_out(load_alpaca(args, tokenizer))
+    rows, is_test = _held_out(load_alpaca(args, tokenizer))
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
     rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
-    return Task(model, rows, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
+    return Task(model, rows, is_test, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
 
 
 def denoising_task(name: str, args: VideoArguments) -> Task:
     """RMSE of a denoiser on the 0-255 scale."""
     model, task = load_denoiser(name)
-    rows = args.draw("test", task.rows(_held_out(load_clips(args))))
+    clips, is_test = _held_out(load_clips(args))
+    rows = args.draw("test", task.rows(clips))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
-    return Task(model, rows, settings, rows, salt_and_pepper)
+    return Task(model, rows, is_test, settings, rows, salt_and_pepper)
 
 
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
@@ -181,6 +185,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
     share = None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
     facts = {"warmup_share": share, "multipliers": None if multipliers is None else torch.tensor(multipliers)}
+    facts["also_selected"] = not task.is_test and "select_rows" in summary
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
@@ -189,5 +194,5 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     return tables(results)
 
 
-def _held_out(splits) -> Dataset:
-    return splits["test"] if "test" in splits else splits["validation"]
+def _held_out(splits) -> tuple[Dataset, bool]:
+    return (splits["test"], True) if "test" in splits else (splits["validation"], False)

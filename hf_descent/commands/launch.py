@@ -12,6 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from .arguments import refuse
+
 
 CONFIGS = Path(__file__).parent / "accelerate_configs"
 TRAINING = ("classify", "denoise", "sft")  # the commands that share their work among processes
@@ -21,7 +23,8 @@ FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "ma
 def launch_arguments(argv: Sequence[str]) -> list[str] | None:
     """The command line for `accelerate launch` that `argv` is short for; `None` where `--launch` is not in it.
     ValueError where it names no config, or one for fewer processes or machines than the command is to work on."""
-    parser = argparse.ArgumentParser(prog="hf-descent", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse
     for flag in ("launch", *FLAGS):
         parser.add_argument(f"--{flag}", type=int if flag.startswith("num_") else str)
     flags, rest = parser.parse_known_args(argv)

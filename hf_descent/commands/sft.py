@@ -49,4 +49,5 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
             peft_config=get_peft_config(model_args),
         )
     trainer.accelerator.print(trainer.preview())
-    train_and_report(trainer, resume, partial(report, trainer, dataset, "mean_token_accuracy"), model_args, data_args)
+    score = "mean_token_accuracy"
+    train_and_report(trainer, resume, partial(report, trainer, dataset, score), model_args, data_args, score=score)

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import DatasetDict
 from transformers.hf_argparser import HfArg
 
-from ..configs import DescentConfig
+from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
 from ..evaluation.scoring import Result
 from ..files import atomic_write
 from ..runs import RunFolder, json_value, tables
@@ -42,13 +42,17 @@ def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
 
 
 def train_and_report(
-    trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None], *arguments: Any
+    trainer: DescentMixin, resume: str | bool | None, report: Callable[[], None], *arguments: Any, score: str = "loss"
 ) -> None:
     """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
 
     `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets them.
-    What was measured, and on which rows, is recorded for the commands that measure the model again.
+    What was measured, and on which rows, is recorded for the commands that measure the model again. `score` is what
+    an evaluation has beside the losses.
     """
+    chosen_by = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
+    if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
+        raise ValueError(f"`metric_for_best_model` is {chosen_by!r}; choose 'loss', 'feasible_score' or {score!r}.")
     trainer.command = json_value({name: value for each in arguments for name, value in vars(each).items()})
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     if trainer.is_fsdp_enabled:

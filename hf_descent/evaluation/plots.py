@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -42,8 +43,9 @@ def save_comparison(comparison: Comparison, folder: str) -> list[str]:
 def save_figure(figure: Figure, folder: str | os.PathLike, name: str) -> list[str]:
     """Writes a figure as PNG and SVG; returns the files' names."""
     files = [f"{name}.png", f"{name}.svg"]
-    for file in files:
-        figure.savefig(os.path.join(folder, file), dpi=150)
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
+        for file, metadata in zip(files, ({}, {"Date": None})):
+            figure.savefig(os.path.join(folder, file), dpi=150, metadata=metadata)
     return files
 
 
@@ -70,7 +72,7 @@ def plot_curves(groups: Mapping[str, Sequence[Run]]) -> Figure:
 
 def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
     """Figures 1 and 7, loss of every layer: a panel for each noise level that all runs have a profile of; bars as in
-    `plot_curves`, and short lines at what each row asked of its layer, in the first run of a group."""
+    `plot_curves`, and short lines at what each row asked of its layer, the mean over runs that have the same rows."""
     gammas, trained = shared_levels(groups), {run.gamma_train or 0.0 for runs in groups.values() for run in runs}
     figure = Figure(figsize=(3 + 4 * len(gammas), 4), layout="constrained")
     panels = figure.subplots(1, len(gammas), sharey=True, squeeze=False)[0]
@@ -80,7 +82,8 @@ def plot_layers(groups: Mapping[str, Sequence[Run]]) -> Figure:
             error = first.radius("losses") if len(runs) == 1 else 0.0
             _line(axes, np.arange(1, len(losses[0]) + 1), losses, error, name, number, len(groups))
             if runs[0].summary.get("objective") not in UNCONSTRAINED and first.problem is not None:
-                draw_asked(axes, first.certificate(), STYLES[number % len(STYLES)]["color"])
+                asked = [run.profiles[gamma].certificate() for run in runs if run.profiles[gamma].problem is not None]
+                draw_asked(axes, asked, STYLES[number % len(STYLES)]["color"], f"{name}: asked")
         axes.set(xlabel="layer", title=_title(gamma, trained))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     panels[0].set_ylabel("held-out loss")
@@ -99,17 +102,21 @@ def plot_evaluation(
     axes = figure.subplots()
     _line(axes, np.arange(1, len(losses) + 1), [losses], certificate.loss_radii if certificate else 0.0, "", 0, 1)
     if certificate and constrained:
-        draw_asked(axes, certificate)
+        draw_asked(axes, [certificate])
+        axes.legend(frameon=False)
     title = _title(0.0, {gamma_train}) + (f"; training level {gamma_train:g}" if gamma_train else "")
     axes.set(xlabel="layer", ylabel="held-out loss", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
-def draw_asked(axes: Axes, certificate: Certificate, color: str = "black"):
-    """A short line for each row of a certificate, at the loss that it asks its layer for."""
-    layers = [int(name.split("_")[-1]) for name in certificate.rows]
-    axes.plot(layers, certificate.asked, color=color, linestyle="none", marker="_", markersize=14, label="_asked")
+def draw_asked(axes: Axes, certificates: Sequence[Certificate], color: str = "black", label: str = "asked"):
+    """A short line for each row of the first certificate, at the loss that it asks its layer for, the mean over those
+    that have the same rows."""
+    rows = certificates[0].rows
+    layers = [int(name.split("_")[-1]) for name in rows]
+    asked = np.mean([each.asked for each in certificates if each.rows == rows], axis=0)
+    axes.plot(layers, asked, color=color, linestyle="none", marker="_", markersize=14, label=label)
 
 
 def pixels(figure: Figure) -> np.ndarray:

@@ -141,7 +141,7 @@ class NoiseCurve(Result):
         return levels | {f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None}
 
     def __str__(self) -> str:
-        rows = [["gamma", self.metric, "+- (95 %)", "draws", "loss"]]
+        rows = [["gamma", self.metric, "+- (95 %)", "sd of draws", "loss"]]
         radius = np.broadcast_to(self.radius("mean"), self.mean.shape)
         for gamma, value, error, spread, loss in zip(self.gammas, self.mean, radius, self.std, self.mean_losses):
             rows.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"])

@@ -17,10 +17,10 @@ PAPER = {
     "title": "A Constrained Optimization Perspective of Unrolled Transformers",
     "id": "2601.17257",
     "citation": (
-        "@article{porras2026constrained,\n"
+        "@inproceedings{porras2026constrained,\n"
         "  title={A Constrained Optimization Perspective of Unrolled Transformers},\n"
         "  author={Porras-Valenzuela, Javier and Hadou, Samar and Ribeiro, Alejandro},\n"
-        "  journal={arXiv preprint arXiv:2601.17257},\n  year={2026}\n}"
+        "  booktitle={International Conference on Machine Learning},\n  note={arXiv:2601.17257},\n  year={2026}\n}"
     ),
 }
 TEMPLATE = Path(__file__).with_name("model_card_template.md")

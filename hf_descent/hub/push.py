@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import eval_result_entries_to_yaml
 from transformers.utils import CONFIG_NAME
 
+from ..configs import upper_level
 from ..early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import Run
@@ -102,8 +103,12 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
         measured = ", ".join(metrics) or "no evaluation"
         raise ValueError(f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has.")
+    # Without noise a denoiser's input is the answer: nothing that it does then is met.
+    is_denoiser = card["architecture"].endswith("Denoising")
+    level = (upper_level(descent.get("noise_gamma")) or 0.0) if is_denoiser else 0.0
     for name, kind in RESULTS.items():
-        for result in run.results(kind, name):
+        results = run.results(kind, f"{name}*")
+        for result in [each for each in results if getattr(each, "gamma", level) == level] or results[:1]:
             card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
                 card["verdict"] = _shown(result.certificate())

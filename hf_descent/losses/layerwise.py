@@ -275,9 +275,10 @@ def find_layer_losses(
         return ReplayedLosses(replay, task, token_statistics)
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
+    share = "all" if token_fraction == 1 else f"{token_fraction:.4g} of the"
     logger.info(
-        f"Layers are read in tiles of a head with {tiled.vocab_size} classes, those below the last on "
-        f"{token_fraction:.4g} of the labelled tokens (`readout_token_fraction`)."
+        f"Layers are read in tiles of a head with {tiled.vocab_size} classes, those below the last on {share} "
+        "labelled tokens (`readout_token_fraction`)."
     )
     return TiledLosses(tiled, task, token_fraction, token_statistics, seed)
 

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from hf_descent import DescentConfig
+from hf_descent import DescentConfig, cli
 from hf_descent.commands.demo import ARMS, GAMMA_TRAIN, GAMMAS, NUM_LAYERS, demo
 
 
@@ -20,6 +20,11 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figures_and_runs(tmp_pat
     printed = capsys.readouterr().out
     losses = comparison.groups["constrained"][0].profiles[GAMMA_TRAIN].losses
     assert f"{losses[0]:8.2f}{losses[1]:8.2f}" in printed and str(comparison) in printed
+
+
+def test_a_demo_without_steps_is_refused():
+    with pytest.raises(ValueError, match="`max_steps` is 0; give at least 1"):
+        cli.main(["demo", "--max_steps", "0"])
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def workplace(tmp_path_factory):
         "noise_gamma": 0.5, "objective": "descent", "arguments": {"objective": "descent", "seed": 4},
         "alpha": [0.1] * 3, "initial_loss_bound": 0.7, "num_layers": 3, "constrained_layers": [1, 2, 3],
         "chance_loss": 0.69, "warmup_layer_losses": [0.65, 0.6, 0.4], "multipliers": [0.0, 0.25, 0.5],
+        "select_rows": 60,
     }  # fmt: skip
     (folder / "run-1" / "descent_config.json").write_text(json.dumps(summary))
     (folder / "recipe.yaml").write_text(
@@ -83,7 +84,7 @@ def test_two_classifiers_on_the_data_of_a_recipe(workplace, capsys):
     assert clean.problem["initial_loss_bound"] == 0.7  # as in its training
     certificate = Certificate.from_json(f"{names[1]}/verdict.json")
     assert str(certificate) in printed and certificate.confidence == 0.9
-    assert certificate.multipliers == [0.0, 0.25, 0.5]
+    assert certificate.multipliers == [0.0, 0.25, 0.5] and not certificate.also_selected
     assert LayerProfile.from_json(f"{names[1]}/layer_profile_gamma_0.5.json").gamma == 0.5
     cli.main(["compare", f"plain={names[0]}", f"ours={names[1]}", "--output_dir", str(workplace / "comparison")])
     assert "ours against plain: open" in capsys.readouterr().out
@@ -105,6 +106,10 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
         with pytest.raises(ZeroDivisionError):
             cli.main([*argv, "--profile_gammas", "2"])
     assert {file.name for file in name.iterdir()} == kept
+    recipe = (workplace / "recipe.yaml").read_text().replace("test_file", "validation_file")
+    (workplace / "validation.yaml").write_text(recipe)
+    cli.main([*argv, "--config", str(workplace / "validation.yaml"), "--profile_gammas", "0"])
+    assert Certificate.from_json(name / "verdict.json").also_selected  # these rows may have chosen the checkpoint
     cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5"])
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
     assert not (name / "verdict.json").exists()

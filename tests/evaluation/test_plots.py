@@ -56,7 +56,7 @@ def test_the_loss_that_each_row_asks_for_is_drawn_and_the_interval_of_a_single_r
     profile = run.profiles[0.0]
     profile.blocks[..., 2] += np.linspace(-0.1, 0.1, 20)[:, None]
     axes = plots.plot_layers({"descent": [run]}).axes[0]
-    (asked,) = [line for line in axes.lines if line.get_label() == "_asked"]
+    (asked,) = [line for line in axes.lines if line.get_label() == "descent: asked"]
     np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
     bounds = 0.999 * np.array([1.1 * profile.losses[0], *profile.losses[:2]])
     np.testing.assert_allclose(asked.get_ydata(), bounds, rtol=1e-6)
@@ -86,12 +86,12 @@ def test_one_evaluation_shows_its_losses_their_intervals_and_what_was_asked():
     mean, ends = bars(axes, 0)
     np.testing.assert_array_equal(mean, profile.losses)
     np.testing.assert_allclose(ends[:, 1] - profile.losses, profile.radius("losses"))
-    (asked,) = [line for line in axes.lines if line.get_label() == "_asked"]
+    (asked,) = [line for line in axes.lines if line.get_label() == "asked"]
     np.testing.assert_array_equal(asked.get_xdata(), [1, 2, 3])
     np.testing.assert_array_equal(asked.get_ydata(), profile.certificate().asked)
     assert axes.get_title() == "without noise; training level 0.5"
     figure = plots.plot_evaluation([0.5, 0.4])
-    assert "_asked" not in [line.get_label() for line in figure.axes[0].lines]
+    assert "asked" not in [line.get_label() for line in figure.axes[0].lines]
     assert figure.axes[0].get_title() == "without noise (training level)"
     image = plots.pixels(figure)
     assert image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3 and image.min() < 50 < image.max()

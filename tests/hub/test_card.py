@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
-from hf_descent.evaluation import Certificate
+from hf_descent.evaluation import Certificate, LayerProfile
 from hf_descent.hub.card import metrics_of, render
 from hf_descent.hub.push import collect, plain, write_card
 from hf_descent.runs import RunFolder
@@ -259,6 +259,15 @@ def test_a_card_holds_the_validation_results_of_a_denoiser(tmp_path):
     trained(tmp_path).save_metrics("validation", {"validation_rmse@0.1": 3.0, "validation_mean_rmse": 4.0})
     card = collect(tmp_path)
     assert card["split"] == "validation" and card["evaluation"]["validation_mean_rmse"] == 4.0
+
+
+@pytest.mark.parametrize(("architecture", "level"), [("UTForVideoDenoising", 0.5), ("BertForMaskedLM", 0.0)])
+def test_the_card_of_a_denoiser_tells_what_it_does_to_noise(architecture, level, tmp_path):
+    trained(tmp_path, noise_gamma=0.5)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    profiles = [LayerProfile("rmse", [0.5, 0.4, 0.3], [5.0, 4.0, 3.0], gamma) for gamma in (0.0, 0.5, 2.0)]
+    RunFolder(tmp_path).write({f"layer_profile{profile.ending}": profile for profile in profiles})
+    assert collect(tmp_path)["layer_profile"]["gamma"] == level
 
 
 def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):

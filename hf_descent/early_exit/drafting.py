@@ -5,6 +5,7 @@ next one. Layers k+1..L then run once on all of these tokens, from the hidden st
 choose what the text goes on with. No layer runs twice on a token: keys and values of the first k layers stay cached.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from .partial import PartialForward
 
 MAX_DRAFT = 16  # tokens of a round
 BINS = 10  # of confidence, for each of which the accepted drafts are counted
-INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
@@ -74,7 +75,7 @@ def draft_with(
             raise ValueError(f"`layer` is {layer}; {type(model).__name__} can draft with 1..{reader.num_layers - 1}.")
         halves = _Halves(model, reader.stack, layer, shortlist)
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
-        cache = outputs.past_key_values
+        cache = outputs[halves.cache_name]
         layers = getattr(cache, "layers", [])
         if len(layers) != reader.num_layers or any(type(each) is not DynamicLayer for each in layers):
             raise ValueError(
@@ -103,6 +104,8 @@ class _Halves:
     def __init__(self, model, stack, layer, shortlist):
         self.forward, self.layer, self.num_layers = PartialForward(model, stack), layer, stack.num_layers
         self.head, self.states = model.get_output_embeddings(), []
+        names = inspect.signature(model.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # as it was before transformers 5.24
         self.short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
         kept = slice(None) if shortlist is None else self.short
         self.weight = self.head.weight[kept]  # [short, hidden]
@@ -139,7 +142,8 @@ class _Halves:
             self.cache.layers = own
 
     def _run(self, first, last, tokens, **inputs):
-        return self.forward(first, last, input_ids=tokens, past_key_values=self.cache, use_cache=True, **inputs).logits
+        inputs[self.cache_name] = self.cache
+        return self.forward(first, last, input_ids=tokens, use_cache=True, **inputs).logits
 
     def _run_head(self, module, call, hidden):
         drafts = self.forward.first == 1 and self.short is not None
@@ -266,7 +270,7 @@ def _check_halves(model, halves, ids):
     with probing(model):
         whole = model(input_ids=ids).logits[:, 2:]  # [1, 2, vocab]
         places = torch.arange(4, device=ids.device)[None]
-        with halves.attached(model(input_ids=ids[:, :2], use_cache=True).past_key_values):
+        with halves.attached(model(input_ids=ids[:, :2], use_cache=True)[halves.cache_name]):
             for place in (2, 3):
                 halves.draft(ids[:, place], position_ids=places[:, [place]])
             logits = halves.verify(ids[:, 2:], position_ids=places[:, 2:])

@@ -150,7 +150,8 @@ class EmbeddingNoise:
         if mask is None and ids is not None and not is_outermost and ids is self._calls[-1].input_ids:
             mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
         has_signal = module is self._model and given.get(self._main_input) is not None
-        self._calls.append(_Call(ids, mask, kwargs.get("past_key_values"), has_signal))
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name before transformers 5.24
+        self._calls.append(_Call(ids, mask, cache, has_signal))
         if not (is_outermost and self._is_active()):
             return None
 

@@ -44,7 +44,7 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
 def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
     config = getattr(model, "config", None)
-    keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"]) if keys is None else keys
+    keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"]) if keys is None else keys
     return [*keys, *HIDDEN_OUTPUTS]
 
 

@@ -134,7 +134,7 @@ def test_the_arms_differ_only_where_it_matters():
         )
         assert changed(erm, noise) == {"noise_gamma", "output_dir"}, folder
         problem = {"initial_loss_bound", "negative_weights", "resilience", "resilience_form", "exit_targets"}
-        problem |= {"readout_token_fraction"}
+        problem |= {"readout_token_fraction", "target_margin"}
         allowed = {name for name in descent if "dual" in name or "slack" in name or "descent" in name}
         assert changed(noise, descent) <= {"objective", "output_dir", *problem, *allowed}, folder
         assert (erm["objective"], noise["objective"], descent["objective"]) == ("erm", "erm", "descent"), folder

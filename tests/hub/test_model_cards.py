@@ -1,11 +1,9 @@
-"""The cards in model_cards/ are complete, and say nothing of where they were made."""
+"""The cards in model_cards/ are complete, say what was met, and nothing of where they were made."""
 
 import json
 import re
-import runpy
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cards import check_card
 from huggingface_hub import ModelCard
@@ -25,22 +23,19 @@ def test_a_card_is_complete_and_names_no_folder_of_the_machine(path):
     assert card.data.base_model or values["needs_package"]  # the package's own architectures start from nothing
     for figure in values["figures"]:
         assert (path.parent / figure).is_file() and f"]({figure})" in text
+        assert (path.parent / figure).with_suffix(".svg").is_file()
     made = text + path.read_text(encoding="utf-8")
     assert not any(word in made for word in ("/home/", "/root/", "/tmp/", "/Users/"))
     assert not re.search(r"(?<![\w.])/\w+/", made)  # no absolute path at all
 
 
 @pytest.mark.parametrize("path", CARDS, ids=lambda path: path.parent.name)
-def test_the_figures_show_the_numbers_of_the_card(path):
-    card = json.loads(path.read_text("utf-8"))
-    groups = runpy.run_path(str(FOLDER / "figures.py"))["groups_of"](path)
-    for name, values in ((card["model_name"], card), (card["baseline"]["model_name"], card["baseline"])):
-        (run,) = groups[name]
-        (profile,) = run.profiles.values()
-        np.testing.assert_array_equal(profile.losses, values["layer_profile"]["losses"])
-        np.testing.assert_array_equal(run.curve.mean, values["noise_curve"]["mean"])
-    (run,) = groups[card["model_name"]]
-    (certificate,) = [profile.certificate() for profile in run.profiles.values()]
-    violations = [card["layer_profile"]["violations"][int(row) - 1] for row in certificate.rows]
-    np.testing.assert_allclose(certificate.reached - certificate.asked, violations, atol=1e-6)
-    assert all((path.parent / f"{name}.{kind}").is_file() for name in ("layers", "noise") for kind in ("png", "svg"))
+def test_each_row_of_a_card_is_met_where_its_numbers_say_so(path):
+    text = (path.parent / "README.md").read_text(encoding="utf-8")
+    number = r" +(-?[\d.e-]+)"
+    rows = re.findall(rf"^((?:exit_|bound_)?\d+){number * 4}(?:{number})? +(met|not met|not shown)$", text, re.M)
+    assert rows
+    for _, *numbers, verdict in rows:
+        asked, reached, radius, tolerance = map(float, numbers[:4])
+        excess = reached - asked - tolerance
+        assert verdict == ("met" if excess + radius <= 0 else "not met" if excess > radius else "not shown")

@@ -343,6 +343,8 @@ class DescentMixin:
         """
         dataset = self._held_out(eval_dataset)
         gammas = self.args.eval_gammas if gammas is None else gammas
+        if gammas is None:
+            raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
         model, settings = evaluation.settings(self, self._given.readout)
         is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card

@@ -82,10 +82,9 @@ def classification_task(name: str, args: DataArguments) -> Task:
     tokenizer, model = load_tokenizer(name), load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
-    settings = {"processing_class": tokenizer}
-    return Task(
-        model, *_held_out(tokenize(texts, tokenizer, limit)), settings, _held_out(texts)[0], Typos(tokenizer, limit)
-    )
+    rows, is_test = _held_out(tokenize(texts, tokenizer, limit))
+    settings, perturbed_rows = {"processing_class": tokenizer}, _held_out(texts)[0]
+    return Task(model, rows, is_test, settings, perturbed_rows, Typos(tokenizer, limit))
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:

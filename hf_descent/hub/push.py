@@ -104,10 +104,9 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
         measured = ", ".join(metrics) or "no evaluation"
         raise ValueError(f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has.")
     # Without noise a denoiser's input is the answer: nothing that it does then is met.
-    is_denoiser = card["architecture"].endswith("Denoising")
-    level = (upper_level(descent.get("noise_gamma")) or 0.0) if is_denoiser else 0.0
+    level = upper_level(descent.get("noise_gamma")) if card["architecture"].endswith("Denoising") else None
     for name, kind in RESULTS.items():
-        results = run.results(kind, f"{name}*")
+        results = run.results(kind, f"{name}*" if level else name)
         for result in [each for each in results if getattr(each, "gamma", level) == level] or results[:1]:
             card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data

@@ -268,7 +268,9 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
 
 
 def test_a_misspelt_metric_is_found_before_training(smoke):
-    with pytest.raises(ValueError, match="`metric_for_best_model` is 'acuracy'; choose .* or 'accuracy'"):
+    with pytest.raises(
+        ValueError, match="`metric_for_best_model` is 'acuracy'; choose 'accuracy', 'feasible_score' or"
+    ):
         smoke("imdb-descent", "--metric_for_best_model", "eval_acuracy")
 
 

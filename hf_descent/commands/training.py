@@ -47,12 +47,11 @@ def train_and_report(
     """Trains (see [`resume_choice`]) and saves; calls `report`, and pushes where the arguments say so.
 
     `arguments` are those of the command beside the trainer's, of data last; the run's `descent_config.json` gets them.
-    What was measured, and on which rows, is recorded for the commands that measure the model again. `score` is what
-    an evaluation has beside the losses.
+    What was measured, on which rows, is recorded for later commands; `score` is what an evaluation has beside losses.
     """
     chosen_by = (trainer.args.metric_for_best_model or "loss").removeprefix("eval_")
     if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
-        raise ValueError(f"`metric_for_best_model` is {chosen_by!r}; choose 'loss', 'feasible_score' or {score!r}.")
+        raise ValueError(f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'.")
     trainer.command = json_value({name: value for each in arguments for name, value in vars(each).items()})
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     if trainer.is_fsdp_enabled:

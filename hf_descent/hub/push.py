@@ -107,10 +107,11 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     level = upper_level(descent.get("noise_gamma")) if card["architecture"].endswith("Denoising") else None
     for name, kind in RESULTS.items():
         results = run.results(kind, f"{name}*" if level else name)
-        for result in [each for each in results if getattr(each, "gamma", level) == level] or results[:1]:
+        for result in [each for each in results if level is None or getattr(each, "gamma", level) == level]:
             card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
-                card["verdict"] = _shown(result.certificate())
+                also_selected = card.get("split") == "validation" and "select_rows" in descent
+                card["verdict"] = _shown(result.certificate(also_selected=also_selected))
     return plain(card)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset
 from hf_descent import DescentTrainer, cli
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
 from hf_descent.evaluation import Certificate, LayerProfile
+from hf_descent.evaluation.certificates import ALSO_SELECTED
 from hf_descent.hub.card import metrics_of, render
 from hf_descent.hub.push import collect, plain, write_card
 from hf_descent.runs import RunFolder
@@ -131,7 +132,7 @@ def test_the_card_of_the_best_model_holds_that_model_s_evaluation(tmp_path):
     assert verdict["also_selected"] and "chosen its checkpoint" in read(tmp_path)[1]
     summary = RunFolder(tmp_path).summary
     assert summary["train_rows"] == summary["select_rows"] == 16
-    parts = "16 rows trained the weights; the multipliers moved on the same; 16 were evaluated in training"
+    parts = "16 rows to train the weights on; the multipliers moved on the same; 16 were evaluated in training"
     assert parts in read(tmp_path)[1] and "the verdict is on 16 items" in read(tmp_path)[1]
     for rows, same in ((classification_data(16, seed=6), False), (None, True)):  # rows of their own certify
         for measure in (trainer.evaluate, trainer.evaluate_layers):
@@ -268,6 +269,15 @@ def test_the_card_of_a_denoiser_tells_what_it_does_to_noise(architecture, level,
     profiles = [LayerProfile("rmse", [0.5, 0.4, 0.3], [5.0, 4.0, 3.0], gamma) for gamma in (0.0, 0.5, 2.0)]
     RunFolder(tmp_path).write({f"layer_profile{profile.ending}": profile for profile in profiles})
     assert collect(tmp_path)["layer_profile"]["gamma"] == level
+
+
+@pytest.mark.parametrize(("split", "chose"), [("eval", True), ("test", False)])
+def test_a_verdict_that_is_measured_anew_says_whether_its_rows_chose_the_checkpoint(split, chose, tmp_path):
+    trainer = trained(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer.save_metrics(split, {f"{split}_loss": 1.0})
+    RunFolder(tmp_path).write({"layer_profile": trainer.evaluate_layers()})
+    (tmp_path / "verdict.json").unlink(missing_ok=True)
+    assert (ALSO_SELECTED in collect(tmp_path)["verdict"]["text"]) == chose
 
 
 def test_the_result_of_a_benchmark_is_written_as_the_hub_documents_it(tmp_path):

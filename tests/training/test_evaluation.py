@@ -254,9 +254,11 @@ def test_the_levels_of_a_perturbation_are_not_those_of_the_noise(tmp_path):
     assert json.loads((tmp_path / "noise_curve.json").read_text())["gammas"] == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("gammas", [None, [], "all"])
-def test_noise_levels_that_are_none_are_refused(tmp_path, gammas):
-    with pytest.raises(ValueError, match=f"`gammas` is {gammas!r}".replace("[", r"\[")):
+@pytest.mark.parametrize(
+    ("gammas", "message"), [(None, "set `eval_gammas`"), ([], r"`gammas` is \[\]"), ("all", "`gammas` is 'all'")]
+)
+def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
+    with pytest.raises(ValueError, match=message):
         DescentTrainer(bert(), config(tmp_path, noise_sigma=1.0), eval_dataset=DATA).evaluate_robustness(None, gammas)
 
 

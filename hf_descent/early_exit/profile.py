@@ -96,8 +96,9 @@ def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: in
         seconds = turns(calls, repeats, device, settings.get("progress", False))  # [layers]
     seconds /= sum(find_batch_size(batch) for batch in batches)
     better, size = greater_is_better(settings.get("metric", "accuracy")), find_batch_size(batches[0])
-    found = profile.metric, profile.values, profile.losses, seconds, size, str(device), better, profile.chance
-    return ExitProfile(*found)
+    return ExitProfile(
+        profile.metric, profile.values, profile.losses, seconds, size, str(device), better, profile.chance
+    )
 
 
 @dataclass

@@ -75,7 +75,7 @@ class Meter(TorchDispatchMode):
         self.part, self.peak, self.operations = "weights", Counter(), Counter()
         self.alive, self._held, self._model = Counter(), {}, model
         for tensor in (*model.parameters(), *model.buffers()):
-            self._hold(tensor)
+            self.hold(tensor)
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -89,7 +89,7 @@ class Meter(TorchDispatchMode):
             self.operations[self.part] += count(*args, **(kwargs or {}), out_val=out)
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self._hold(leaf)
+                self.hold(leaf)
         if self.alive.total() > self.peak.total():
             self.peak = self.alive.copy()
         return out
@@ -112,11 +112,11 @@ class Meter(TorchDispatchMode):
 
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return [layer.register_forward_hook(leave) for layer in stack.layers] + [
-            weight.register_post_accumulate_grad_hook(lambda weight: self._hold(weight.grad, "gradients"))
+            weight.register_post_accumulate_grad_hook(lambda weight: self.hold(weight.grad, "gradients"))
             for weight in trained
         ]
 
-    def _hold(self, tensor, part=None):
+    def hold(self, tensor, part=None):
         """Count the memory of a tensor; where `part` is given for that part, also if another one had it so far."""
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
@@ -207,17 +207,18 @@ class PlannedModel:
             Meter(self.model) as meter,
         ):
             # From the second micro-batch on, the gradients lie beside what the passes hold.
-            repeats = min(2, args.gradient_accumulation_steps)
-            for _ in range(repeats):
-                hooks = meter.follow(layers.readout.stack)
-                with noise:
-                    if args.objective == "erm":
-                        objective = output_loss(self.model(**batch))
-                    else:
-                        objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
-                objective.backward()
-                for hook in hooks:
-                    hook.remove()
+            for weight in trained if args.gradient_accumulation_steps > 1 else ():
+                weight.grad = torch.empty_like(weight)
+                meter.hold(weight.grad, "gradients")
+            hooks = meter.follow(layers.readout.stack)
+            with noise:
+                if args.objective == "erm":
+                    objective = output_loss(self.model(**batch))
+                else:
+                    objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
+            objective.backward()
+            for hook in hooks:
+                hook.remove()
             if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(trained, args.max_grad_norm, foreach=True)
             passes = meter.begin("optimizer")
@@ -225,8 +226,7 @@ class PlannedModel:
             optimizer.step()
             optimizer.zero_grad()
             passes["optimizer"] += meter.alive["optimizer"]  # its state is there from the second step on
-        micro_batches = args.gradient_accumulation_steps
-        operations = {part: count * micro_batches // repeats for part, count in meter.operations.items()}
+        operations = {part: count * args.gradient_accumulation_steps for part, count in meter.operations.items()}
         return StepCost([passes, meter.peak], Counter(operations))
 
     def launched(self, cost: StepCost, processes: int) -> dict[str, StepCost]:

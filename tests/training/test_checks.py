@@ -10,6 +10,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     default_data_collator,
 )
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_descent import DescentTrainer
 
@@ -73,7 +74,8 @@ def test_labels_that_are_made_right_on_their_way_are_taken(tmp_path):
     fit(tmp_path, bert(), Dataset.from_list(relabelled(lambda index, label: str(label))).with_transform(numbered))
     fit(tmp_path, bert(num_labels=2), [{"input_ids": row["input_ids"], "label": row["labels"] > 0} for row in DATA])
     fit(tmp_path, bert(), [{**row, "label": 9} for row in DATA])
-    fit(tmp_path, bert(num_labels=1), relabelled(lambda index, label: label + 7))
+    if is_torch_greater_or_equal("2.12"):  # from which on their loss has a gradient
+        fit(tmp_path, bert(num_labels=1), relabelled(lambda index, label: label + 7))
     some_wrong = Dataset.from_list(relabelled(lambda index, label: 3 if index < 6 else label)).shuffle(seed=0)
     fit(tmp_path, bert(), some_wrong.filter(lambda row: row["labels"] < 3))
     fit(tmp_path, bert(), some_wrong.sort("labels").select(range(18)))

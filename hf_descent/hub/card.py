@@ -42,7 +42,7 @@ TASKS = {
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 # Numbers of an evaluation that are no metrics of the whole model, or have a table of their own.
 NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "ratio_")
-NO_METRICS += ("share", "rise", "steps", "num_", "preparation_time")
+NO_METRICS += ("share", "rise", "steps", "num_", "preparation_time", "_radius")
 # Tasks with a class in PEFT; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 

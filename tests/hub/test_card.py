@@ -197,6 +197,7 @@ def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_inde
     assert json.loads((tmp_path / "model_card.json").read_text())["evaluation"]["eval_f1"] is None
     assert plain({1: (np.arange(2), float("inf"), np.bool_(True))}) == {"1": [[0, 1], None, True]}
     evaluation = {"eval_roc_auc": 0.9, "test_accuracy@0.5": 0.7, "eval_layer_loss_1": 2.0, "eval_runtime": 3.0}
+    evaluation["test_accuracy_auc_over_range_radius"] = 0.02  # half a width of an interval
     assert metrics_of(evaluation) == {"roc_auc": 0.9}
 
 

@@ -34,8 +34,8 @@ class HeadReadout:
     def __init__(self, replay: Readout, norm: nn.Module, head: nn.Linear, head_loss: HeadLoss, shifts: bool):
         self.replay, self.num_layers, self.vocab_size = replay, replay.num_layers, head.out_features
         self.head_loss, self.shifts_labels = head_loss, shifts
-        self.router_loss_weight = 0.0  # factor of `outputs["aux_loss"]` in the model's own loss
         self._model, self._stack, self._norm, self._head = replay.model, replay.stack, norm, head
+        self.router_loss_weight = getattr(_text_config(self._model), "router_aux_loss_coef", 0.0)  # of "aux_loss"
         self._workspace, self._autocast = Workspace(), None
 
     @classmethod
@@ -61,10 +61,10 @@ class HeadReadout:
             model.train()
             for module in model.modules():
                 module.training &= not isinstance(module, nn.Dropout)
-            norm, head, head_loss, precision = _find_tail(model, replay.stack, inputs)
+            norm, head, head_loss, dtype = _find_tail(model, replay.stack, inputs)
         self = cls(replay, norm, head, head_loss, shifts)
         with probing(model):
-            self._check(inputs, precision)
+            self._check(inputs, dtype)
         self.head_loss = replace(self.head_loss, label_smoothing=label_smoothing)
         return self
 
@@ -123,29 +123,29 @@ class HeadReadout:
             fixed = {"head_loss": self.head_loss, "workspace": self._workspace}
             return tiled_layer_losses(hidden_states, tokens, self._norm, self._head, weights, **fixed, **kwargs)
 
-    def _check(self, inputs, precision):
-        """Compare the first, a middle and the last layer with their replay; find the weight of the router's loss."""
+    def _check(self, inputs, dtype):
+        """Compare the first, a middle and the last layer with their replay, and the own loss with its logits."""
         inputs = _with_hidden_label(inputs)
         model, name, tiled = self._model, type(self._model).__name__, []
         layers = sorted({1, (self.num_layers + 1) // 2, self.num_layers})
         with errors_explained(f"{name} returns no loss by name:"):
             replayed = torch.stack(self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers))
-        own = model(**inputs)
-        own_loss, aux_loss = own["loss"].float(), own.get("aux_loss")
-        del own  # with its logits
+        own, tokens = model(**inputs), self.tokens(inputs)
+        loss, aux_loss = own["loss"], own.get("aux_loss")
+        # By its own logits, which the reads round in another way: a small part of the loss could hide in that.
+        scores = output_logits(own).flatten(0, -2)[tokens.rows].float()  # [tokens, vocab]
+        expected = nn.functional.cross_entropy(scores, tokens.targets)
+        del own, scores
 
         def score(read, outputs, hidden_states):
-            tokens = self.tokens(inputs)
             tiled.append(read(tokens).sums[[layer - 1 for layer in layers]] / max(len(tokens.rows), 1))
 
         with errors_explained(f"{name} fails when its head is given no position:"), self.attach(score):
             model(**inputs)
-        _require_close(tiled[0], replayed, precision, f"{name}: losses read by norm and head differ from the replay's")
-        expected = replayed[-1]
+        _require_close(tiled[0], replayed, dtype, f"{name}: losses read by norm and head differ from the replay's")
         if aux_loss is not None:
-            self.router_loss_weight = getattr(_text_config(model), "router_aux_loss_coef", 0.0)
             expected = expected + self.router_loss_weight * aux_loss
-        _require_close(own_loss, expected, precision, f"{name}: its loss is not the cross-entropy of tokens")
+        _require_close(loss.float(), expected, loss.dtype, f"{name}: its loss is not the cross-entropy of tokens")
 
 
 class _Norm(nn.Sequential):
@@ -169,8 +169,8 @@ def _without_labels(model, inputs) -> dict[str, Any]:
     return {name: value for name, value in with_decoder_inputs(model, inputs).items() if name not in _WITHHELD}
 
 
-def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, float]:
-    """Norm, head, logit transform and relative precision of `model`; ValueError if its tail is anything else."""
+def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, torch.dtype]:
+    """Norm, head, logit transform and precision of the scores of `model`; ValueError if its tail is anything else."""
     name, layer_ids = type(model).__name__, {id(layer) for layer in stack.layers}
     inside = {id(module) for layer in stack.layers for module in layer.modules()} - layer_ids
     outside = [module for module in model.modules() if module is not model and id(module) not in inside]
@@ -220,15 +220,14 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, fl
             import deepspeed
 
             deepspeed.zero.register_external_parameter(model, parameter)
-    precision = max(1e-4, 4 * torch.finfo(scores.dtype).eps)
     rows = last.flatten(0, -2)  # [batch * seq, hidden]
     with calls[end].autocast:
         own_scores = head(nn.Sequential(*chain)(rows)).view_as(scores)  # outside a forward, where hooks gather shards
-    _require_close(own_scores, scores, precision, f"{name}: norm and head differ on single positions")
-    return norm, head, _logit_transform(model, inputs, head, scores.dtype, precision), precision
+    _require_close(own_scores, scores, scores.dtype, f"{name}: norm and head differ on single positions")
+    return norm, head, _logit_transform(model, inputs, head, scores.dtype), scores.dtype
 
 
-def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
+def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
     """The scale or softcap that turns head outputs into logits: a number of the config, or an inverse, by trial."""
     name = type(model).__name__
     # Scores far apart in the place of the head's: of a cap, nothing but rounding may show on those of a fresh model.
@@ -248,7 +247,7 @@ def _logit_transform(model, inputs, head, dtype, precision) -> HeadLoss:
         return by.logit_scale * scores if by.softcap is None else by.softcap * torch.tanh(scores / by.softcap)
 
     best = min(candidates, key=lambda candidate: (transformed(candidate) - logits).abs().max().item())
-    _require_close(transformed(best), logits, precision, f"{name}: its logits are not scaled or capped head outputs")
+    _require_close(transformed(best), logits, dtype, f"{name}: its logits are not scaled or capped head outputs")
     return best
 
 
@@ -262,7 +261,8 @@ def _with_hidden_label(inputs) -> dict[str, Any]:
     return {**inputs, "labels": labels, "attention_mask": mask}
 
 
-def _require_close(value, expected, precision, message):
+def _require_close(value, expected, dtype, message):
+    """ValueError unless they are equal up to the rounding of numbers computed in `dtype`."""
     error, size = (value - expected).abs().max().item(), expected.abs().max().item()
-    if not error <= precision * size:
+    if not error <= max(1e-4, 4 * torch.finfo(dtype).eps) * size:
         raise ValueError(f"{message} (largest error {error:.3g}, at values up to {size:.3g}).")

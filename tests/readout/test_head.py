@@ -308,6 +308,18 @@ def test_mixed_precision_over_a_half_precision_model():
     assert {gradient.dtype for gradient in found.values()} == {torch.float16}
 
 
+def test_a_small_part_of_the_loss_beside_the_cross_entropy_shows_in_mixed_precision():
+    model, inputs = build(), batch()
+    forward, cross_entropy = model.forward, model.loss_function
+    model.forward = lambda *args, **kwargs: torch.autocast("cpu", torch.bfloat16)(forward)(*args, **kwargs)
+    probe(model, inputs)
+    model.loss_function = lambda logits, **given: (
+        cross_entropy(logits=logits, **given) + 1e-3 * logits.float().logsumexp(-1).square().mean()
+    )
+    with pytest.raises(ValueError, match="not the cross-entropy"):
+        probe(model, inputs)
+
+
 def test_mixed_precision_casts_the_weight_of_the_head_once_in_a_forward():
     model, inputs, casts = build(), batch(), []
     readout = probe(model, inputs)

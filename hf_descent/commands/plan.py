@@ -59,7 +59,7 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     else:
         if missing is not None:
             raise missing
-    flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true"] if recipes else argv  # also where there is a GPU
+    flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true", "--tf32", "false"] if recipes else argv
     return module, *parse_recipe(
         (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description
     )

@@ -185,8 +185,9 @@ class PlannedModel:
             layers = layers.reading(args.readout_token_fraction or layers.token_fraction)
         self.model.activation_checkpointing_disable()
         if args.activation_checkpointing:
-            options = args.activation_checkpointing_kwargs
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+            options = dict(args.activation_checkpointing_kwargs or {})
+            every, _ = options.pop("every_n_layers", 1), options.pop("offload", None)  # as Trainer takes them out
+            self.model.activation_checkpointing_enable(options or None, every_n_layers=every)
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
         if "foreach" in inspect.signature(optimizer_class).parameters and not options.get("fused"):
             options["foreach"] = True  # torch's choice on a GPU

@@ -51,7 +51,9 @@ def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
 
 
 def test_micro_batches_are_named(tmp_path, capsys):
-    cli.main(["plan", recipe("bert", tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4)])
+    # With a setting that is refused where there is no GPU.
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "tf32": True}
+    cli.main(["plan", recipe("bert", tmp_path, **settings)])
     assert "as configured (4 micro-batches of 2 x 24 tokens)" in cells(capsys.readouterr().out)
 
 

@@ -83,6 +83,7 @@ def measured(kind, args):
     [
         ("bert", {}),
         ("bert", {"activation_checkpointing": True}),
+        ("bert", {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}),
         ("t5", {}),
         ("llama", {}),
         ("llama", {"activation_checkpointing": True, "readout_token_fraction": 0.25}),

@@ -71,9 +71,8 @@ def run(args: argparse.Namespace) -> None:
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
     text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
     text += MERGED if drafts and is_adapter and args.layer < depth else ""
-    text = ONNX if args.format == "onnx" else text
     facts = {"model": args.model, "whole": whole, "draft": folder, "layer": args.layer, "depth": depth}
-    print(text.format(architecture=architecture, auto_class=auto_class, **facts))
+    print((ONNX if args.format == "onnx" else text).format(architecture=architecture, auto_class=auto_class, **facts))
     print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")
 
 

@@ -27,7 +27,7 @@ from .partial import PartialForward
 MAX_DRAFT = 16  # tokens of a round
 BINS = 10  # of confidence, for each of which the accepted drafts are counted
 INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+OTHER = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha")
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
@@ -52,8 +52,8 @@ def draft_with(
             `generate` hands its own `streamer` to no other loop.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
-    processes; a cache that cannot be cropped (sliding windows, recurrent states); beams; inputs other than tokens,
-    outputs other than texts.
+    processes; a cache that cannot be cropped (sliding windows, recurrent states), or that is given for several texts;
+    beams; positions that change with the length; prompt tuning; inputs other than tokens, outputs other than texts.
 
     Example:
 
@@ -67,17 +67,17 @@ def draft_with(
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         _check_options(model, generation_config, logits_processor, model_kwargs)
-        if streamer is not None and len(input_ids) > 1:
-            raise ValueError(f"`streamer` takes one text; the batch has {len(input_ids)}.")
+        given = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
+        if len(input_ids) > 1 and (given := given + ["streamer"] * (streamer is not None)):
+            raise ValueError(f"`{given[0]}` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % model.get_output_embeddings().out_features
         reader = Readout.probe(model, {"input_ids": example})
         if not 1 <= layer < reader.num_layers:
             raise ValueError(f"`layer` is {layer}; {type(model).__name__} can draft with 1..{reader.num_layers - 1}.")
         halves = _Halves(model, reader.stack, layer, shortlist)
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
-        cache = outputs[halves.cache_name]
-        layers = getattr(cache, "layers", [])
-        if len(layers) != reader.num_layers or any(type(each) is not DynamicLayer for each in layers):
+        cache = outputs.get(halves.cache_name)
+        if [type(each) for each in getattr(cache, "layers", [])] != [DynamicLayer] * reader.num_layers:
             raise ValueError(
                 f"{type(model).__name__} has a {type(cache).__name__} that cannot be cropped in each of its "
                 f"{reader.num_layers} layers (sliding windows, recurrent states): decode without `draft_with`."
@@ -132,7 +132,8 @@ class _Halves:
 
     def verify(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
         """Logits `[rows, n, vocab]` of the last layer after each of the n `tokens` `[rows, n]` that drafts ran on."""
-        state = pytree.tree_map(lambda *parts: torch.cat(parts, dim=1), *self.states)  # [rows, n, hidden]
+        # Hidden states [rows, n, hidden]. Attentions, which some layers return beside them, are not read.
+        state = pytree.tree_map(lambda *p: torch.cat(p, 1) if getattr(p[0], "ndim", 0) == 3 else p[0], *self.states)
         own, self.states = self.cache.layers, []
         # Masks are made for the first layer's cache, which has these tokens already.
         self.cache.layers = [own[self.layer]] * self.layer + own[self.layer :]
@@ -239,9 +240,7 @@ class _Decoding:
         """The next tokens `[rows]`, from `logits` `[rows, vocab]` after the texts and `drafts`, `[rows]` each."""
         scores, size = logits.float(), len(self.texts)
         if self.process:  # row by row: texts differ in length, and processors may tell rows by their number
-            texts = [
-                torch.cat([self.texts[row], *(draft[n, None] for draft in drafts)]) for n, row in enumerate(self.rows)
-            ]
+            texts = (torch.cat([self.texts[row], *(d[n, None] for d in drafts)]) for n, row in enumerate(self.rows))
             processed = (self.process(text.repeat(size, 1), each.repeat(size, 1)) for text, each in zip(texts, scores))
             scores = torch.stack([batch[row] for row, batch in zip(self.rows, processed)])
         return (scores + noise).argmax(-1)
@@ -254,11 +253,13 @@ def _check_options(model, config, processors, model_kwargs):
             f"{type(model).__name__} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` "
             "would run different numbers of times: decode without it, or load the saved model whole in each process."
         )
-    asked = [name for name in OUTPUTS if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
+    asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
     asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
-    positions = model_kwargs.get("position_ids")
-    if asked or model.config.is_encoder_decoder or positions is None or positions.dim() != 2:
+    asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)
+    ropes = {str(getattr(module, "rope_type", "")) for module in model.modules()} & {"dynamic", "longrope"}
+    asked += [f"{rope} positions" for rope in ropes]
+    if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
             f"{type(model).__name__} cannot be decoded with {', '.join(asked) or 'it'}."

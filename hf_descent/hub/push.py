@@ -51,8 +51,8 @@ DECODING = """\
 from hf_descent.early_exit import draft_with
 
 
-def generate(model, streamer=None, **arguments):
-    return type(model).generate(model, **arguments, custom_generate=draft_with({layer}, streamer=streamer))
+def generate(*inputs, model, streamer=None, **arguments):
+    return type(model).generate(model, *inputs, **arguments, custom_generate=draft_with({layer}, streamer=streamer))
 """
 
 

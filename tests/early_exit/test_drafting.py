@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from tiny import TEST_DEVICE, VOCAB, llama, spread
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,12 +12,18 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -28,6 +35,16 @@ from hf_descent.early_exit import draft_with, truncate
 def gpt2(num_layers=4):
     config = GPT2Config(vocab_size=VOCAB, n_positions=36, n_embd=16, n_layer=num_layers, n_head=2, eos_token_id=None)
     return spread(GPT2LMHeadModel(config))
+
+
+def gpt_neo():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 4, "num_heads": 2, "max_position_embeddings": 36}
+    return spread(GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 4]])))
+
+
+def falcon():
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    return spread(FalconForCausalLM(FalconConfig(**sizes, eos_token_id=None)))
 
 
 def agreeing(model, layer=2, factor=0.1):
@@ -77,6 +94,14 @@ def test_the_text_is_the_greedy_one_token_for_token(make, rows, factor):
         for layer, shortlist in ((2, None), (3, range(5, 25))):
             drafted = model.generate(**inputs, **settings, custom_generate=draft_with(layer, shortlist))
             assert drafted.tolist() == greedy.tolist()
+
+
+@pytest.mark.parametrize("make", [gpt_neo, falcon])
+def test_layers_that_return_more_than_hidden_states_can_draft(make):
+    model, settings = make(), {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    model.generation_config.eos_token_id = None
+    drafted = model.generate(**prompts(3), custom_generate=draft_with(2), **settings)
+    assert torch.equal(drafted, model.generate(**prompts(3), **settings))
 
 
 @pytest.mark.parametrize("shortlist", [None, range(VOCAB)])
@@ -143,6 +168,9 @@ def test_a_conversation_goes_on_from_its_cache():
     longer = torch.cat([first, torch.tensor([[9, 8]])], dim=1)
     second = model.generate(longer, past_key_values=cache, custom_generate=draft_with(2), **settings)
     assert torch.equal(second, model.generate(longer, **settings))
+    # Rows that leave the batch, and rejected drafts of others, would be missing in it or in its way.
+    with pytest.raises(ValueError, match="`past_key_values` takes one text; the batch has 4"):
+        model.generate(**prompts(4), past_key_values=DynamicCache(), custom_generate=draft_with(2), **settings)
 
 
 class Recorder(BaseStreamer):
@@ -196,6 +224,9 @@ T5 = {
     "num_layers": 3,
     "num_heads": 2,
 }
+ROPE = {"factor": 4.0, "rope_theta": 1e4}
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4} | ROPE
+LONG_ROPE |= {"original_max_position_embeddings": 16}
 
 
 @pytest.mark.parametrize(
@@ -210,10 +241,25 @@ T5 = {
         (lambda: llama(), {"cache_implementation": "static"}, "cannot be cropped"),
         (lambda: T5ForConditionalGeneration(T5Config(**T5)), {}, "decodes texts of decoders"),
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=3, n_head=2)), {}, "position"),
+        (
+            lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=2)),
+            {},
+            "NoneType",
+        ),
         (lambda: llama(), {"num_beams": 2}, "num_beams"),
         (lambda: llama(), {"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         (lambda: gpt2(), {"token_type_ids": torch.tensor([[5, 6, 7]])}, "token_type_ids"),
         (lambda: llama(), {"guidance_scale": 1.5}, UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__),
+        (lambda: llama(), {"dola_layers": "high"}, "dola_layers"),
+        (lambda: llama(), {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        # In these a text's length decides on the positions of all its tokens.
+        (lambda: llama(rope_parameters=ROPE | {"rope_type": "dynamic"}), {}, "dynamic positions"),
+        (lambda: llama(rope_parameters=LONG_ROPE), {}, "longrope positions"),
+        (
+            lambda: get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
+            {},
+            "virtual",
+        ),
         (lambda: llama(num_layers=2), {}, r"`layer` is 2; LlamaForCausalLM can draft with 1\.\.1"),
     ],
 )

@@ -175,7 +175,7 @@ def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, 
         assert torch.equal(drafted, plain)
         assert calls.count(model.model.layers[0]) > calls.count(model.model.layers[2])  # drafts stop before it
         trusting = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-        assert torch.equal(trusting.generate(input_ids=ids, **options), plain)
+        assert torch.equal(trusting.generate(ids, **options), plain)
         RunFolder(tmp_path).write({"speculation_profile": SpeculationProfile(speeds**0, speeds * 0, 20.0, speeds**0)})
         write_card(tmp_path)
         assert not (tmp_path / "custom_generate" / "generate.py").exists()

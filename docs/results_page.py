@@ -193,7 +193,7 @@ SPECIFICATIONS = {  # seeds, arms and most runs of each task
     "denoiser_easy": ((3, 4, 5), SEARCHED, 8),
     "denoiser_two": ((3, 4, 5), SEARCHED, 8),
     "denoiser_one": ((3, 4, 5), SEARCHED, 8),
-    "minilm_one": ((4, 5, 6), ("ours", "fixed", "deep_supervision"), 8),
+    "minilm_one": ((4, 5, 6), SEARCHED, 8),
     "minilm_two": ((4, 5, 6), ("ours", "fixed"), 4),
 }
 HOLDS = dict.fromkeys(("denoiser_easy", "denoiser_two", "denoiser_one", "minilm_one"), range(3, 8))

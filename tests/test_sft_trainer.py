@@ -10,6 +10,7 @@ import torch
 import transformers
 from architectures import MODELS
 from datasets import Dataset
+from packaging.version import Version
 from peft import PromptTuningConfig
 from tiny import spread
 from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
@@ -320,8 +321,12 @@ def language_model(name, **config):
     return spread(model_class(model_class.config_class(**fields | config)))
 
 
+KEEPS_APART = Version(transformers.__version__) >= Version("5.24")
+FALCON = pytest.param("Falcon", marks=pytest.mark.skipif(KEEPS_APART, reason="its packed documents are apart"))
+
+
 @pytest.mark.parametrize("given", [PACKED, STRUNG, {**PACKED, "bf16": True}], ids=["packed", "strung", "bf16"])
-@pytest.mark.parametrize("name", ["OPT", "Bloom", "Mamba", "GptOss", "prefix tuning"])
+@pytest.mark.parametrize("name", ["OPT", "Bloom", FALCON, "Mamba", "GptOss", "prefix tuning"])
 def test_refuses_models_in_which_packed_documents_see_one_another(tmp_path, name, given):
     """Trained prompts stand before the first document alone."""
     model = SETTINGS[name] if name in SETTINGS else {"model": lambda: language_model(f"{name}ForCausalLM")}

@@ -67,9 +67,10 @@ def draft_with(
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         _check_options(model, generation_config, logits_processor, model_kwargs)
-        given = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
-        if len(input_ids) > 1 and (given := given + ["streamer"] * (streamer is not None)):
-            raise ValueError(f"`{given[0]}` takes one text; the batch has {len(input_ids)}.")
+        single = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
+        single += ["streamer"] * (streamer is not None)
+        if single and len(input_ids) > 1:
+            raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % model.get_output_embeddings().out_features
         reader = Readout.probe(model, {"input_ids": example})
         if not 1 <= layer < reader.num_layers:

@@ -184,8 +184,9 @@ class TiledLosses:
             )
             found.append(losses)
             # Trainer's label smoothing leaves the router's loss out.
-            if self.task.uses_model_loss and outputs.get("aux_loss") is not None:
-                return losses.objective + self._head.router_loss_weight * outputs["aux_loss"] * share
+            router = self._head.router_loss_weight
+            if self.task.uses_model_loss and router and outputs.get("aux_loss") is not None:
+                return losses.objective + router * outputs["aux_loss"] * share
             return losses.objective
 
         with self._head.attach(read_layers, keep_logits):

@@ -131,10 +131,10 @@ class HeadReadout:
         with errors_explained(f"{name} returns no loss by name:"):
             replayed = torch.stack(self.replay.read(inputs, lambda outputs: outputs["loss"].float(), layers))
         own, tokens = model(**inputs), self.tokens(inputs)
-        loss, aux_loss = own["loss"], own.get("aux_loss")
+        loss, aux_loss = own["loss"], own.get("aux_loss") or 0.0
         # By its own logits, which the reads round in another way: a small part of the loss could hide in that.
         scores = output_logits(own).flatten(0, -2)[tokens.rows].float()  # [tokens, vocab]
-        expected = nn.functional.cross_entropy(scores, tokens.targets)
+        expected = nn.functional.cross_entropy(scores, tokens.targets) + self.router_loss_weight * aux_loss
         del own, scores
 
         def score(read, outputs, hidden_states):
@@ -143,8 +143,6 @@ class HeadReadout:
         with errors_explained(f"{name} fails when its head is given no position:"), self.attach(score):
             model(**inputs)
         _require_close(tiled[0], replayed, dtype, f"{name}: losses read by norm and head differ from the replay's")
-        if aux_loss is not None:
-            expected = expected + self.router_loss_weight * aux_loss
         _require_close(loss.float(), expected, loss.dtype, f"{name}: its loss is not the cross-entropy of tokens")
 
 

@@ -68,7 +68,7 @@ def few(probabilities, classes):
     ],
 )
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_tell_the_loss_within_one_percent(probabilities, size, smoothing):
+def test_labels_tell_the_loss_within_one_percent_in_the_mean_of_their_draws(probabilities, size, smoothing):
     probabilities = probabilities / probabilities.sum()
     smoothed = (1 - smoothing) * probabilities + smoothing / len(probabilities)
     truth, found = entr(smoothed).sum(), []
@@ -80,10 +80,10 @@ def test_labels_tell_the_loss_within_one_percent(probabilities, size, smoothing)
     assert max(found) <= math.log(len(probabilities)) + 1e-9
     # All probabilities known, another draw of 2,000 labels alone would move their mean loss by up to 2 %.
     surprise = -np.log(smoothed, where=smoothed > 0, out=np.zeros_like(smoothed))
-    variance = probabilities @ surprise**2 - (probabilities @ surprise) ** 2
-    assert found == pytest.approx(
-        [truth] * len(found), abs=0.02 * truth + 3 * np.sqrt(abs(variance) / size) + 3 / size
-    )
+    deviation = np.sqrt(abs(probabilities @ surprise**2 - (probabilities @ surprise) ** 2) / size)
+    few_seen = 5 / size  # where classes are equally frequent, deviations are of the next order
+    assert np.mean(found) == pytest.approx(truth, abs=0.01 * truth + 3 * deviation / np.sqrt(len(found)) + few_seen)
+    assert found == pytest.approx([truth] * len(found), abs=0.01 * truth + 3 * deviation + few_seen)
 
 
 def test_ignored_labels_do_not_count():

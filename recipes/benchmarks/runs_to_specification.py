@@ -49,11 +49,11 @@ EXITS = {
     "denoiser": {"one": {3: 0.16}, "easy": {3: 0.25}, "two": {2: 0.35, 4: 0.08}, "defaults": {}},
     "minilm": {"one": {3: 0.1}, "two": {2: 0.2, 4: 0.05}, "defaults": {}},
     "imdb": {"one": {3: 0.1}, "defaults": {}},
-    "lm": {"defaults": {}},
+    "lm": {"one": {3: 0.25}, "defaults": {}},
 }
 ARMS = ("plain", "ours", "fixed", "quadratic", "hinge", "deep_supervision")
 WITHOUT_COEFFICIENTS = ("plain", "deep_supervision")
-LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,), "imdb": (1e-4,)}
+LEARNING_RATES = {"denoiser": (1e-3, 2e-3), "minilm": (1e-4,), "imdb": (1e-4,), "lm": (3e-3,)}
 DEFAULT_RATES = {
     "denoiser": (5e-4, 1e-3, 2e-3), "minilm": (5e-5, 1e-4, 2e-4), "imdb": (5e-5, 1e-4, 2e-4), "lm": (1e-3, 3e-3, 1e-2),
 }  # fmt: skip

@@ -53,11 +53,19 @@ def trained(*given, **settings):
 class Weighted(BertForSequenceClassification):
     """Scores by a loss of its own."""
 
+    factor, weight = 50, None
+
     def forward(self, input_ids=None, attention_mask=None, labels=None):
         outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
         if labels is not None:
-            outputs["loss"] = 50 * F.cross_entropy(outputs.logits, labels)
+            outputs["loss"] = self.factor * F.cross_entropy(outputs.logits, labels, weight=self.weight)
         return outputs
+
+
+class WeightedByClass(Weighted):
+    """For a fresh model, whose logits are all alike, hardly another loss than the cross-entropy."""
+
+    factor, weight = 1, torch.tensor([1.0, 1.0, 3.0])
 
 
 def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_without_the_problem_of_its_training(
@@ -134,9 +142,10 @@ def absolute(outputs, labels, num_items_in_batch=None):
     ("model", "data", "loss"),
     [
         (lambda: Weighted(bert().config), classification_data, None),
+        (lambda: WeightedByClass(bert().config), classification_data, None),
         (lambda: bert(num_labels=1), regression_rows, absolute),
     ],
-    ids=["another loss in the model", "no squared error"],
+    ids=["another loss in the model", "class weights in the model", "no squared error"],
 )
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)

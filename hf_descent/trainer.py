@@ -278,9 +278,12 @@ class DescentMixin:
     # ---- evaluation ----
 
     def evaluate(self, eval_dataset=None, *args, **kwargs):
-        also_selected = holdout.is_of_training(self, eval_dataset, self._record.seen, self._record.evaluated)
-        self._record = replace(self._record, also_selected=also_selected)
+        self._record = replace(self._record, also_selected=holdout.is_of_training(self, eval_dataset, self._record))
         return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset, *args, **kwargs):
+        self._record = replace(self._record, also_selected=holdout.is_of_training(self, test_dataset, self._record))
+        return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         self._evaluated = LayerTotals()
@@ -293,8 +296,7 @@ class DescentMixin:
             totals = reduced(self, self._evaluated.over(self._layers.num_layers, self.args.device))
             given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
             metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
-            self._record = replace(self._record, certificate=certificate)
-            self._record.keep_certificate(self.state.global_step, self.state.best_global_step)
+            self._record.keep_certificate(certificate, self.state.global_step, self.state.best_global_step)
             output.metrics.update(metrics)
             if certificate is not None and self.is_world_process_zero() and not self.is_in_train:
                 logger.info(f"Verdict on the evaluation data:\n{certificate}")
@@ -373,8 +375,7 @@ class DescentMixin:
         profile = layer_profile(model, dataset, **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
-            also_selected = holdout.is_of_training(self, eval_dataset, self._record.seen, self._record.evaluated)
-            facts = evaluation.facts_of(self._dual, also_selected)
+            facts = evaluation.facts_of(self._dual, holdout.is_of_training(self, eval_dataset, self._record))
             self._record = replace(self._record, certificate=profile.certificate(**facts))
         return profile
 

@@ -53,8 +53,10 @@ class ConstantPredictor:
     moments: torch.Tensor | None = None
 
     def of_batch(self, task: TaskLoss, inputs: Mapping[str, Any]) -> "ConstantPredictor":
-        """The statistics of one batch."""
-        found = replace(self, moments=None)
+        """The statistics of one batch, before which the model may have been put into half precision."""
+        *_, head = task.model.parameters()
+        rounding = torch.finfo(head.dtype).eps if head.is_floating_point() else 0.0
+        found = replace(self, moments=None, rounding=max(self.rounding, rounding))
         found.update(task.answers(inputs), inputs.get(self.signal))
         return found
 

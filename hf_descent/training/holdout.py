@@ -14,7 +14,7 @@ from ..configs import DescentArguments
 from ..losses.layerwise import LayerLosses
 from ..readout.stack import inner_model
 from .initial_loss import drawing_apart
-from .records import LayerTotals, evaluation_sets, reduced
+from .records import LayerTotals, RunRecord, evaluation_sets, reduced
 
 
 logger = get_logger(__name__)
@@ -81,10 +81,10 @@ def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_datas
         )
 
 
-def is_of_training(trainer: Trainer, dataset, seen: set[int], evaluated: set[int]) -> bool:
-    """Whether `evaluate(dataset)` is on rows (over 1 %) that training was fitted to, which are logged, or those of its
-    evaluations, which may choose the checkpoint."""
-    sets = [trainer.eval_dataset, *evaluation_sets(trainer).values()]
+def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
+    """Whether an evaluation of `dataset` is on rows (over 1 %) that training was fitted to, which are logged, or those
+    of its evaluations, which may choose the checkpoint."""
+    seen, evaluated, sets = record.seen, record.evaluated, evaluation_sets(trainer).values()
     own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
     keys = row_keys(trainer, dataset) if seen or (evaluated and not own) else []
     _report_shared_rows(keys, seen)

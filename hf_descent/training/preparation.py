@@ -126,20 +126,13 @@ def make_dual(
         is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED
         if is_constrained and chance is None and args.initial_loss_bound == "auto":
             raise
-    held_out = None
+    rows = None
     if trainer.is_in_train and args.objective == "descent":
         own = given.dual_dataset
-        held_out = split(trainer.train_dataset, args)[1] if own is None else shuffled(own, args)
-    dual = DescentState(
-        args,
-        layers.num_layers,
-        state.max_steps,
-        0 if saved else state.global_step,
-        chance,
-        args.device,
-        None if held_out is None else HeldOutRows(trainer, held_out),
-        constant,
-    )
+        rows = split(trainer.train_dataset, args)[1] if own is None else shuffled(own, args)
+    held_out = None if rows is None else HeldOutRows(trainer, rows)
+    start = 0 if saved else state.global_step
+    dual = DescentState(args, layers.num_layers, state.max_steps, start, chance, args.device, held_out, constant)
     if saved:
         dual.load(checkpoint)
     elif checkpoint is not None:

@@ -122,11 +122,11 @@ class RunRecord:
     layer_profile: LayerProfile | None = None
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
-    def keep_certificate(self, step: int, best_step: int | None) -> None:
-        """Keep the present certificate as that of `step`, and beside it that of the best model alone."""
+    def keep_certificate(self, certificate: Certificate | None, step: int, best_step: int | None) -> None:
+        """Keep the `certificate` of an evaluation as that of `step`, and beside it that of the best model alone."""
         kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
-        self.certificates = kept | {step: self.certificate}
-        self.also_selected = False  # what comes next may not come by `evaluate`
+        self.certificate, self.certificates = certificate, kept | {step: certificate}
+        self.also_selected = False  # what comes next may come by neither `evaluate` nor `predict`
 
     @property
     def results(self) -> dict[str, Result]:

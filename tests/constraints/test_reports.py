@@ -167,6 +167,7 @@ MASKED = [
         # Rounded, the loss of a constant prediction of 13 classes is a little below ln 13.
         (with_zeros_for_a_head, OF_13, EXIT, None),
         (partial(with_zeros_for_a_head, torch.bfloat16), OF_13, EXIT, None),
+        (with_zeros_for_a_head, OF_13, EXIT | {"bf16_full_eval": True}, None),
         (bert, DATA, {"descent_alpha": None, "loss_targets": {1: 1.5}, "initial_loss_bound": "auto"}, None),
         (bert, DATA, FAR_ABOVE_CHANCE, None),
         (bert, DATA, FAR_ABOVE_CHANCE, custom_loss),
@@ -179,9 +180,9 @@ MASKED = [
         (bert_of_one_answer, SKEWED, {"descent_alpha": None, "exit_targets": {1: 0.5}}, None),
     ],
     ids=[
-        "classifier", "24 layers", "steps", "exit", "head of zeros", "in bfloat16", "bound", "f_0 above chance",
-        "custom loss", "causal LM", "masked LM", "regression", "denoiser", "denoiser under noise", "unknown chance",
-        "other labels",
+        "classifier", "24 layers", "steps", "exit", "head of zeros", "in bfloat16", "evaluated in bfloat16", "bound",
+        "f_0 above chance", "custom loss", "causal LM", "masked LM", "regression", "denoiser", "denoiser under noise",
+        "unknown chance", "other labels",
     ],
 )  # fmt: skip
 def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, make, rows, given, loss):

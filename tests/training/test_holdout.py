@@ -206,6 +206,8 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     trainer.evaluate(FRESH[:20])
     assert "are fitted to" not in caplog.text
     assert not trainer._record.certificate.also_selected
+    trainer.predict(chosen)
+    assert trainer._record.certificate.also_selected
     for measure in (trainer.evaluate, trainer.evaluate_layers):
         caplog.clear()
         measure(DATA[:1] + FRESH[:29])

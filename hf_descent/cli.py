@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from . import EXTRAS, INSTALL
+from . import EXTRAS, INSTALL, __version__
 from .commands.arguments import parse_recipe, refuse
 from .commands.launch import TRAINING, check_processes, launch, launch_arguments
 
@@ -55,6 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
         + f"\n\n{', '.join(TRAINING)} take --launch CONFIG (ddp, fsdp2, zero3, ... or a file), for several processes",
     )
     parser.error = refuse
+    parser.add_argument("--version", action="version", version=f"hf_descent {__version__}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="`hf-descent command --help` lists them")
@@ -81,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     module, arguments = parse_arguments(argv)
     module.run(*arguments)
-    if "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized():
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
         # Threads of a process group that is still there can abort the interpreter's end.
-        sys.modules["torch.distributed"].destroy_process_group()
+        distributed.destroy_process_group()
 
 
 def console() -> None:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ def test_unknown_command_and_help(capsys):
         assert stop.value.code == 0
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and all(f"  {name} " in printed[0] for name in cli.COMMANDS)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"hf_descent {version('hf_descent')}\n"
 
 
 def test_every_command_has_help(capsys):

@@ -133,8 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser):
     parser.add_argument("--output_dir", default="demo", help="folder for the comparison and the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one run of each model per seed")
     parser.add_argument("--max_steps", type=int, default=1200, help="optimizer steps of each run")
-    auto = "the package's default problem and dual settings in the constrained model"
-    parser.add_argument("--auto", action="store_true", help=auto)
+    parser.add_argument("--auto", action="store_true", help="constrain by the package's defaults, not the demo's own")
 
 
 def run(args: argparse.Namespace):

@@ -2,11 +2,11 @@
 
     python recipes/benchmarks/per_sample.py [--arms ARM ...] [--seeds 0 1 2]
 
-The denoiser of `controlled.py photos`. A clip descends where each layer's loss on it is below that of the layer before,
-that of layer 1 below 1, the noisy clips' own. "Per sample" asks for f_l <= 0.7 f_(l-1) of every clip, the layer before
-held fixed: with multipliers between 0 and C ("C 1"), whose best value gives a penalty of C [violation]_+ on each clip,
-or stored from visit to visit ("C 1, stored"), which take a step of 0.5 times the violation, also between 0 and C. Each
-arm has its own best learning rate, as in `controlled.py`.
+The denoiser of `controlled.py photos`. A clip descends where each layer's loss on it is below that of the layer
+before, that of layer 1 below 1, the noisy clips' own. The other arms ask for f_l <= 0.7 f_(l-1) of every clip, the
+layer before held fixed: with multipliers between 0 and C ("C 1"), whose best value gives a penalty of C [violation]_+
+on each clip, or with such multipliers stored from visit to visit ("C 1, stored"), each step 0.5 times the violation.
+Each arm has its own best learning rate, as in `controlled.py`.
 """
 
 import argparse

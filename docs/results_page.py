@@ -100,7 +100,8 @@ def from_finished(benchmark, ask, task: str, arm: str, seeds, budget: int = 8):
     """What `ask` finds out of the options of a benchmark of specifications, without a further run."""
     benchmark.train = None
     words = ["--tasks", task, "--arms", arm, "--seeds", *map(str, seeds), "--budget", str(budget)]
-    words += ["--minilm", "-", "--rt_polarity", "-", "--imdb", "-"]  # whose data are not needed
+    for name in ("minilm", "rt_polarity", "imdb", "stories260k", "alpaca"):  # which are not needed
+        words += [f"--{name}", "-"]
     with contextlib.redirect_stdout(None):  # it says what it finds
         return ask(benchmark.parse([*words, "--output", finished_runs()]))
 
@@ -195,6 +196,8 @@ SPECIFICATIONS = {  # seeds, arms and most runs of each task
     "denoiser_one": ((3, 4, 5), SEARCHED, 8),
     "minilm_one": ((4, 5, 6), SEARCHED, 8),
     "minilm_two": ((4, 5, 6), ("ours", "fixed"), 4),
+    "imdb_one": ((4, 5, 6), ("ours", "fixed"), 5),
+    "lm_one": ((4, 5, 6), ("ours", "fixed"), 5),
 }
 HOLDS = dict.fromkeys(("denoiser_easy", "denoiser_two", "denoiser_one", "minilm_one"), range(3, 8))
 STEPS = {

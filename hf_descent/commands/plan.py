@@ -27,6 +27,10 @@ from .arguments import HELP, models_of, parse_recipe
 
 
 USABLE = 0.95  # of a GPU's memory; its context, the libraries' workspaces and fragmentation take the rest
+UNPLANNED = (  # settings that change what a step holds, unseen by the plan
+    "load_in_4bit", "load_in_8bit", "model_init_kwargs", "packing", "padding_free", "offload", "selective",
+    "activation_offloading", "torch_compile", "use_liger_kernel", "label_smoothing_factor", "fsdp", "deepspeed",
+)  # fmt: skip
 
 
 @dataclass
@@ -67,8 +71,12 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
 
 def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args: Any) -> None:
     """Prints the plan: a step as configured, and with other settings."""
-    if getattr(model_args, "load_in_4bit", False) or getattr(model_args, "load_in_8bit", False):
-        raise ValueError("Quantised weights cannot be planned: leave `load_in_4bit` and `load_in_8bit` out.")
+    given = {**vars(model_args), **vars(args), **(args.activation_checkpointing_kwargs or {})}
+    unplanned = [name for name in UNPLANNED if given.get(name)]
+    unplanned += ["optim"] if "bit" in args.optim else []  # those of other libraries, paged or in few bits
+    unplanned += ["attn_implementation"] if given.get("attn_implementation") == "eager" else []
+    for name in unplanned:
+        raise ValueError(f"`{name}` is {given[name]!r}, which cannot be planned: leave it out.")
     is_lm, rows = hasattr(args, "max_length"), args.per_device_train_batch_size
     if not (length := args.max_length if is_lm else data_args.max_seq_length):
         raise ValueError(f"Say how long rows are: set `{'max_length' if is_lm else 'max_seq_length'}`.")
@@ -109,6 +117,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         f"The step takes {cost.operations.total() / plain.operations.total():.2f} times the operations of plain "
         f"training. The probe before the first step takes {probe / 2**30:.1f} GiB beside the weights. Rows are "
         f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain. "
+        "Plain training is the stock `Trainer`'s, with the logits of all tokens; `SFTTrainer` makes them in parts. "
         "The `--launch` rows are for bf16 and float32 shards of what is trained; hidden states and readout are in the "
         "recipe's precision. Rows held out for the multipliers are not planned: forward passes without gradients."
     )

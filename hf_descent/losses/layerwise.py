@@ -158,10 +158,6 @@ class TiledLosses:
         self.token_fraction, self._token_statistics = token_fraction, token_statistics
         self._head, self._seed = head, seed
 
-    def reading(self, token_fraction: float) -> "TiledLosses":
-        """These losses, read on another share of the tokens in training."""
-        return TiledLosses(self._head, self.task, token_fraction, self._token_statistics, self._seed)
-
     def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
         tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key))
         # What the sums of this micro-batch are divided by, to give its mean times its share.

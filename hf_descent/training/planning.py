@@ -182,11 +182,11 @@ class PlannedModel:
         layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
         dual = DescentState(replace(args, dual_warmup_steps=0.0), layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
-            layers = layers.reading(args.readout_token_fraction or layers.token_fraction)
+            layers.token_fraction = args.readout_token_fraction or layers.token_fraction
         self.model.activation_checkpointing_disable()
         if args.activation_checkpointing:
             options = dict(args.activation_checkpointing_kwargs or {})
-            every, _ = options.pop("every_n_layers", 1), options.pop("offload", None)  # as Trainer takes them out
+            every = options.pop("every_n_layers", 1)  # as Trainer takes it out
             self.model.activation_checkpointing_enable(options or None, every_n_layers=every)
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
         if "foreach" in inspect.signature(optimizer_class).parameters and not options.get("fused"):

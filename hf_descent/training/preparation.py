@@ -61,17 +61,10 @@ def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> 
 
 
 def find_layers(
-    trainer: Trainer,
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    task: TaskLoss,
-    given: Given,
+    trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], task: TaskLoss, given: Given
 ) -> LayerLosses:
-    """The layer losses of a trainer's model, found and checked on a batch.
-
-    Raises:
-        ValueError: the layers cannot be read, or documents see one another.
-    """
+    """The layer losses of a trainer's model, found and checked on a batch; ValueError where the layers cannot be read,
+    or documents see one another."""
     check_documents(model, inputs, trainer)
     layers = find_layer_losses(
         model,

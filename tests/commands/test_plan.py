@@ -61,6 +61,7 @@ def test_what_the_launchers_rows_hold_is_said(tmp_path, capsys):
     cli.main(["plan", recipe("bert", tmp_path)])
     printed = capsys.readouterr().out
     assert "bf16 and float32 shards of what is trained" in printed and "Rows held out for the mult" in printed
+    assert "the stock `Trainer`'s, with the logits of all tokens" in printed
 
 
 def test_what_does_not_fit_is_said(tmp_path, capsys):
@@ -71,7 +72,17 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("llama", {"load_in_4bit": True}, "Quantised weights cannot be planned"),
+        ("llama", {"load_in_4bit": True}, "`load_in_4bit` is True, which cannot be planned"),
+        ("llama", {"activation_checkpointing_kwargs": {"offload": True}}, "`offload` is True, which cannot"),
+        ("llama", {"activation_offloading": True}, "`activation_offloading` is True"),
+        ("llama", {"model_init_kwargs": {"dtype": "bfloat16"}}, "`model_init_kwargs` is {'dtype': 'bfloat16'}"),
+        ("llama", {"attn_implementation": "eager"}, "`attn_implementation` is 'eager'"),
+        ("llama", {"packing": True}, "`packing` is True"),
+        ("llama", {"use_liger_kernel": True}, "`use_liger_kernel` is True"),
+        ("llama", {"label_smoothing_factor": 0.1}, r"`label_smoothing_factor` is 0\.1"),
+        ("bert", {"optim": "paged_adamw_32bit"}, "`optim` is .*paged_adamw_32bit.*, which cannot be planned"),
+        ("bert", {"torch_compile": True}, "`torch_compile` is True"),
+        ("bert", {"fsdp": "full_shard"}, "`fsdp` is True"),
         ("bert", {"max_seq_length": None}, "set `max_seq_length`"),
         ("bert", {"processes": 0}, "`processes` is 0"),
         ("bert", {"gpu_memory": "lots"}, "lots|size"),

@@ -159,8 +159,9 @@ class DescentState:
             violations = self._violations(own, detach=self.args.negative_weights == "detach")
             penalty = objectives.penalty(self.args.objective, violations, self.args.penalty_coefficient)
             return share * (own[-1] + penalty)
-        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf.
-        return self.weights(step)[self._trained] @ layer_losses[self._trained]
+        # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. Mixed
+        # precision around a custom loop's call would round a product by `@`.
+        return (self.weights(step)[self._trained] * layer_losses[self._trained]).sum()
 
     def _curriculum(self, step: int) -> tuple[int, int, int, int | None]:
         """The arguments of LayerSkip's curriculum at `step`."""

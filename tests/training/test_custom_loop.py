@@ -211,3 +211,15 @@ def test_two_processes_take_the_steps_of_one(tmp_path, task, counts):
     torch.testing.assert_close(multipliers, objective.multipliers.values, rtol=1e-4, atol=1e-5)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_mixed_precision_around_the_call_rounds_no_weights(task):
+    make, data, _ = TASKS[task]
+    args = DescentArguments(objective="deep_supervision", penalty_coefficient=0.3)
+    model, batch = make(), next(iter(loader(data())))
+    objective = DescentObjective(model, [batch], args, max_steps=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        value, losses = objective(model, batch), layer_losses(model, batch)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, 0.3 * (losses[0] + losses[1]) + losses[2], rtol=2e-4, atol=0.0)

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 
 from ..readout.labels import labels_of
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
-from ..readout.stack import inner_model
+from ..readout.stack import inner_model, map_tensors
 from .task import TaskLoss
 
 
@@ -203,12 +203,20 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         return make(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
     label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
     if not has_router_loss(outputs):
-        _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
+        _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing)
     return make(classes, "multi_label" if multi_label else "classes", label_smoothing)
 
 
-def _check_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:
+def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
+    if labels.dim() == 1 and not multi_label:  # of several classes: in the mean over one, weights of classes cancel
+        number = output_logits(outputs).shape[-1]
+        repeats = math.ceil(min(number, 8) / len(labels))
+        classes = torch.arange(repeats * len(labels), device=labels.device) % number
+        rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, dict(inputs))
+        inputs = rows | {name: classes for name, value in inputs.items() if value is labels}
+        with probing(task.model):
+            outputs = task.model(**task.model_inputs(inputs))
     if task.loss_fn is not None:
         # Of a fresh model all losses are alike, weighted ones too: the custom loss is tried on logits far apart.
         logits = output_logits(outputs).float()

@@ -50,12 +50,7 @@ def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
                 collator.generator = generator
 
 
-def measure_chance(
-    trainer: Trainer,
-    task: TaskLoss,
-    predictor: ConstantPredictor,
-    data,
-) -> float:
+def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredictor, data) -> float:
     """The loss of the best constant prediction of the labels of `data`, as the trainer's collator makes them; of a
     denoiser that of its noisy input, where it is less.
 

@@ -134,6 +134,15 @@ def cross_entropy(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels)
 
 
+def rare_rows(count):
+    """Of which a first batch has one class."""
+    return [{**row, "labels": 2 * (index == count // 2)} for index, row in enumerate(classification_data(count))]
+
+
+def weighted(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels, weight=WeightedByClass.weight)
+
+
 def absolute(outputs, labels, num_items_in_batch=None):
     return (outputs["logits"].squeeze(-1) - labels).abs().mean()
 
@@ -143,9 +152,11 @@ def absolute(outputs, labels, num_items_in_batch=None):
     [
         (lambda: Weighted(bert().config), classification_data, None),
         (lambda: WeightedByClass(bert().config), classification_data, None),
+        (lambda: WeightedByClass(bert().config), rare_rows, None),
+        (bert, rare_rows, weighted),
         (lambda: bert(num_labels=1), regression_rows, absolute),
     ],
-    ids=["another loss in the model", "class weights in the model", "no squared error"],
+    ids=["another loss in the model", "class weights in the model", "one class", "class weights", "no squared error"],
 )
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)

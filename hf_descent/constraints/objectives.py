@@ -54,9 +54,7 @@ def layerskip_enabled(layer: Any, num_layers: int, step: int, max_steps: int, ro
 
     Rotational, where `rotation` is R: every R-th exit, one layer further with each step. Gradual, where it is `None`:
     from layer L down, one layer more every T / 2L steps. The last layer is always trained, as in the authors' code.
-
-    Args:
-        layer (`int` or `Tensor`): the layer l = 1..L, or several. The paper counts from 0, and so does the curriculum.
+    `layer` is one of 1..L or a tensor of them; the paper counts from 0, and so does the curriculum.
     """
     index, last = layer - 1, layer == num_layers
     if rotation is not None:

@@ -115,8 +115,7 @@ class ConfidenceExit:
         self, dataset: Dataset | DataLoader, max_loss: float = 0.01, confidence: float = 0.95, **settings
     ) -> "ConfidenceExit":
         """Set the threshold that runs the fewest layers among those that cost at most `max_loss` of the accuracy.
-
-        Fewer samples give a stricter threshold.
+        Fewer samples give a stricter one.
 
         Args:
             dataset (`Dataset` or `DataLoader`): labelled validation data, not the test data.
@@ -127,9 +126,7 @@ class ConfidenceExit:
         ValueError as when called; for no data, or a bad `max_loss` or `confidence`.
         """
         if not (0 <= max_loss <= 1 and 0.5 <= confidence < 1):
-            raise ValueError(
-                f"`max_loss` is {max_loss}, `confidence` is {confidence}; give 0 to 1, and 0.5 to below 1."
-            )
+            raise ValueError(f"`max_loss` is {max_loss}, `confidence` is {confidence}; give [0, 1] and [0.5, 1).")
         logits, labels = [], []
         with evaluating(self.model):
             for inputs, classes in self._batches(dataset, settings):

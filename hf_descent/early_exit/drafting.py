@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils import _pytree as pytree
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ..readout.replay import Readout, probing
@@ -36,24 +36,24 @@ def draft_with(
 ) -> Callable:
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
-    The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. But
-    tokens that run together are rounded differently from single ones. Where the scores of two tokens are equal up to
-    rounding, the other one may be chosen; in half precision this is more frequent.
+    The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. Only
+    where the scores of two tokens are equal up to rounding, more often in half precision, may it be the other one.
 
-    A round ends when the next draft is expected to cost more than it saves. Its cost is the weights that it reads. It
-    is compared with the share of drafts of the same confidence that were accepted before, and with the tokens written
-    per weight read so far.
+    A round ends when the next draft is expected to cost more, in weights that it reads, than it saves, by the share of
+    drafts of the same confidence that were accepted before. Stopping criteria and logits processors get one text at a
+    time, the latter with drafts, too.
 
     Args:
         layer (`int`): layers that draft, 1..L-1.
         shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
             frequent ones, to read less of a large head. The text may have all tokens.
         streamer (`BaseStreamer`, *optional*): gets the prompt and the tokens of each round, at batch 1. Give it here:
-            `generate` hands its own `streamer` to no other loop.
+            `generate` hands its own `streamer` to no other loop, nor its `tokenizer`: in place of `stop_strings` give
+            `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
-    processes; a cache that cannot be cropped (sliding windows, recurrent states), or that is given for several texts;
-    beams; positions that change with the length; prompt tuning; inputs other than tokens, outputs other than texts.
+    processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
+    texts; beams; positions that change with the length; prompt tuning; inputs but tokens, outputs but texts.
 
     Example:
 
@@ -71,7 +71,7 @@ def draft_with(
         single += ["streamer"] * (streamer is not None)
         if single and len(input_ids) > 1:
             raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
-        example = torch.arange(4, device=input_ids.device)[None] % model.get_output_embeddings().out_features
+        example = torch.arange(4, device=input_ids.device)[None] % len(model.get_output_embeddings().weight)
         reader = Readout.probe(model, {"input_ids": example})
         if not 1 <= layer < reader.num_layers:
             raise ValueError(f"`layer` is {layer}; {type(model).__name__} can draft with 1..{reader.num_layers - 1}.")
@@ -110,7 +110,7 @@ class _Halves:
         self.short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
         kept = slice(None) if shortlist is None else self.short
         self.weight = self.head.weight[kept]  # [short, hidden]
-        self.bias = None if self.head.bias is None else self.head.bias[kept]
+        self.bias = None if getattr(self.head, "bias", None) is None else self.head.bias[kept]
         layers = sum(p.numel() for each in stack.layers for p in each.parameters()) / len(stack.layers)
         head, whole = self.head.weight.numel(), stack.num_layers * layers + self.head.weight.numel()
         # The weights read in a draft and in a verification, as shares of those that plain decoding reads.
@@ -129,7 +129,7 @@ class _Halves:
         self.states.append(self.forward.output)
         if self.short is None:
             return logits
-        return logits.new_full((len(logits), self.head.out_features), -torch.inf).index_copy_(1, self.short, logits)
+        return logits.new_full((len(logits), len(self.head.weight)), -torch.inf).index_copy_(1, self.short, logits)
 
     def verify(self, tokens: torch.Tensor, **inputs) -> torch.Tensor:
         """Logits `[rows, n, vocab]` of the last layer after each of the n `tokens` `[rows, n]` that drafts ran on."""
@@ -159,11 +159,12 @@ class _Decoding:
         self.halves, self.process, self.stops, self.config = halves, logits_processor, stopping_criteria, config
         self.streamer = streamer
         self.texts = list(input_ids)  # of all rows, [length] each
+        self.ends = [config.max_length] * len(input_ids)  # the length at which each stops, at the latest
+        self.has_eos = any(hasattr(each, "eos_token_id") for each in stopping_criteria)  # else all end together
         self.rows = list(range(len(input_ids)))  # that go on
         self.positions = model_kwargs["position_ids"][:, -1]  # [rows], of the last token of each
-        self.mask = model_kwargs.get("attention_mask")  # [rows, cached], or None: nothing is masked
-        if self.mask is None and len(input_ids) > 1:
-            self.mask = torch.ones_like(input_ids)
+        mask = model_kwargs.get("attention_mask")  # [rows, cached], or None: nothing is masked
+        self.mask = torch.ones_like(input_ids) if mask is None and len(input_ids) > 1 else mask
         self.tokens, self.cost = 1.0, 1.0  # of a row, written so far; at first as of plain decoding
         self.accepted, self.tried = counts
 
@@ -172,8 +173,8 @@ class _Decoding:
         self.write(self.choose(logits, [], self.noise(logits))[:, None], np.ones(len(logits), int), 0)
         while self.rows:
             self.round()
-        padding = 0 if self.config._pad_token_tensor is None else self.config._pad_token_tensor.item()
-        return pad_sequence(self.texts, batch_first=True, padding_value=padding)
+        texts, padding = [text[: max(self.ends)] for text in self.texts], float(self.config._pad_token_tensor or 0)
+        return pad_sequence(texts, batch_first=True, padding_value=padding)
 
     def round(self):
         tokens, noises, bins = [torch.stack([self.texts[row][-1] for row in self.rows])], [], []
@@ -208,6 +209,8 @@ class _Decoding:
             for index in range(counts[place]):
                 self.texts[row] = torch.cat([self.texts[row], chosen[place, index, None]])
                 if self.stops(self.texts[row][None], None):
+                    self.ends[row] = min(self.ends[row], len(self.texts[row]))
+                if len(self.texts[row]) >= (self.ends[row] if self.has_eos else max(self.ends)):
                     counts[place] = index + 1
                     break
             else:
@@ -257,6 +260,7 @@ def _check_options(model, config, processors, model_kwargs):
     asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
     asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
+    asked += ["an offloaded cache"] * any(getattr(value, "offloading", False) for value in model_kwargs.values())
     asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)
     ropes = {str(getattr(module, "rope_type", "")) for module in model.modules()} & {"dynamic", "longrope"}
     asked += [f"{rope} positions" for rope in ropes]
@@ -269,10 +273,11 @@ def _check_options(model, config, processors, model_kwargs):
 
 def _check_halves(model, halves, ids):
     """ValueError where the halves of the model, put together, are not the whole."""
+    places, cache = torch.arange(4, device=ids.device)[None], DynamicCache()
     with probing(model):
-        whole = model(input_ids=ids).logits[:, 2:]  # [1, 2, vocab]
-        places = torch.arange(4, device=ids.device)[None]
-        with halves.attached(model(input_ids=ids[:, :2], use_cache=True)[halves.cache_name]):
+        whole = model(input_ids=ids, position_ids=places).logits[:, 2:]  # [1, 2, vocab]
+        model(input_ids=ids[:, :2], position_ids=places[:, :2], use_cache=True, **{halves.cache_name: cache})
+        with halves.attached(cache):
             for place in (2, 3):
                 halves.draft(ids[:, place], position_ids=places[:, [place]])
             logits = halves.verify(ids[:, 2:], position_ids=places[:, 2:])

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from tiny import TEST_DEVICE, VOCAB, llama, spread
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +24,11 @@ from transformers import (
     MistralForCausalLM,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
+    RobertaConfig,
+    RobertaForCausalLM,
+    RoCBertConfig,
+    RoCBertForCausalLM,
+    StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -96,12 +101,53 @@ def test_the_text_is_the_greedy_one_token_for_token(make, rows, factor):
             assert drafted.tolist() == greedy.tolist()
 
 
-@pytest.mark.parametrize("make", [gpt_neo, falcon])
-def test_layers_that_return_more_than_hidden_states_can_draft(make):
+def encoder(kind, config_class):
+    """Used as a decoder. RoBERTa's token 1 is padding; RoCBert's forward makes another cache than `generate`."""
+    return spread(kind(config_class(**ENCODER_SIZES, is_decoder=True, eos_token_id=None)))
+
+
+def trained_tokens():
+    """Of an embedding tied to the head, which PEFT wraps, too."""
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    return spread(get_peft_model(llama(num_layers=3, tie_word_embeddings=True), lora))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        gpt_neo,
+        falcon,
+        lambda: encoder(RobertaForCausalLM, RobertaConfig),
+        lambda: encoder(RoCBertForCausalLM, RoCBertConfig),
+        trained_tokens,
+    ],
+    ids=["gpt_neo", "falcon", "roberta", "rocbert", "trained_tokens"],
+)
+def test_models_whose_layers_positions_caches_or_heads_are_of_another_kind_can_draft(make):
     model, settings = make(), {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
-    drafted = model.generate(**prompts(3), custom_generate=draft_with(2), **settings)
-    assert torch.equal(drafted, model.generate(**prompts(3), **settings))
+    plain = model.generate(**prompts(3), **settings)
+    for shortlist in (None, range(5, 25)):
+        drafted = model.generate(**prompts(3), custom_generate=draft_with(2, shortlist), **settings)
+        assert torch.equal(drafted, plain)
+
+
+class StopsAtMultiplesOf(StoppingCriteria):
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % self.number == 0
+
+
+@pytest.mark.parametrize("eos", [None, 7])
+@pytest.mark.parametrize("number", [3, 5, 9])
+def test_without_an_end_of_text_stopped_rows_go_on_until_the_last_one_stops(number, eos):
+    model = agreeing(spread(llama(num_layers=4)))
+    settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": eos}
+    settings["stopping_criteria"] = [StopsAtMultiplesOf(number)]
+    drafted = model.generate(**prompts(4), custom_generate=draft_with(2), **settings)
+    assert drafted.tolist() == model.generate(**prompts(4), **settings).tolist()
 
 
 @pytest.mark.parametrize("shortlist", [None, range(VOCAB)])
@@ -215,6 +261,7 @@ def test_a_saved_model_brings_its_decoding_along(tmp_path):
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 SIZES |= {"vocab_size": VOCAB, "num_hidden_layers": 3}
+ENCODER_SIZES = SIZES | {"max_position_embeddings": 40}
 T5 = {
     "vocab_size": VOCAB,
     "decoder_start_token_id": 0,
@@ -239,6 +286,7 @@ LONG_ROPE |= {"original_max_position_embeddings": 16}
             "cannot be cropped",
         ),
         (lambda: llama(), {"cache_implementation": "static"}, "cannot be cropped"),
+        (lambda: llama(), {"cache_implementation": "offloaded"}, "an offloaded cache"),
         (lambda: T5ForConditionalGeneration(T5Config(**T5)), {}, "decodes texts of decoders"),
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=3, n_head=2)), {}, "position"),
         (

@@ -36,8 +36,8 @@ def draft_with(
 ) -> Callable:
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
-    The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. Only
-    where the scores of two tokens are equal up to rounding, more often in half precision, may it be the other one.
+    The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. Where
+    the scores of two tokens are equal up to rounding, more often in half precision, the other one may be chosen.
 
     A round ends when the next draft is expected to cost more, in weights that it reads, than it saves, by the share of
     drafts of the same confidence that were accepted before. Stopping criteria and logits processors get one text at a
@@ -53,7 +53,8 @@ def draft_with(
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
-    texts; beams; positions that change with the length; prompt tuning; inputs but tokens, outputs but texts.
+    texts; beams; positions that change with the length; prompt tuning; inputs that are no tokens, or outputs that are
+    no texts.
 
     Example:
 

@@ -42,6 +42,11 @@ LIMITS = {
     "target_margin": (0.0, 0.5),
     "dual_holdout": (SMALLEST, 0.5),
 }
+# Where not given: with rows that compare layers, and for targets alone, by measurement (docs/results.md).
+DUAL_DEFAULTS = {
+    "dual_optim": ("adam", "pi"), "dual_learning_rate": (0.02, 0.04), "dual_warmup_steps": (0.25, 0.0),
+    "target_margin": (0.02, 0.1),
+}  # fmt: skip
 # Names of metrics, after any prefix: the loss of a layer, any value of one, what only an evaluation under constraints
 # has, and what a worse last layer improves.
 LAYER_LOSS = re.compile(r"layer_loss_\d+$")
@@ -93,23 +98,24 @@ class DescentArguments:
     constrained_layers (`list[int]`, *optional*):
         The layers that `descent_alpha` constrains, 1-based and increasing; each is compared with the one before it in
         the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
-    target_margin (`float`, *optional*, defaults to `0.02`):
+    target_margin (`float`, *optional*):
         Training aims below each target by this share, since a constraint in equilibrium is met half of the time. The
-        verdict is on the targets as they are given.
+        verdict is on the targets as they are given. Where not given 0.1, beside `descent_alpha` 0.02.
 
     > Parameters that control the dual step
 
-    dual_learning_rate (`float`, *optional*, defaults to `0.02`):
-        Step size of the multipliers. It is constant: the scheduler of the primal optimizer does not touch it.
-    dual_optim (`str`, *optional*, defaults to `"adam"`):
+    dual_learning_rate (`float`, *optional*):
+        Step size of the multipliers. It is constant: the scheduler of the primal optimizer does not touch it. Where
+        not given 0.02, for targets alone 0.04.
+    dual_optim (`str`, *optional*):
         Ascent rule of the multipliers: "adam" (the paper's), "pi" (a controller that damps them, on bounded
-        violations; not with resilience) or "sgd" (plain projected ascent).
+        violations; not with resilience) or "sgd" (plain ascent). Where not given "adam", for targets alone "pi".
     normalize_violations (`bool`, *optional*, defaults to `True`):
         Divide the violations by f_0 in the dual step, which makes the dual settings independent of the scale of the
         loss. The paper's rule is Adam on raw violations (`False`).
-    dual_warmup_steps (`float`, *optional*, defaults to `0.25`):
-        Optimizer steps with inactive constraints; below 1 a fraction of all steps. The paper's video runs use one
-        epoch.
+    dual_warmup_steps (`float`, *optional*):
+        Optimizer steps with inactive constraints; below 1 a fraction of all steps. Where not given 0.25, for targets
+        alone 0. The paper's video runs use one epoch.
     dual_holdout (`float`, *optional*):
         Share of the training rows (200 or more, at most half) that "descent" holds out to move the multipliers on,
         since constraints are easily met on rows that the weights fit. Once in 8 steps this costs forward passes,
@@ -174,11 +180,11 @@ class DescentArguments:
     initial_loss_bound: str = field(default="auto")
     descent_strength: float = field(default=0.5)
     constrained_layers: list[str] | None = field(default=None)
-    target_margin: float = field(default=0.02)
-    dual_learning_rate: float = field(default=0.02)
-    dual_optim: str = field(default="adam")
+    target_margin: float | None = field(default=None)
+    dual_learning_rate: float | None = field(default=None)
+    dual_optim: str | None = field(default=None)
     normalize_violations: bool = field(default=True)
-    dual_warmup_steps: float = field(default=0.25)
+    dual_warmup_steps: float | None = field(default=None)
     dual_holdout: float | None = field(default=None)
     resilience: float = field(default=0.0)
     resilience_form: str = field(default="weight_decay")
@@ -221,6 +227,10 @@ class DescentArguments:
                     raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
             elif name in JSON_ARGUMENTS:
                 setattr(self, name, _parse(name, value))
+        is_alone = self.objective == "descent" and self.layer_rows is None and not self.resilience
+        for name, (beside, alone) in DUAL_DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, alone if is_alone else beside)
         for name, choices in (
             ("objective", OBJECTIVES),
             ("dual_optim", ("adam", "pi", "sgd")),
@@ -230,9 +240,7 @@ class DescentArguments:
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; choose one of {', '.join(choices)}.")
         if self.dual_optim == "pi" and self.resilience:
-            raise ValueError(
-                f"`resilience` is {self.resilience}, which `dual_optim` 'pi' does not take: choose 'adam'."
-            )
+            raise ValueError(f"`resilience` is {self.resilience}, which is not for `dual_optim` 'pi': choose 'adam'.")
         if not self.follows and self.layer_rows is not None:
             check_alpha(self.descent_alpha)
         for name in ("exit_targets", "loss_targets"):
@@ -249,9 +257,7 @@ class DescentArguments:
         if not (rotation is None or (isinstance(rotation, int) and rotation >= 1)):
             raise ValueError(f"`layerskip_rotation` is {rotation!r}; give a number of layers, 1 or more.")
         if self.dual_warmup_steps > 1 and not self.dual_warmup_steps.is_integer():
-            raise ValueError(
-                f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a fraction below 1."
-            )
+            raise ValueError(f"`dual_warmup_steps` is {self.dual_warmup_steps}; give whole steps, or a share below 1.")
         if isinstance(self.eval_gammas, int | float):
             self.eval_gammas = [self.eval_gammas]
         for name, levels in (("noise_gamma", self.noise_gamma), ("eval_gammas", self.eval_gammas or [])):
@@ -263,10 +269,7 @@ class DescentArguments:
             raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
         kinds = str | list if self.objective == "fixed" else str | list | None
         if not isinstance(self.fixed_multipliers, kinds):
-            raise ValueError(
-                f"`fixed_multipliers` is {self.fixed_multipliers!r} and `objective` {self.objective!r}; give the "
-                "folder of a constrained run, or a list."
-            )
+            raise ValueError(f"`fixed_multipliers` is {self.fixed_multipliers!r}; give a constrained run or a list.")
         chosen_by = getattr(self, "metric_for_best_model", None) or ""
         if chosen_by.endswith(RELATIVE_METRICS):
             raise ValueError(

@@ -98,7 +98,6 @@ def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bo
         output_dir=folder,
         objective=arm,
         **({} if auto else PROBLEM),
-        dual_warmup_steps=0.25,
         learning_rate=1e-3,
         per_device_train_batch_size=32,
         max_steps=max_steps,

@@ -53,8 +53,7 @@ def draft_with(
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
-    texts; beams; positions that change with the length; prompt tuning; inputs that are no tokens, or outputs that are
-    no texts.
+    texts; beams; positions that change with length; prompt tuning; inputs other than tokens, outputs other than texts.
 
     Example:
 

@@ -68,6 +68,22 @@ def test_numbers_of_any_kind_become_python_s_own(tmp_path):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        ({}, ("adam", 0.02, 0.25, 0.02)),
+        ({"exit_targets": {2: 0.1}}, ("pi", 0.04, 0.0, 0.1)),
+        ({"loss_targets": {2: 0.4}, "dual_learning_rate": 0.3, "dual_warmup_steps": 5}, ("pi", 0.3, 5.0, 0.1)),
+        ({"exit_targets": {2: 0.1}, "descent_alpha": "line"}, ("adam", 0.02, 0.25, 0.02)),
+        ({"exit_targets": {2: 0.1}, "resilience": 0.01}, ("adam", 0.02, 0.25, 0.02)),
+        ({"exit_targets": {2: 0.1}, "objective": "hinge"}, ("adam", 0.02, 0.25, 0.02)),
+    ],
+)
+def test_targets_alone_have_dual_settings_of_their_own(tmp_path, given, expected):
+    args = DescentConfig(tmp_path, **given)
+    assert (args.dual_optim, args.dual_learning_rate, args.dual_warmup_steps, args.target_margin) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
         ({}, "line"), ({"descent_alpha": "auto"}, "line"), ({"descent_alpha": "steps"}, "steps"),
         ({"exit_targets": {1: 0.1}}, None), ({"loss_targets": "{\"1\": 0.1}"}, None),
         ({"exit_targets": "{1: .1}"}, None),

@@ -65,7 +65,6 @@ CHANCE = {"denoiser": 1.0, "minilm": math.log(2), "imdb": math.log(2)}
 # What is held out, as parts of the data and the files that they are read from; all rows, or 4,000 of each.
 TEXTS = {"minilm": {"validation": "validation", "test": "test"}, "imdb": {"validation": "test"}}
 OURS = {"dual_optim": "pi", "dual_learning_rate": 0.04, "dual_warmup_steps": 0.0, "target_margin": 0.1}
-PENALTY_MARGIN = 0.05
 GROWTH = 10.0  # of a coefficient whose row is missed
 
 
@@ -79,7 +78,7 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
         growing = {name: min(coefficients[0] * OURS[name], 0.5) for name in ("dual_learning_rate", "target_margin")}
         return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
     weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
-    margin = {} if arm == "fixed" else {"target_margin": PENALTY_MARGIN}
+    margin = {} if arm == "fixed" else {"target_margin": OURS["target_margin"]}
     return {"objective": arm, "exit_targets": exits, "dual_warmup_steps": 0.0, **weights, **margin}
 
 

@@ -229,15 +229,15 @@ def check_some_labels(dataset: Dataset, name: str, max_length: int | None) -> No
 
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:
-    """Log after warm-up where the head of a classifier of texts finds nothing in the early layers."""
+    """Log after warm-up, or a tenth of the run, where a head of texts finds nothing in the early layers."""
     has_head = readout.readout is None and type(inner_model(readout.model)).__name__.endswith("SequenceClassification")
-    if step + 1 != dual.active_from or dual.problem is None or not has_head:
+    if step + 1 != max(dual.active_from, dual.max_steps // 10) or dual.problem is None or not has_head:
         return
     at_chance = (dual.mean_losses >= AT_CHANCE * dual.problem.chance).tolist()
     if any(at_chance) and not at_chance[-1]:
         logger.info(
-            f"After warm-up {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head reads one "
-            'token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
+            f"After {step + 1} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
+            'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
         )
 
 

@@ -10,12 +10,18 @@ from transformers import (
     DistilBertForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
+    TrainerCallback,
 )
 
 from hf_descent import DescentTrainer, layer_profile
 
 
 DATA = classification_data(16)
+
+
+class StopAtStep43(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 43
 
 
 def distilbert():
@@ -96,11 +102,17 @@ def test_words_without_a_readout_are_refused(tmp_path, model, readout, match):
 
 
 @pytest.mark.parametrize(
-    ("early_layers_read", "readout", "learning_rate", "is_said"),
-    [(False, None, 1e-2, True), (True, None, 1e-2, False), (False, "mean", 1e-2, False), (False, None, 1e-9, False)],
+    ("early_layers_read", "readout", "learning_rate", "warmup", "is_said"),
+    [
+        (False, None, 1e-2, {}, True),
+        (True, None, 1e-2, {}, False),
+        (False, "mean", 1e-2, {}, False),
+        (False, None, 1e-9, {}, False),
+        (False, None, 1e-2, {"max_steps": 400, "dual_warmup_steps": 0, "exit_targets": {2: 0.5}}, True),
+    ],
 )
 def test_early_layers_at_chance_under_a_first_token_head_are_reported_once(
-    tmp_path, caplog, early_layers_read, readout, learning_rate, is_said
+    tmp_path, caplog, early_layers_read, readout, learning_rate, warmup, is_said
 ):
     """Layers 1 and 2 bring no other token to the first one, where they are made so."""
     model = bert()
@@ -109,8 +121,8 @@ def test_early_layers_at_chance_under_a_first_token_head_are_reported_once(
             parameter.requires_grad_(False).zero_()
     given = {"max_steps": 43, "dual_warmup_steps": 40, "learning_rate": learning_rate, "initial_loss_bound": "auto"}
     data = classification_data(256, pad=False)
-    args = config(tmp_path, per_device_train_batch_size=16, **given)
+    args = config(tmp_path, per_device_train_batch_size=16, **given | warmup)
     with caplog.at_level("INFO", logger="hf_descent"):
-        DescentTrainer(model, args, train_dataset=data, readout=readout).train()
+        DescentTrainer(model, args, train_dataset=data, readout=readout, callbacks=[StopAtStep43()]).train()
     said = [record.getMessage() for record in caplog.records if 'readout="mean"' in record.getMessage()]
     assert len(said) == is_said and (not said or "2 of 3 layers" in said[0])

@@ -52,13 +52,13 @@ def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> tor
 def layerskip_enabled(layer: Any, num_layers: int, step: int, max_steps: int, rotation: int | None) -> Any:
     """Whether LayerSkip's curriculum C(t, l) enables the exit after a layer at step t = 0, 1, ... of T = `max_steps`.
 
-    Rotational, where `rotation` is R: every R-th exit, one layer further with each step. Gradual, where it is `None`:
+    Rotational, where `rotation` is R: every R-th exit, rotated by a layer with each step. Gradual, where it is `None`:
     from layer L down, one layer more every T / 2L steps. The last layer is always trained, as in the authors' code.
     `layer` is one of 1..L or a tensor of them; the paper counts from 0, and so does the curriculum.
     """
     index, last = layer - 1, layer == num_layers
     if rotation is not None:
-        return last | ((index - step) % rotation == 0)
+        return last | ((index - step) % num_layers % rotation == 0)
     return last | (index >= num_layers - 1 - 2 * num_layers * step // max(max_steps, 1))
 
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers.utils import ModelOutput
 
-from ..evaluation.scoring import Result
+from ..evaluation.scoring import Evaluation, Result
 from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, evaluating, output_logits
 from ..readout.stack import map_tensors
 from ..readout.tape import off_in_replay, switched_off
 from .partial import PartialForward
-from .profile import load_batches, turns
+from .profile import turns
 
 
 MAX_THRESHOLDS = 1000  # candidates tried in a calibration
@@ -166,12 +166,15 @@ class ConfidenceExit:
         )
 
     def _batches(self, dataset, settings):
-        """(inputs, labels `[batch]`) of each batch; ValueError where the labels are no classes."""
-        for batch in load_batches(self.model, dataset, **settings):
+        """(inputs, labels `[batch]`) of each batch; ValueError for none, or labels that are no classes."""
+        batch = None
+        for _, batch in Evaluation(self.model, dataset, **settings).batches("Early exit"):
             labels = labels_of(batch, ["labels", "label"])
             if labels is None or labels.is_floating_point():
                 raise ValueError("The data has no `labels` that are classes; early exit needs them.")
             yield {name: value for name, value in batch.items() if "label" not in name}, labels
+        if batch is None:
+            raise ValueError("`dataset` is empty; give labelled held-out data.")
 
 
 def _take(kept, tree):

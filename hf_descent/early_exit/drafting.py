@@ -28,6 +28,7 @@ MAX_DRAFT = 16  # tokens of a round
 BINS = 10  # of confidence, for each of which the accepted drafts are counted
 INPUTS = {"attention_mask", "position_ids", "cache", "past_key_values", "use_cache", "logits_to_keep"}
 OTHER = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "dola_layers", "penalty_alpha")
+OTHER += ("constraints", "force_words_ids", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit")
 STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 
 
@@ -48,12 +49,13 @@ def draft_with(
         shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
             frequent ones, to read less of a large head. The text may have all tokens.
         streamer (`BaseStreamer`, *optional*): gets the prompt and the tokens of each round, at batch 1. Give it here:
-            `generate` hands its own `streamer` to no other loop, nor its `tokenizer`: in place of `stop_strings` give
+            `generate` hands its own to no other loop, nor its `tokenizer`: in place of `stop_strings` give
             `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
-    texts; beams; positions that change with length; prompt tuning; inputs other than tokens, outputs other than texts.
+    texts; beams, assistants, constraints; positions that change with length; prompt tuning; inputs other than tokens,
+    outputs other than texts and, of one text, its cache.
 
     Example:
 
@@ -66,7 +68,8 @@ def draft_with(
     counts = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        _check_options(model, generation_config, logits_processor, model_kwargs)
+        caller = inspect.currentframe().f_back.f_locals  # since `generate` hands not all that it was given on
+        _check_options(model, generation_config, logits_processor, model_kwargs, caller)
         single = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
         single += ["streamer"] * (streamer is not None)
         if single and len(input_ids) > 1:
@@ -94,7 +97,9 @@ def draft_with(
             sequences = decoding.run(outputs.logits[:, -1])
         if streamer is not None:
             streamer.end()
-        return GenerateDecoderOnlyOutput(sequences) if generation_config.return_dict_in_generate else sequences
+        kept = {halves.cache_name: cache} if len(input_ids) == 1 else {}  # rows that stop leave the cache of several
+        output = GenerateDecoderOnlyOutput(sequences, **kept)
+        return output if generation_config.return_dict_in_generate else sequences
 
     return decode
 
@@ -250,7 +255,7 @@ class _Decoding:
         return (scores + noise).argmax(-1)
 
 
-def _check_options(model, config, processors, model_kwargs):
+def _check_options(model, config, processors, model_kwargs, caller):
     """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts, and for shards."""
     if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()):
         raise ValueError(
@@ -259,6 +264,8 @@ def _check_options(model, config, processors, model_kwargs):
         )
     asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
     asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
+    asked += [name for name in ("assistant_model", "synced_gpus") if caller.get(name)]
+    asked += ["streamer (`draft_with` takes it)"] * (caller.get("streamer") is not None)
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
     asked += ["an offloaded cache"] * any(getattr(value, "offloading", False) for value in model_kwargs.values())
     asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)

@@ -1,7 +1,7 @@
 """What each exit layer of a model is worth, measured: metric and latency; of a language model, drafts and speed."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -88,17 +88,16 @@ def exit_profile(model: nn.Module, dataset: Dataset | DataLoader, *, repeats: in
     ValueError as of [`layer_profile`], or for `repeats` below 1.
     """
     profile = layer_profile(model, dataset, **settings)
-    batches = list(islice(load_batches(model, dataset, **settings | {"progress": False}), TIMED_BATCHES))
+    evaluation = Evaluation(model, dataset, **settings | {"progress": False})
+    batches = [dict(batch) for _, batch in islice(evaluation.batches(), TIMED_BATCHES)]
     forward = PartialForward(model, Readout.probe(model, batches[0]).stack)
     with evaluating(model) as device, forward.attached():
         exits = range(1, len(profile.losses) + 1)
         calls = [lambda layer=layer: [forward(1, layer, **batch) for batch in batches] for layer in exits]
         seconds = turns(calls, repeats, device, settings.get("progress", False))  # [layers]
     seconds /= sum(find_batch_size(batch) for batch in batches)
-    better, size = greater_is_better(settings.get("metric", "accuracy")), find_batch_size(batches[0])
-    return ExitProfile(
-        profile.metric, profile.values, profile.losses, seconds, size, str(device), better, profile.chance
-    )
+    facts = find_batch_size(batches[0]), str(device), greater_is_better(settings.get("metric", "accuracy"))
+    return ExitProfile(profile.metric, profile.values, profile.losses, seconds, *facts, profile.chance)
 
 
 @dataclass
@@ -192,15 +191,6 @@ def speculation_profile(
     greedy_speed, *speeds[timed] = tokens / seconds  # [1 + timed]
     equal[timed] = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
     return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal)
-
-
-def load_batches(model: nn.Module, dataset: Dataset | DataLoader, **settings) -> Iterator[dict[str, Any]]:
-    """Batches of `dataset` in order, collated as `Trainer` does, on the model's device; ValueError for none."""
-    batch = None
-    for _, batch in Evaluation(model, dataset, **settings).batches("Early exit"):
-        yield dict(batch)
-    if batch is None:
-        raise ValueError("`dataset` is empty; give labelled held-out data.")
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from naive_head import Watch
@@ -60,8 +61,8 @@ def published(count, t, steps, scale, rotation):
     """Equations 4 to 6 of arXiv 2404.16710 one by one, l from 0; the last layer always, as in the authors' code."""
     if rotation is None:  # from layer L - 1 down, one more every T / 2L steps
         enabled = {count - 1 - more for more in range(count) if t >= more * steps / (2 * count)}
-    else:  # every R layers, moved on by one with each step
-        enabled = {place for place in range(count) if place in range(t - steps * rotation, count, rotation)}
+    else:  # every R layers, and a circular rotation by one with each step
+        enabled = set(np.flatnonzero(np.roll([place % rotation == 0 for place in range(count)], t)))
     enabled.add(count - 1)
     e = [scale * sum(range(place + 1)) for place in range(count - 1)] + [count - 1 + scale * sum(range(count - 1))]
     total = sum(e[place] for place in enabled)
@@ -102,7 +103,7 @@ def test_the_curricula_of_layerskip_by_hand(tmp_path):
         [2, 3, 4, 5],
         [2, 3, 4, 5],
     ]
-    assert [weighted(step, layerskip_rotation=3) for step in range(4)] == [[4, 5], [2, 5], [3, 5], [4, 5]]
+    assert [weighted(step, layerskip_rotation=3) for step in range(4)] == [[4, 5], [2, 5], [3, 5], [2, 4, 5]]
     assert DescentState(config(tmp_path, objective="layerskip"), 1, 4, 0).weights(0).tolist() == [1]
     for rotation in (0, 2.5):
         with pytest.raises(ValueError, match=f"`layerskip_rotation` is {rotation}; give a number of layers"):

@@ -215,8 +215,15 @@ def test_a_conversation_goes_on_from_its_cache():
     longer = torch.cat([first, torch.tensor([[9, 8]])], dim=1)
     second = model.generate(longer, past_key_values=cache, custom_generate=draft_with(2), **settings)
     assert torch.equal(second, model.generate(longer, **settings))
-    # Rows that leave the batch, and rejected drafts of others, would be missing in it or in its way.
+    # Without a cache that is given, from that of the output.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # from 5.24 on
+    output = model.generate(prompt, custom_generate=draft_with(2), return_dict_in_generate=True, **settings)
+    assert torch.equal(output.sequences, first) and output[name].get_seq_length() == first.shape[1] - 1
+    stock = model.generate(prompt, return_dict_in_generate=True, **settings)[name]
+    for ours, theirs in zip(output[name].layers, stock.layers, strict=True):
+        torch.testing.assert_close((ours.keys, ours.values), (theirs.keys, theirs.values))
+    assert torch.equal(model.generate(longer, past_key_values=output[name], **settings), second)
+    # Rows that leave the batch, and rejected drafts of others, would be missing in it or in its way.
     with pytest.raises(ValueError, match=f"`{name}` takes one text; the batch has 4"):
         model.generate(**prompts(4), past_key_values=DynamicCache(), custom_generate=draft_with(2), **settings)
 
@@ -302,6 +309,16 @@ LONG_ROPE |= {"original_max_position_embeddings": 16}
         (lambda: llama(), {"guidance_scale": 1.5}, UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__),
         (lambda: llama(), {"dola_layers": "high"}, "dola_layers"),
         (lambda: llama(), {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+        # Other ways to decode, which `generate` would have chosen itself.
+        (lambda: llama(), {"constraints": [object()]}, "constraints"),
+        (lambda: llama(), {"force_words_ids": [[9]]}, "force_words_ids"),
+        (lambda: llama(), {"use_mtp": True}, "use_mtp"),
+        (lambda: llama(), {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        (lambda: llama(), {"assistant_early_exit": 1}, "assistant_early_exit"),
+        # What `generate` hands on to no loop but its own.
+        (lambda: llama(), {"assistant_model": llama(num_layers=1)}, "assistant_model"),
+        (lambda: llama(), {"streamer": Recorder()}, r"streamer \(`draft_with` takes it\)"),
+        (lambda: llama(), {"synced_gpus": True}, "synced_gpus"),
         # In these a text's length decides on the positions of all its tokens.
         (lambda: llama(rope_parameters=ROPE | {"rope_type": "dynamic"}), {}, "dynamic positions"),
         (lambda: llama(rope_parameters=LONG_ROPE), {}, "longrope positions"),

@@ -89,11 +89,10 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     tokenizer.padding_side = "right"
     rows = [{"input_ids": row, "labels": row} for row in ids]
     shared = {"repeats": args.repeats, "progress": True}
-    settings = {"data_collator": DataCollatorForSeq2Seq(tokenizer), "batch_size": args.batch_size} | shared
-    results = {"exit_profile": exit_profile(model, rows, **settings)}
-    settings = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length)} | shared
+    collator, tokens = DataCollatorForSeq2Seq(tokenizer), min(args.max_new_tokens, positions - args.prompt_length)
+    results = {"exit_profile": exit_profile(model, rows, data_collator=collator, batch_size=args.batch_size, **shared)}
     try:
-        results["speculation_profile"] = speculation_profile(model, prompts, **settings)
+        results["speculation_profile"] = speculation_profile(model, prompts, max_new_tokens=tokens, **shared)
     except ValueError as error:  # as of a single layer; what was measured before is kept
         print(f"No speculation profile: {error}\n")
     return results

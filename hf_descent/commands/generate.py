@@ -97,5 +97,4 @@ def answer(model: PreTrainedModel, tokenizer, inputs, args: GenerateArguments) -
         return_dict_in_generate=False,
         pad_token_id=tokenizer.pad_token_id,
     )
-    texts = tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)
-    return [text.strip() for text in texts]
+    return [text.strip() for text in tokenizer.batch_decode(tokens[:, length:], skip_special_tokens=True)]

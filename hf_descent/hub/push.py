@@ -51,8 +51,10 @@ DECODING = """\
 from hf_descent.early_exit import draft_with
 
 
-def generate(*inputs, model, streamer=None, **arguments):
-    return type(model).generate(model, *inputs, **arguments, custom_generate=draft_with({layer}, streamer=streamer))
+def generate(*inputs, model, **arguments):
+    if arguments.get("custom_generate") is None:
+        arguments["custom_generate"] = draft_with({layer}, streamer=arguments.pop("streamer", None))
+    return type(model).generate(model, *inputs, **arguments)
 """
 
 

@@ -16,7 +16,7 @@ from huggingface_hub import parse_eval_result_entries
 from tiny import bert, llama, spread, word_tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_descent.early_exit import SpeculationProfile
+from hf_descent.early_exit import SpeculationProfile, draft_with
 from hf_descent.hub.push import write_card
 from hf_descent.runs import RunFolder
 
@@ -175,7 +175,9 @@ def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, 
         assert torch.equal(drafted, plain)
         assert calls.count(model.model.layers[0]) > calls.count(model.model.layers[2])  # drafts stop before it
         trusting = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
-        assert torch.equal(trusting.generate(ids, **options), plain)
+        options |= {"trust_remote_code": True}
+        for given in ({}, {"custom_generate": str(tmp_path)}, {"custom_generate": draft_with(1)}):
+            assert torch.equal(trusting.generate(ids, **options, **given), plain)
         RunFolder(tmp_path).write({"speculation_profile": SpeculationProfile(speeds**0, speeds * 0, 20.0, speeds**0)})
         write_card(tmp_path)
         assert not (tmp_path / "custom_generate" / "generate.py").exists()

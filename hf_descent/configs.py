@@ -156,10 +156,10 @@ class DescentArguments:
     > Parameters that control the readout of large vocabularies
 
     readout_token_fraction (`float`, *optional*):
-        Share of the labelled tokens, in (0, 1], on which a language model's intermediate layers are read, the same
-        tokens for every layer of a step, but of layers without weight, which are only logged, a quarter of these. The
-        loss of the last layer in the objective always takes all. Where not given: 1/8 for a vocabulary of 8192 or
-        more, else all. Estimates are unbiased; the penalties of "hinge" and "quadratic", convex in them, too high.
+        Share of the labelled tokens, in (0, 1], on which a language model's lower layers are read, each on tokens of
+        its own, unless constraints compare it with the one before (`descent_alpha`); where it has no weight and is
+        only logged, a quarter of that. The last layer is read on all. Where not given: 1/10 for a vocabulary of 8192
+        or more, else all. Estimates are unbiased; the penalties of "hinge" and "quadratic", convex in them, too high.
 
     > Parameters that control the noise
 
@@ -288,6 +288,11 @@ class DescentArguments:
     def follows(self) -> bool:
         """Whether the constraints follow the loss of the last layer."""
         return self.layer_rows in PATHS
+
+    @property
+    def compares_neighbours(self) -> bool:
+        """Whether constraints compare a layer with the one before it."""
+        return self.layer_rows not in (None, "line")
 
     @property
     def gamma_train(self) -> float:

@@ -26,9 +26,8 @@ logger = logging.get_logger(__name__)
 
 # From this vocabulary on, reading every layer on all tokens costs several times the model itself.
 LARGE_VOCABULARY = 8192
-# By measurement (`recipes/benchmarks/`): violations are two to three times as noisy as on all tokens, which the
-# multipliers average out, and a step costs little more than plain training.
-DEFAULT_TOKEN_FRACTION = 0.125
+# By measurement (`recipes/benchmarks/`): a step costs little more than plain training, the multipliers average noise.
+DEFAULT_TOKEN_FRACTION = 0.1
 
 
 @dataclass
@@ -37,7 +36,6 @@ class StepLosses:
 
     objective: torch.Tensor  # the scalar to minimise, with its graph
     sums: torch.Tensor  # [layers], the micro-batch's part of the step's layer losses
-    final: torch.Tensor  # its part of f_L, a scalar; on all tokens where `sums` is on a sample
     outputs: Any  # the model's
     tokens: TokenStatistics | None = None  # where asked for
 
@@ -108,7 +106,7 @@ class ReplayedLosses:
             # No f_l holds the router's loss (the readout replayed layer L without it); the objective takes it as the
             # model itself weighs it.
             value = value + (outputs["loss"] - losses[-1]) * share
-        return StepLosses(value, parts.detach(), parts[-1].detach(), outputs, self._tokens(outputs, inputs))
+        return StepLosses(value, parts.detach(), outputs, self._tokens(outputs, inputs))
 
     def measure(
         self, model: nn.Module, inputs: Mapping[str, Any], score: Callable | None = None, keep_logits=True, key=None
@@ -152,14 +150,14 @@ class TiledLosses:
     """
 
     def __init__(
-        self, head: HeadReadout, task: TaskLoss, token_fraction: float, token_statistics: bool = False, seed: int = 0
+        self, head: HeadReadout, task: TaskLoss, token_fraction: float, token_statistics=False, seed=0, same=False
     ):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
         self.token_fraction, self._token_statistics = token_fraction, token_statistics
-        self._head, self._seed = head, seed
+        self._head, self._seed, self._same = head, seed, same
 
     def step(self, model, inputs, objective, share, items, key=(), keep_logits=False):
-        tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key))
+        tokens = self._head.tokens(inputs, self.token_fraction, self._generator(key), self._same)
         # What the sums of this micro-batch are divided by, to give its mean times its share.
         divisor = max(len(tokens.rows), 1) / torch.where(share > 0, share, 1.0)
         unweighted = [layer for layer in range(1, self.num_layers + 1) if layer not in objective.weighted]
@@ -188,10 +186,10 @@ class TiledLosses:
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
         (losses,) = found
-        return StepLosses(outputs["loss"], losses.sums / divisor, losses.final_sum / divisor, outputs, losses.tokens)
+        return StepLosses(outputs["loss"], losses.sums / divisor, outputs, losses.tokens)
 
     def measure(self, model, inputs, score=None, keep_logits=True, key=None):
-        sample = () if key is None else (self.token_fraction, self._generator(key))
+        sample = () if key is None else (self.token_fraction, self._generator(key), self._same)
         tokens, found, scores = self._head.tokens(inputs, *sample), [], []
 
         def read_layers(read, outputs, hidden_states):
@@ -201,7 +199,7 @@ class TiledLosses:
                 for layer in range(1, self.num_layers + 1):
                     found.append(read(tokens, layer=layer, token_statistics=True))
                     scores.append(score(found[-1].tokens, inputs))
-            return found[-1].final_sum / max(len(tokens.rows), 1)
+            return found[-1].sums[-1] / max(len(tokens.rows), 1)
 
         with self._head.attach(read_layers, keep_logits):
             outputs = model(**inputs)
@@ -240,6 +238,7 @@ def find_layer_losses(
     trains: bool = False,
     needs_logits: bool = False,
     seed: int = 0,
+    same_tokens: bool = False,
 ) -> LayerLosses:
     """The layer losses of `model`, in tiles where its tail allows, checked on the batch `inputs`.
 
@@ -247,7 +246,8 @@ def find_layer_losses(
         model, task: the unwrapped model, and its task loss, probed.
         readout: a custom readout(model, hidden, inputs) -> logits.
         token_fraction, seed: share of the labelled tokens on which layers below the last are read in training (by
-            default 1/8 from a vocabulary of 8192 on, else all), and the seed of their draw.
+            default 1/10 from a vocabulary of 8192 on, else all), and the seed of their draw.
+        same_tokens: whether all share these tokens, on which neighbours err alike: for constraints that compare them.
         token_statistics: whether to give the [`TokenStatistics`] of the last layer.
         trains: whether to train on the losses.
         needs_logits: whether each layer's logits are needed, for a custom metric.
@@ -276,7 +276,7 @@ def find_layer_losses(
         f"Layers are read in tiles of a head with {tiled.vocab_size} classes, those below the last on {share} "
         "labelled tokens (`readout_token_fraction`)."
     )
-    return TiledLosses(tiled, task, token_fraction, token_statistics, seed)
+    return TiledLosses(tiled, task, token_fraction, token_statistics, seed, same_tokens)
 
 
 def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

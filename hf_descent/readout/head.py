@@ -69,12 +69,12 @@ class HeadReadout:
         return self
 
     def tokens(
-        self, inputs: Mapping[str, Any], fraction: float = 1.0, generator: torch.Generator | None = None
+        self, inputs: Mapping[str, Any], fraction: float = 1.0, generator: torch.Generator | None = None, same=False
     ) -> LabelledTokens:
-        """The labelled tokens of a batch, with the sample on which its layers are read."""
+        """The labelled tokens of a batch, with the samples on which its layers are read; `same`: one for all."""
         shifted = inputs.get("shift_labels")
         labels, shift = (inputs["labels"], self.shifts_labels) if shifted is None else (shifted, False)
-        return labelled_tokens(labels, shift, fraction, generator)
+        return labelled_tokens(labels, 1 if same else self.num_layers - 1, shift, fraction, generator)
 
     @contextmanager
     def attach(self, on_forward: Callable[..., torch.Tensor | None], keep_logits: bool = False):

@@ -19,9 +19,9 @@ from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Worksp
 
 # A token's weight multiplies its hidden state in the dtype of the head: float16 ends at 65504.
 LARGEST_COEFFICIENT = 64.0
-# What a sample is off on the last layer, which is read on all tokens, it is off on the others in part: this much is
+# What a sample is off on the last layer, which is read on all tokens, it is off on another in part: this much is
 # taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`). Not
-# from the objective: its gradient would weigh the last layer's sampling error by the sum of all multipliers.
+# from the objective: its gradient would weigh the last layer's sampling errors by all multipliers.
 CORRECTION = 0.5
 # Layers without weight are only shown, and a quarter of a sample will do: of a deep model with two exits they would
 # cost more than all else that is read.
@@ -29,21 +29,26 @@ SHOWN_PART = 4
 
 
 class LabelledTokens(NamedTuple):
-    """The positions with a label, and the random sample of them on which intermediate layers are read."""
+    """The positions with a label, and the random samples of them on which the layers below the last are read."""
 
     rows: torch.Tensor  # [tokens], positions in the flattened [batch * seq]
     targets: torch.Tensor  # [tokens], their classes
-    sample: torch.Tensor | None = None  # [sampled], indices into `rows`; None stands for all
+    samples: torch.Tensor | None = None  # [layers - 1, sampled], or [1, sampled] for all, in `rows`; None: all of them
 
 
 def labelled_tokens(
-    labels: torch.Tensor, shift: bool = True, fraction: float = 1.0, generator: torch.Generator | None = None
+    labels: torch.Tensor,
+    num_samples: int = 1,
+    shift: bool = True,
+    fraction: float = 1.0,
+    generator: torch.Generator | None = None,
 ) -> LabelledTokens:
-    """Find the labelled positions of `labels` `[batch, seq]`, and draw a share of them without replacement.
+    """Find the labelled positions of `labels` `[batch, seq]`, and draw a share of them, without replacement.
 
     Args:
+        num_samples: 1 for all layers, or one for each below the last; no position is in two before all are in one.
         shift: whether position t predicts label t+1 (causal models); `False` for labels shifted already.
-        fraction: share of the labelled positions in the sample, in (0, 1]; at least one position.
+        fraction: share of the labelled positions in a sample, in (0, 1]; at least one position.
         generator: of the CPU, for the draw.
     """
     if shift:
@@ -52,10 +57,11 @@ def labelled_tokens(
     rows = labels.ne(IGNORE_INDEX).nonzero().squeeze(1)  # [tokens]
     count = len(rows)
     size = min(count, max(1, round(fraction * count)))
-    sample = None
+    samples = None
     if size < count:
-        sample = torch.randperm(count, generator=generator)[:size].to(rows.device)  # [sampled]
-    return LabelledTokens(rows, labels[rows], sample)
+        places = torch.arange(num_samples * size) % count
+        samples = torch.randperm(count, generator=generator)[places].view(num_samples, size).to(rows.device)
+    return LabelledTokens(rows, labels[rows], samples)
 
 
 class TokenStatistics(NamedTuple):
@@ -70,10 +76,9 @@ class LayerLossSums(NamedTuple):
     """Losses of all layers, summed over the labelled tokens of one micro-batch."""
 
     objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
-    # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens, from the same tokens for every
-    # layer, the last included, each corrected by `CORRECTION` of what the sample is off on the last layer.
+    # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens, corrected by `CORRECTION` of
+    # what the sample is off on the last layer.
     sums: torch.Tensor
-    final_sum: torch.Tensor  # of the last layer over all labelled tokens, a scalar
     tokens: TokenStatistics | None = None  # of the last layer, where asked for
 
 
@@ -101,8 +106,7 @@ def tiled_layer_losses(
         norm (`nn.Module`): what stands between the last layer and the head, acting on each position alone, on
             `[tokens, hidden]`.
         head (`nn.Linear`): the output head, `weight` of shape `[vocab, hidden]`. A frozen one costs no gradient.
-        weights (`torch.Tensor` of shape `[L]`, *optional*): w_l. `None`: values only. Where tokens were sampled, 1 of
-            w_L is spent on all labelled tokens (the objective is f_L + ...) and the rest on the sample.
+        weights (`torch.Tensor` of shape `[L]`, *optional*): w_l. `None`: values only.
         num_items (`torch.Tensor` or `int`, *optional*): what the objective is divided by; by default the labelled
             tokens of this micro-batch.
         value_only (sequence of `int`): layers (1-based) below the last whose weight is zero by construction: they cost
@@ -112,37 +116,29 @@ def tiled_layer_losses(
     """
     # Where a model is spread over devices, layers are read where the head is, and losses are where the labels are.
     here, there = tokens.rows.device, head.weight.device
-    rows, targets, sample = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
-    num_tokens = len(rows)
-    picked = shown = slice(None)
-    if sample is not None:
-        picked, shown = sample, sample[: max(1, len(sample) // SHOWN_PART)]
-    parts = [(rows[part], targets[part]) for part in (picked, shown)]
-    expansions = [num_tokens / max(len(part), 1) for part, _ in parts]  # tokens that one of a part stands for
-    part_of = [int(layer in value_only) for layer in range(1, len(hidden_states) + 1)]  # 1: only shown
-    reads = [LayerRead(hidden, *parts[index]) for hidden, index in zip(hidden_states[:-1], part_of)]
-    reads.append(LayerRead(hidden_states[-1], rows, targets))
+    rows, targets, samples = map_tensors(lambda tensor: tensor.to(there), tuple(tokens))
+    num_tokens, parts = len(rows), [slice(None)] * len(hidden_states)
+    if samples is not None:
+        few = max(1, samples.shape[1] // SHOWN_PART)
+        for index in range(len(hidden_states) - 1):
+            parts[index] = samples[index % len(samples), : few if index + 1 in value_only else None]
+    reads = [LayerRead(hidden, rows[part], targets[part]) for hidden, part in zip(hidden_states, parts)]
+    expansions = [num_tokens / max(len(read.rows), 1) for read in reads]  # tokens that one of a read stands for
     if weights is not None:
-        spread = weights.detach().to(there) * expansions[0]  # [layers]
-        for layer in value_only:
-            spread[layer - 1].zero_()  # an assignment would copy from the host
+        weights = weights.detach().to(there)
+        trained = [index for index in range(len(reads)) if index + 1 not in value_only]
+        spread = torch.stack([expansions[index] * weights[index] for index in trained])
         unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
-        for read, weight in zip(reads, spread / unit):
-            read.coefficients = weight.expand(len(read.rows))
-        if sample is not None:
-            reads[-1].coefficients = (1 / unit).repeat(num_tokens)
-            reads[-1].coefficients[sample] += (spread[-1] - expansions[0]) / unit
-        for layer in value_only:
-            reads[layer - 1].coefficients = None
+        for index, coefficient in zip(trained, spread / unit):
+            reads[index].coefficients = coefficient.expand(len(reads[index].rows))
 
     trains = weights is not None and torch.is_grad_enabled()
     reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
     with torch.no_grad():
         statistics = reader.run(reads, token_statistics)
         last = reads[-1].losses  # [tokens]
-        final_sum, losses = last.sum(), [*(read.losses for read in reads[:-1]), last[picked]]
-        off = [final_sum - factor * last[part].sum() for factor, part in zip(expansions, (picked, shown))]
-        sums = [expansions[of] * each.sum() + CORRECTION * off[of] for of, each in zip(part_of, losses)]
+        off = [last.sum() - expansion * last[part].sum() for expansion, part in zip(expansions, parts)]
+        sums = [factor * read.losses.sum() + CORRECTION * each for factor, read, each in zip(expansions, reads, off)]
         sums = torch.stack(sums)  # [layers]
         value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
 
@@ -155,8 +151,7 @@ def tiled_layer_losses(
         items = max(num_tokens, 1) if num_items is None else num_items
         objective = objective.to(here) * (unit.to(here, value.dtype) / items)
     tokens = TokenStatistics(reads[-1].losses, *statistics) if token_statistics else None
-    measured = (sums, final_sum, tokens)
-    return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), measured))
+    return LayerLossSums(objective, *map_tensors(lambda tensor: tensor.to(here), (sums, tokens)))
 
 
 class _RowGradient:

@@ -87,9 +87,8 @@ class DescentObjective:
                 chances = [chance_of_batches(task, predictor, lambda _: chain([inputs], batches))]
         if _processes()[1] > 1:
             dist.broadcast_object_list(chances)
-        self._layers = find_layer_losses(
-            model, inputs, task, readout=readout, token_fraction=args.readout_token_fraction, trains=True, seed=seed
-        )
+        fraction = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
+        self._layers = find_layer_losses(model, inputs, task, readout=readout, trains=True, seed=seed, **fraction)
         self._dual = DescentState(args, self._layers.num_layers, max_steps, 0, *chances, self._device)
         self.problem, self.multipliers = self._dual.problem, self._dual.multipliers
         self.global_step, self._sums, self._parts = 0, StepSums(), 0

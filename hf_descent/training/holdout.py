@@ -1,5 +1,6 @@
 """Rows held out of training, on which the multipliers move (Cotter et al. 2019): constraints are on expectations."""
 
+import contextlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,7 +21,7 @@ from .records import LayerTotals, RunRecord, evaluation_sets, reduced
 logger = get_logger(__name__)
 
 LEAST_ROWS = 200  # with fewer, means are too noisy to detect a violation of a few percent
-MOST_ROWS, MOST_CHARACTERS = 100_000, 2**25  # of each data set, compared with others to find shared rows
+MOST_ROWS, MOST_BYTES = 100_000, 2**26  # of each data set, compared with others to find shared rows
 MOST_SHARED = 0.01
 
 
@@ -43,14 +44,17 @@ def row_keys(trainer: Trainer, rows) -> list[int]:
     first = rows[0] if (is_dataset or isinstance(rows, list)) and rows else None
     if not isinstance(first, Mapping) or name not in first:
         return []
-    most, chosen = min(MOST_ROWS, MOST_CHARACTERS // len(_text(first[name]))), range(len(rows))
+    most, chosen = min(MOST_ROWS, MOST_BYTES // max(len(_content(first[name])), 1)), range(len(rows))
     if len(rows) > most:
         chosen = sorted(np.random.default_rng(0).choice(len(rows), most, replace=False).tolist())
     values = rows.with_format(None).select(chosen)[name][:] if is_dataset else (rows[row].get(name) for row in chosen)
-    return [hash(_text(value)) for value in values]
+    return [hash(_content(value)) for value in values]
 
 
-def _text(value) -> str:
+def _content(value) -> bytes | str:
+    """Alike for the same numbers in lists, arrays and tensors."""
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):  # texts, or lists of uneven lengths
+        return np.asarray(value, np.float64).tobytes()
     return repr(value.tolist() if hasattr(value, "tolist") else value)
 
 

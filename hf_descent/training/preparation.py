@@ -66,17 +66,11 @@ def find_layers(
     """The layer losses of a trainer's model, found and checked on a batch; ValueError where the layers cannot be read,
     or documents see one another."""
     check_documents(model, inputs, trainer)
-    layers = find_layer_losses(
-        model,
-        inputs,
-        task,
-        readout=given.readout,
-        trains=trainer.is_in_train,
-        token_fraction=trainer.args.readout_token_fraction,
-        token_statistics=trainer.logs_tokens,
-        seed=trainer.args.seed,
-    )
-    compiler = TorchDynamoPlugin(backend=trainer.args.torch_compile_backend, mode=trainer.args.torch_compile_mode)
+    args = trainer.args
+    sample = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
+    settings = {"readout": given.readout, "trains": trainer.is_in_train, "token_statistics": trainer.logs_tokens}
+    layers = find_layer_losses(model, inputs, task, **settings, **sample, seed=args.seed)
+    compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     if compiler.backend != DynamoBackend.NO:
         for layer in layers.readout.stack.layers:
             if layer._compiled_call_impl is None:

@@ -67,7 +67,7 @@ class StepSums:
         key = (process_index, step, self.micro_batches)
         losses = layers.step(model, inputs, dual.objective_at(step), share, items, key, keep_logits)
         self.layer_losses = losses.sums if self.layer_losses is None else self.layer_losses + losses.sums
-        self.final = losses.final
+        self.final = losses.sums[-1]
         self.micro_batches += 1
         return losses
 

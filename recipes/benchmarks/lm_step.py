@@ -52,7 +52,7 @@ ARMS = {
     "subsampled-compiled": "ours, default, layers compiled",
 }
 CHUNK = 32768  # classes at once in TRL's chunked loss, as TRL has it
-DESCENT = {"descent_alpha": 0.05, "initial_loss_bound": 10.0, "dual_warmup_steps": 0, "negative_weights": "keep"}
+DESCENT = {"initial_loss_bound": 10.0, "dual_warmup_steps": 0}  # else the package's defaults
 
 
 def by_head(model, hidden, labels):

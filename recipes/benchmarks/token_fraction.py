@@ -1,14 +1,13 @@
 """What a sample of the tokens costs in noise: violations estimated on part of the tokens against all of them.
 
     python recipes/benchmarks/token_fraction.py MODEL TEXTS.parquet [--text_column text --batch 4 --length 256]
-    python recipes/benchmarks/token_fraction.py MODEL TEXTS.parquet --steps 400 --correction 0  # the sample alone
 
 MODEL is a causal language model of the Hub or a folder, TEXTS a parquet, csv or json file; with `--steps` it is first
-trained that long, by the defaults. For each fraction the table gives, about its value on all tokens of the batch: the
-standard deviation of the estimate of f_l for l < L ("lines", as their rows have it), and that of f_l - (1 - alpha)
-f_(l-1) ("steps"); the latter in all, batches differing too, against all tokens; the variance of the gradient of
-f_1 + ... + f_L, from batch to batch = 1; and the products with the head that the step needs, on all tokens = 1.
-`--correction` is the part of the last layer's sampling error that is taken back on every layer.
+trained that long, by the defaults. For each fraction, on tokens of each layer's own and on the same of all layers, the
+table gives, about its value on all tokens of the batch: the standard deviation of the estimate of f_l for l < L
+("lines", as their rows have it), and that of f_l - (1 - alpha) f_(l-1) ("steps"); the latter in all, batches differing
+too, against all tokens; the variance of the gradient of f_1 + ... + f_L, from batch to batch = 1; and the products
+with the head that the step needs, on all tokens = 1.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import transformers
 from harness import fit
 from lm_step import token_ids
 
-from hf_descent.readout import linear_cross_entropy
 from hf_descent.readout.head import HeadReadout
 
 
@@ -30,10 +28,8 @@ def main():
     for name, default in (("batch", 4), ("length", 256), ("batches", 20), ("draws", 10), ("steps", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--alpha", type=float, default=0.05)
-    parser.add_argument("--correction", type=float, default=linear_cross_entropy.CORRECTION)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25, 0.125, 0.1, 0.0625, 0.03125])
     options = parser.parse_args()
-    linear_cross_entropy.CORRECTION = options.correction
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
     ids = torch.tensor(token_ids(options, (options.batches + options.steps) * options.batch))
@@ -43,7 +39,7 @@ def main():
         fit(model, [{"input_ids": row, "labels": row} for row in others], settings)
     model.eval()
 
-    full, sampled = [], {fraction: [] for fraction in options.fractions}
+    full, sampled = [], {(fraction, of): [] for fraction in options.fractions for of in ("own", "same")}
     generator, readout = torch.Generator().manual_seed(0), None
 
     def estimates(read, tokens):
@@ -56,9 +52,9 @@ def main():
 
     def on_forward(read, outputs, hidden_states):
         full.append(estimates(read, readout.tokens(inputs)))
-        for fraction, draws in sampled.items():
+        for asked, draws in sampled.items():
             for _ in range(options.draws):
-                drawn = estimates(read, readout.tokens(inputs, fraction, generator))
+                drawn = estimates(read, readout.tokens(inputs, asked[0], generator, asked[1] == "same"))
                 draws.append([(found - true).square() for found, true in zip(drawn, full[-1])])
 
     for batch in measured.split(options.batch):
@@ -70,12 +66,12 @@ def main():
     _, between, gradient = (torch.stack(values).var(0) for values in zip(*full))
     print(f"{len(full)} batches of {options.batch} x {options.length} tokens, {readout.num_layers} layers, "
           f"{readout.vocab_size} classes; steps from batch to batch {between.mean().sqrt():.4f}")  # fmt: skip
-    print("fraction   lines   steps  against all tokens  gradient  products")
-    for fraction, draws in sampled.items():
+    print("fraction  tokens   lines   steps  against all tokens  gradient  products")
+    for (fraction, of), draws in sampled.items():
         lines, steps, within = (torch.stack(values).mean(0) for values in zip(*draws))
         total = ((steps + between) / between).mean().sqrt()
         products = (1 + (readout.num_layers - 1) * fraction) / readout.num_layers
-        print(f"{fraction:8.4f} {lines.mean().sqrt():7.4f} {steps.mean().sqrt():7.4f} {total:19.2f} "
+        print(f"{fraction:8.4f} {of:>7} {lines.mean().sqrt():7.4f} {steps.mean().sqrt():7.4f} {total:19.2f} "
               f"{within.sum() / gradient.sum():9.2f} {products:9.3f}")  # fmt: skip
 
 

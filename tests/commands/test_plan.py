@@ -42,7 +42,7 @@ def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
     rows = cells(printed)
     names = ["as configured (4 x 24 tokens)", "plain training (`objective: erm`)"]
     names += [f"`activation_checkpointing: {kind == 'bert'}`"]  # TRL's default
-    names += ["`readout_token_fraction: 0.125`"] if kind == "llama" else []
+    names += ["`readout_token_fraction: 0.1`"] if kind == "llama" else []
     names += ["`per_device_train_batch_size: 8`", "`use_peft: True`"]
     assert list(rows) == [*names, *(f"`--launch {name}`, 8 processes" for name in ("zero2", "zero3", "fsdp2"))]
     assert {row[-1] for row in rows.values()} == {"yes"}

@@ -180,13 +180,13 @@ def test_sampled_run_resumes_bit_for_bit(tmp_path):
 
 
 def drawn_tokens(monkeypatch, made):
-    """(seed of the generator, labelled tokens, tokens of the sample) of each read of a run, and of what follows."""
+    """(seed of the generator, labelled tokens, shape of the samples) of each read of a run, and of what follows."""
     seen, tokens = [], HeadReadout.tokens
 
-    def watch(self, inputs, fraction=1.0, generator=None):
-        found = tokens(self, inputs, fraction, generator)
+    def watch(self, inputs, fraction=1.0, generator=None, same=False):
+        found = tokens(self, inputs, fraction, generator, same)
         seed = None if generator is None else generator.initial_seed()
-        seen.append((seed, len(found.rows), None if found.sample is None else len(found.sample)))
+        seen.append((seed, len(found.rows), None if found.samples is None else found.samples.shape))
         return found
 
     monkeypatch.setattr(HeadReadout, "tokens", watch)
@@ -210,15 +210,17 @@ def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch
     assert seed not in [int(stream.generate_state(1, np.uint64)[0]) for stream in streams]
 
 
+@pytest.mark.parametrize(("rows", "num_samples"), [(0.2, 1), ("steps", 1), ("auto", LAYERS - 1)])
 @pytest.mark.parametrize(
-    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.125), (0.5, False, 0.5), (1.0, True, None)]
+    ("fraction", "large", "share"), [(None, False, None), (None, True, 0.1), (0.5, False, 0.5), (1.0, True, None)]
 )
-def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share):
+def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share, rows, num_samples):
+    """Layers that are compared, on the same ones."""
     monkeypatch.setattr(layerwise, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
-    made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=3)
+    made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=3, descent_alpha=rows)
     seen = drawn_tokens(monkeypatch, made)
     _, count, sampled = seen[-1]
-    assert sampled == (None if share is None else round(share * count))
+    assert sampled == (None if share is None else (num_samples, round(share * count)))
     made.evaluate()
     assert seen[-1][2] is None
 
@@ -231,9 +233,10 @@ def test_sampled_losses_are_the_full_ones_on_average(tmp_path):
         made.train()
         return logged_losses(made)
 
-    expected, found = losses(1)[0], losses(40, readout_token_fraction=0.25)
-    assert found.shape == (40, LAYERS) and (found.std(0) > 0).all()
-    assert ((found.mean(0) - expected).abs() < 4 * found.std(0) / 40**0.5).all()
+    errors = losses(40, readout_token_fraction=0.25) - losses(1)  # [steps, layers]
+    assert errors.shape == (40, LAYERS) and errors[:, -1].abs().max() < 1e-5  # the last layer is read on all
+    lower = errors[:, :-1]
+    assert (lower.std(0) > 0).all() and (lower.mean(0).abs() < 4 * lower.std(0) / 40**0.5).all()
 
 
 def test_a_compute_loss_that_asks_for_outputs_in_training_gets_logits(tmp_path):

@@ -127,7 +127,7 @@ def test_labels_shifted_already(probed_shifted):
     _, shifted_means, shifted_found = train_step(readout, model, shifted_inputs)
     assert torch.equal(means, shifted_means)
     torch.testing.assert_close(found, shifted_found)
-    samples = [readout.tokens(x, 0.5, torch.Generator().manual_seed(0)).sample for x in (inputs, shifted_inputs)]
+    samples = [readout.tokens(x, 0.5, torch.Generator().manual_seed(0)).samples for x in (inputs, shifted_inputs)]
     assert torch.equal(*samples)
 
 
@@ -137,7 +137,7 @@ def test_logits_on_request(keep_logits):
     readout = probe(model, inputs)
     with torch.no_grad():
         expected = model(**inputs)
-        with readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum, keep_logits):
+        with readout.attach(lambda read, *_: read(readout.tokens(inputs)).sums[-1], keep_logits):
             outputs = model(**inputs)
     if keep_logits:
         assert torch.equal(outputs["logits"], expected["logits"])
@@ -156,7 +156,7 @@ class PatchedByLiger(transformers.LlamaForCausalLM):
 def test_a_trainer_that_asks_liger_for_no_logits():
     model, inputs = PatchedByLiger(transformers.LlamaConfig(**SIZES)), batch()
     readout = probe(model, inputs)
-    with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).final_sum):
+    with torch.no_grad(), readout.attach(lambda read, *_: read(readout.tokens(inputs)).sums[-1]):
         outputs = model(**inputs, skip_logits=True)  # as Trainer's evaluation calls it with `use_liger_kernel`
         expected = model(**inputs)
     assert torch.equal(outputs["loss"], expected["loss"])

@@ -17,7 +17,7 @@ def test_no_tensor_is_larger_than_a_tile(monkeypatch, softcap):
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": tile})
     with Watch() as watch:
         out = tiled_layer_losses(
-            hidden, labelled_tokens(labels), norm, head, WEIGHTS, head_loss=HeadLoss(softcap=softcap)
+            hidden, labelled_tokens(labels, LAYERS - 1), norm, head, WEIGHTS, head_loss=HeadLoss(softcap=softcap)
         )
         out.objective.backward()
     assert VOCAB * HIDDEN < watch.largest <= tile
@@ -29,7 +29,7 @@ def test_memory_grows_by_the_gradients_of_a_layers_tokens(monkeypatch, fraction)
     batch, seq, hidden, vocab = 4, 64, 64, 256
     monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": 16 * vocab})
     norm, head = nn.RMSNorm(hidden), nn.Linear(hidden, vocab, bias=False)
-    tokens = labelled_tokens(torch.randint(vocab, (batch, seq)), shift=False, fraction=fraction)
+    tokens = labelled_tokens(torch.randint(vocab, (batch, seq)), 43, shift=False, fraction=fraction)
 
     def step_bytes(layers):
         states = [torch.randn(batch, seq, hidden).requires_grad_()]
@@ -52,7 +52,7 @@ def test_rounding_does_not_grow_with_the_number_of_tiles(monkeypatch):
     for rows in (1, BATCH * SEQ):
         monkeypatch.setattr(tiles, "TILE_ELEMENTS", {"cpu": rows * VOCAB})
         tiled_layer_losses(
-            hidden, labelled_tokens(labels), norm, head, torch.ones(LAYERS), num_items=1
+            hidden, labelled_tokens(labels, LAYERS - 1), norm, head, torch.ones(LAYERS), num_items=1
         ).objective.backward()
         errors.append((head.weight.grad.double() - exact_head.weight.grad).norm())
         head.weight.grad = None
@@ -65,7 +65,7 @@ def test_improbable_labels_keep_a_finite_loss():
         head.weight.mul_(1e4)
     expected = naive_sums(hidden, norm, head, labels)
     assert (expected > 1e3).any()
-    out = tiled_layer_losses(hidden, labelled_tokens(labels), norm, head, WEIGHTS.float())
+    out = tiled_layer_losses(hidden, labelled_tokens(labels, LAYERS - 1), norm, head, WEIGHTS.float())
     torch.testing.assert_close(out.sums, expected.detach())
 
 

@@ -100,13 +100,13 @@ class DescentArguments:
         the list. All layers where not given. "deep_supervision" gives weight to these and the last layer.
     target_margin (`float`, *optional*):
         Training aims below each target by this share, since a constraint in equilibrium is met half of the time. The
-        verdict is on the targets as they are given. Where not given 0.1, beside `descent_alpha` 0.02.
+        verdict is on the targets as they are given. Where not given 0.02, for targets alone 0.1.
 
     > Parameters that control the dual step
 
     dual_learning_rate (`float`, *optional*):
-        Step size of the multipliers. It is constant: the scheduler of the primal optimizer does not touch it. Where
-        not given 0.02, for targets alone 0.04.
+        Step size of the multipliers, constant: no scheduler touches it. Where not given 0.02, for targets alone (in
+        "descent" without `descent_alpha` and `resilience`) 0.04.
     dual_optim (`str`, *optional*):
         Ascent rule of the multipliers: "adam" (the paper's), "pi" (a controller that damps them, on bounded
         violations; not with resilience) or "sgd" (plain ascent). Where not given "adam", for targets alone "pi".

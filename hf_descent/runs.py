@@ -73,8 +73,7 @@ class RunFolder:
         return find_json(self.name, self.SUMMARY)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `descent_config.json`, whole or not at all: `summary` and, where it has none, the libraries'
-        versions."""
+        """Write `descent_config.json`, whole or not at all: `summary`, with versions of the libraries by default."""
         libraries = (hf_descent, torch, transformers)
         versions = {library.__name__: str(library.__version__) for library in libraries}
         # FSDP writes sharded weights later, and so makes no folder for whole ones.

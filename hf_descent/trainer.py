@@ -375,8 +375,9 @@ class DescentMixin:
         profile = layer_profile(model, dataset, **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
-            facts = evaluation.facts_of(self._dual, holdout.is_of_training(self, eval_dataset, self._record))
-            self._record = replace(self._record, certificate=profile.certificate(**facts))
+            also_selected = holdout.is_of_training(self, eval_dataset, self._record)
+            profile.facts = evaluation.facts_of(self._dual, profile.problem, also_selected)
+            self._record = replace(self._record, certificate=profile.certificate())
         return profile
 
     def _held_out(self, dataset):
@@ -396,7 +397,8 @@ class DescentMixin:
         seen = checks.check_data(self, self._given) if self._reads_layers else {}
         self._task = self._layers = self._dual = self._noise = None
         # What was measured before is of another model.
-        self._step, self._record = StepSums(), RunRecord(kwargs.get("resume_from_checkpoint"), time.time(), **seen)
+        self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
+        self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
         if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
             # process would train a model of its own.
@@ -475,6 +477,7 @@ class DescentMixin:
         if compute_objective is None:
             compute_objective, direction = default_objective(self.args.objective, self.eval_dataset, direction)
         args = (compute_objective, n_trials, direction or "minimize", *args)
+        self._record = replace(self._record, searched=True)
         return super().hyperparameter_search(hp_space, *args, **kwargs)
 
     def _hp_search_setup(self, trial):

@@ -183,12 +183,13 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
     warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
     share = None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
-    facts = {"warmup_share": share, "multipliers": None if multipliers is None else torch.tensor(multipliers)}
-    facts["also_selected"] = not task.is_test and "select_rows" in summary
+    also_selected = not task.is_test and "select_rows" in summary
+    facts = {"warmup_share": share, "multipliers": multipliers, "also_selected": also_selected}
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
-            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence, **facts)
+            profile.facts = facts
+            results[f"verdict{profile.ending}"] = profile.certificate(args.confidence)
     run.write(results)
     return tables(results)
 

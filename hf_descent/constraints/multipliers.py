@@ -1,4 +1,4 @@
-"""The dual side: one Lagrange multiplier per layer, raised where its constraint is violated.
+"""The dual side: one Lagrange multiplier per constraint, raised where that is violated.
 
 One dual step (paper, Algorithm 1 and Appendix A.5), on the violations g of the same optimizer step's forward pass:
 
@@ -28,7 +28,7 @@ class Multipliers:
     Every operation stays on the device: no step reads a value back to the host.
 
     Args:
-        num_layers (`int`): number of layers L.
+        num_layers (`int`): number L of multipliers: of layers, or the `num_rows` of a [`DescentProblem`] with targets.
         learning_rate (`float`): dual step size eta > 0.
         optim (`str`): "adam", "pi" or "sgd" (plain projected ascent).
         resilience (`float`): coefficient c >= 0; 0 keeps the constraints hard.
@@ -112,8 +112,7 @@ class Multipliers:
             setattr(self, name, state[name].to(current, copy=True))
 
     def _direction(self, gradient, mean, square, steps) -> torch.Tensor:
-        """The gradient `[L]` itself (sgd), that of the controller or Adam's normalised direction, with the moments
-        updated in place."""
+        """The direction `[L]` of plain ascent, the controller or Adam, with the moments updated in place."""
         if self.optim == "sgd":
             return gradient
         beta1, beta2 = self.BETAS

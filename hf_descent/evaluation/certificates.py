@@ -5,6 +5,7 @@ interval of a mean, and that none of them was used to train this model or to cho
 one model; the constants of the paper's theorems cannot be measured and are not claimed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,16 +33,12 @@ class Certificate(Result):
         asked (float64 `[rows]`): the loss that each row asks its layer to be below.
         reached (float64 `[rows]`): the loss of that layer.
         tolerances (float64 `[rows]`): by how much it may be missed.
-        radii (float64 `[rows]`): half-widths of the intervals of `reached - asked - tolerances`, paired over the
-            data.
+        radii (float64 `[rows]`): half-widths of the (paired) intervals of `reached - asked - tolerances`.
         verdicts (`list[str]`): "met" where this interval lies below 0, and the intervals of the layer's loss and of
             f_L lie below chance. "not met" where this interval lies above 0, or that of the layer's loss above chance.
-            Else "not shown", as always on fewer than 8 blocks of data, in a model of one layer, or with a loss that
-            is not positive.
-        feasible (`bool`): whether every row is met. Each row is tested at `confidence`, and the claim that all are met
-            is then no less sure (an intersection-union test).
-        has_learned (`bool`): whether the constrained layers and the last one are shown to be below chance, as far as
-            that is known.
+            Else "not shown", as always on under 8 blocks of data, of one layer, or with a loss that is not positive.
+        feasible (`bool`): whether every row is met; as sure as that of each row is (an intersection-union test).
+        has_learned (`bool`): whether the constrained layers and the last are shown to be below chance, where known.
         max_violation (`float`): the largest violation, in units of the loss.
         shortfall (`float`): the share of the way from chance to what its row asks that the worst layer may still miss,
             by the upper end of its interval; 0 where every row is within its tolerance.
@@ -49,11 +46,10 @@ class Certificate(Result):
         gamma (`float`): noise level of the input.
         confidence (`float`): of each interval, which has two sides: half of the rest is on the one that meets a row.
         multipliers (`list[float]`, *optional*): of each row, in the training.
-        warmup_share (`float`, *optional*): the descent share at the end of warm-up, of plain training so far, on the
-            rows that move the multipliers.
+        warmup_share (`float`, *optional*): the descent share after warm-up, on the rows that move the multipliers.
         items (`int`, *optional*): labelled rows, tokens or numbers of the data.
-        also_selected (`bool`): whether training was fitted to this data, or evaluated on it, which may have chosen its
-            checkpoint and its settings, or to over 1 % of it: the confidence is then less than it says.
+        also_selected (`bool`): whether training was fitted to over 1 % of this data, or may have chosen its checkpoint
+            or settings by it: the confidence is then less than it says.
         data_name (`str`): the prefix of the metrics of the data in a trainer, such as "eval_matched".
         loss_radii (float64 `[L]`, *optional*): half-widths of the intervals of `losses`.
     """
@@ -108,7 +104,7 @@ def certify(
     blocks: np.ndarray,
     confidence: float = 0.95,
     gamma: float = 0.0,
-    multipliers: torch.Tensor | None = None,
+    multipliers: Sequence[float] | None = None,
     chance: float | None = None,
     **facts: Any,
 ) -> Certificate:
@@ -119,7 +115,7 @@ def certify(
         blocks (float64 `[B, L, 2]`): of each block of the data and each layer the sum of the losses and of the items.
         confidence (`float`): of each interval.
         gamma (`float`): the noise level of the input.
-        multipliers (`torch.Tensor` of shape `[rows]`, *optional*): those of the training.
+        multipliers (`[rows]`, *optional*): those of the training.
         chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
             it is not known: labels of another distribution, or fewer of them, have another one.
         facts: `warmup_share`, `also_selected` and `data_name` of the [`Certificate`].
@@ -159,7 +155,7 @@ def certify(
         largest_rise=largest_rise(losses),
         gamma=gamma,
         confidence=confidence,
-        multipliers=None if multipliers is None else multipliers[index].tolist(),
+        multipliers=None if multipliers is None else [float(multipliers[row]) for row in index],
         items=round(total[-1, 1]),
         loss_radii=np.broadcast_to(radius(_means, blocks, confidence), losses.shape),
         **facts,

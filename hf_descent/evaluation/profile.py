@@ -39,6 +39,7 @@ class LayerProfile(Result):
         scale (`float`): factor of the rmse.
         data (`str`, *optional*): fingerprint of the data (main input and labels, in batches).
         chance (`float`, *optional*): the least loss of a constant prediction of these labels, where it is known.
+        facts (`dict`, *optional*): those of the training that a verdict on `problem` tells, see [`certify`].
     """
 
     metric: str
@@ -50,6 +51,7 @@ class LayerProfile(Result):
     scale: float = 1.0
     data: str | None = None
     chance: float | None = None
+    facts: dict[str, Any] | None = None
 
     @property
     def ending(self) -> str:
@@ -57,11 +59,11 @@ class LayerProfile(Result):
         return f"_gamma_{self.gamma:g}" if self.gamma else ""
 
     def certificate(self, confidence: float = 0.95, **facts: Any) -> Certificate:
-        """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`].
-        ValueError without a problem."""
+        """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`], in place
+        of the profile's. ValueError without a problem."""
         if self.problem is None:
             raise ValueError("The profile was measured without `problem`, so it has no constraints to judge.")
-        problem, blocks = DescentProblem(**self.problem), self.blocks[..., 2:]
+        problem, blocks, facts = DescentProblem(**self.problem), self.blocks[..., 2:], (self.facts or {}) | facts
         return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
 
     @property

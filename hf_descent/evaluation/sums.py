@@ -70,8 +70,7 @@ class BlockSums:
         self._fingerprints.append((index, fingerprint))
 
     def total(self) -> np.ndarray:
-        """The sums of the blocks that hold data, over all processes, `[blocks, ..., 4]`; ValueError where no item was
-        counted."""
+        """The sums of the blocks that hold data, over all processes, `[blocks, ..., 4]`; ValueError without items."""
         gathered = self._gather([self._sums])
         numbers = sorted(set().union(*gathered))
         blocks = [sum(sums[number] for sums in gathered if number in sums) for number in numbers]

@@ -112,8 +112,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
         for result in [each for each in results if level is None or getattr(each, "gamma", level) == level]:
             card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
-                also_selected = card.get("split") == "validation" and "select_rows" in descent
-                card["verdict"] = _shown(result.certificate(also_selected=also_selected))
+                card["verdict"] = _shown(result.certificate())
     return plain(card)
 
 

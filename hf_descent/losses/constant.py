@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from scipy.special import digamma, entr, hyperu
 from transformers.utils import ModelOutput
 
-from ..readout.labels import labels_of
+from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors
 from .task import TaskLoss
@@ -91,8 +91,7 @@ class ConstantPredictor:
         return number
 
     def loss(self) -> float:
-        """The least loss on the labels seen, in units of the task loss; ValueError where there were none, or all were
-        alike."""
+        """The least loss on the labels seen, in units of the task loss; ValueError unless labels differ."""
         loss = 0.0 if self.moments is None else float(self._loss(*self.moments.numpy()))
         if not 0 < loss < math.inf:
             raise ValueError(
@@ -193,8 +192,8 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
     if classes == 1 and not labels.is_floating_point():
         raise unmeasurable("whole labels of a single logit, which models take for numbers (give them as floats)")
-    problem_type = getattr(getattr(task.model, "config", None), "problem_type", None)
-    multi_label = problem_type == "multi_label_classification"
+    config = getattr(task.model, "config", None)
+    multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
     if labels.is_floating_point() and not multi_label:
         name = getattr(inner_model(task.model), "main_input_name", None)
         signal = inputs.get(name)
@@ -209,11 +208,12 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
-    if labels.dim() == 1 and not multi_label:  # of several classes: in the mean over one, weights of classes cancel
-        number = output_logits(outputs).shape[-1]
-        repeats = math.ceil(min(number, 8) / len(labels))
-        classes = torch.arange(repeats * len(labels), device=labels.device) % number
+    number = output_logits(outputs).shape[-1]
+    if (labels.dim() == 1 or number <= FEW_CLASSES) and not multi_label:  # in the mean over one class weights cancel
+        repeats = math.ceil(min(number, 8) / labels.numel())
         rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, dict(inputs))
+        counted = labels.repeat_interleave(repeats, 0) != IGNORE_INDEX
+        classes = torch.where(counted, (counted.flatten().cumsum(0) % number).view_as(counted), IGNORE_INDEX)
         inputs = rows | {name: classes for name, value in inputs.items() if value is labels}
         with probing(task.model):
             outputs = task.model(**task.model_inputs(inputs))

@@ -1,5 +1,4 @@
-"""What the trainer hangs into Trainer's callbacks: the dual step, a figure for trackers and a readable progress bar.
-And its messages."""
+"""What the trainer adds to Trainer's callbacks: the dual step, a figure, a readable progress bar. And its messages."""
 
 import logging
 from collections.abc import Callable

@@ -186,7 +186,7 @@ def run_summary(
         if "dual_rows" in dual:
             summary["dual_source"] = "dual_holdout" if given.dual_dataset is None else "dual_dataset"
         sets = evaluation_sets(trainer).values()
-        if args.eval_strategy != "no" and all(map(has_length, sets)):
+        if (record.searched or args.eval_strategy != "no") and all(map(has_length, sets)):
             summary["select_rows"] = sum(map(len, sets))
         if (readout := given.readout) is not None:
             name = getattr(readout, "__name__", type(readout).__name__)

@@ -132,7 +132,8 @@ class DescentObjective:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; ValueError where the settings are others."""
         self._dual.load_state_dict(*state["dual"])
-        self.global_step, self._sums, self.problem = state["global_step"], StepSums(), self._dual.problem
+        self.global_step, self._sums, self._parts = state["global_step"], StepSums(), 0
+        self.problem = self._dual.problem
 
 
 def _processes() -> tuple[int, int]:

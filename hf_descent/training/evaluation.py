@@ -118,8 +118,8 @@ def layer_metrics(
                 f"Evaluation data of {len(blocks)} batches is too little for a verdict on the constraints: give "
                 f"{MIN_BLOCKS} or more, or set a smaller `per_device_eval_batch_size`."
             )
-        facts = facts_of(dual, also_selected) | {"chance": chance_of(labels), "data_name": prefix}
-        certificate = certify(dual.problem, blocks, **facts)
+        facts = facts_of(dual, dual.problem.state_dict(), also_selected)
+        certificate = certify(dual.problem, blocks, chance=chance_of(labels), data_name=prefix, **facts)
         metrics["max_violation"], metrics["feasible"] = certificate.max_violation, float(certificate.feasible)
         metrics["descent_share"] = certificate.descent_share
         miss = certificate.shortfall + 1e-3 / (1 + height)
@@ -128,12 +128,13 @@ def layer_metrics(
     return {f"{prefix}_{name}": value for name, value in metrics.items() if value is not None}, certificate
 
 
-def facts_of(dual: DescentState | None, also_selected: bool) -> dict[str, Any]:
-    """The facts of training that a certificate reports."""
-    if dual is None or dual.problem is None:
-        return {"also_selected": also_selected}
-    share = dual.problem.descent_share(dual.warmup_losses)
-    return {"also_selected": also_selected, "multipliers": dual.multipliers.values, "warmup_share": share}
+def facts_of(dual: DescentState | None, problem: dict[str, Any], also_selected: bool) -> dict[str, Any]:
+    """The facts of training that a verdict on `problem` reports; some only where it is that of the training."""
+    facts = {"also_selected": also_selected}
+    if dual is not None and dual.problem is not None and dual.problem.state_dict() == problem:
+        share = dual.problem.descent_share(dual.warmup_losses)
+        facts |= {"multipliers": dual.multipliers.values.tolist(), "warmup_share": share}
+    return facts
 
 
 def chosen_dataset(known, dataset):

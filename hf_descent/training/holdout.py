@@ -87,14 +87,14 @@ def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_datas
 
 def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
     """Whether an evaluation of `dataset` is on rows (over 1 %) that training was fitted to, which are logged, or those
-    of its evaluations, which may choose the checkpoint."""
+    of its evaluations, which may choose the checkpoint, or in a search the settings."""
     seen, evaluated, sets = record.seen, record.evaluated, evaluation_sets(trainer).values()
     own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
     keys = row_keys(trainer, dataset) if seen or (evaluated and not own) else []
     _report_shared_rows(keys, seen)
     keys = evaluated if own else keys
     fitted, chosen = (sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated))
-    return fitted or ((own or chosen) and trainer.args.eval_strategy != "no")
+    return fitted or ((own or chosen) and (record.searched or trainer.args.eval_strategy != "no"))
 
 
 def split(dataset, args: DescentArguments) -> tuple:

@@ -43,8 +43,7 @@ class StepSums:
     """The sums of one optimizer step over its micro-batches, in this process.
 
     Attributes:
-        items (`torch.Tensor`, *optional*): items of the step, over micro-batches and processes; `None` where nobody
-            counts them.
+        items (`torch.Tensor`, *optional*): items of the step, over micro-batches and processes, where counted.
         layer_losses (`torch.Tensor` of shape `[L]`, *optional*): this process's part of f_1..f_L.
         final (`torch.Tensor`, *optional*): the last micro-batch's part of f_L.
         micro_batches (`int`): those that were read so far.
@@ -104,6 +103,7 @@ class RunRecord:
     Attributes:
         resumed_from (`str`, *optional*): the checkpoint that it goes on from.
         started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
+        searched (`bool`): whether a search chose settings by evaluations of this trainer.
         certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
             `evaluate_layers`.
         also_selected (`bool`): whether the data of the present evaluation is that of evaluations in training.
@@ -113,6 +113,7 @@ class RunRecord:
 
     resumed_from: str | None = None
     started: float | None = None
+    searched: bool = False
     certificate: Certificate | None = None
     also_selected: bool = False
     seen: set[int] = field(default_factory=set)

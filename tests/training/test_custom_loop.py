@@ -120,6 +120,16 @@ def test_a_micro_batch_without_labels_has_no_part_in_the_mean():
     assert [logs[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=0.1)
 
 
+def test_what_came_before_a_state_was_loaded_has_no_part_in_the_next_step():
+    model, rows, objective, _ = prepared("classifier")
+    batch = next(iter(loader(rows)))
+    objective(model, batch)
+    objective.load_state_dict(objective.state_dict())
+    objective(model, batch)
+    objective.step()
+    assert objective.logs()["layer_loss_1"] == pytest.approx(layer_losses(model, batch)[0].item())
+
+
 def test_a_loop_goes_on_from_its_state(tmp_path):
     straight, objective = by_pytorch("language model")
     before, first = by_pytorch("language model", slice(0, 4))

@@ -32,6 +32,7 @@ from transformers import (
 
 from hf_descent import (
     DescentObjective,
+    DescentProblem,
     DescentTrainer,
     Seq2SeqDescentConfig,
     Seq2SeqDescentTrainer,
@@ -40,6 +41,7 @@ from hf_descent import (
 )
 from hf_descent.configs import DescentArguments
 from hf_descent.constraints.state import DUAL_EVERY
+from hf_descent.evaluation import LayerProfile
 from hf_descent.losses.layerwise import find_layer_losses
 from hf_descent.losses.task import TaskLoss
 from hf_descent.runs import RunFolder
@@ -215,6 +217,36 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
         assert trainer._record.certificate.also_selected
         measure()
         assert trainer._record.certificate.also_selected
+
+
+def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
+    trainer = trained(bert(), config(tmp_path, max_steps=4), train_dataset=DATA, eval_dataset=FRESH)
+    for rows, also_selected in ((FRESH, False), (DATA, True)):
+        profile = trainer.evaluate_layers(rows)
+        profile.to_json(str(tmp_path / "profile.json"))
+        for verdict in (profile.certificate(), LayerProfile.from_json(str(tmp_path / "profile.json")).certificate()):
+            assert str(verdict) == str(trainer._record.certificate) and verdict.also_selected == also_selected
+            assert verdict.multipliers == trainer.multipliers.values.tolist()
+    # Those of the training are of other rows: layer 1's is no multiplier of the exit.
+    verdict = trainer.evaluate_layers(problem=DescentProblem(None, 1.0, 3, exit_targets={1: 0.5})).certificate()
+    assert verdict.rows == ["exit_1"] and verdict.multipliers is None
+    trainer = trained(
+        bert(), config(tmp_path, max_steps=1, descent_alpha=None, exit_targets={1: 0.5}), train_dataset=DATA
+    )
+    assert trainer.evaluate_layers(FRESH, problem=DescentProblem(0.3, 1.0, 3)).certificate().multipliers is None
+
+
+def test_rows_that_chose_settings_in_a_search_are_no_longer_fresh(tmp_path):
+    pytest.importorskip("optuna")
+    given = {"model_init": lambda: bert(), "train_dataset": DATA, "eval_dataset": FRESH[:100]}
+    trainer = DescentTrainer(None, config(tmp_path, max_steps=1), **given)
+    trainer.hyperparameter_search(lambda trial: {"descent_alpha": 0.2}, n_trials=1)
+    trainer.train()
+    for rows, also_selected in ((None, True), (FRESH[:100], True), (FRESH[100:], False)):
+        trainer.evaluate(rows)
+        assert trainer._record.certificate.also_selected == also_selected
+        assert trainer.evaluate_layers(rows).certificate().also_selected == also_selected
+    assert summary_of(trainer)["select_rows"] == 100
 
 
 class Counted(list):

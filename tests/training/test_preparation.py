@@ -23,6 +23,7 @@ from tiny import (
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import (
     BertForSequenceClassification,
+    BertForTokenClassification,
     DataCollatorWithPadding,
     XLNetConfig,
     XLNetForQuestionAnsweringSimple,
@@ -139,8 +140,12 @@ def rare_rows(count):
     return [{**row, "labels": 2 * (index == count // 2)} for index, row in enumerate(classification_data(count))]
 
 
+def rare_tokens(count):
+    return [{**row, "labels": torch.full((10,), row["labels"])} for row in rare_rows(count)]
+
+
 def weighted(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs["logits"], labels, weight=WeightedByClass.weight)
+    return F.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), weight=WeightedByClass.weight)
 
 
 def absolute(outputs, labels, num_items_in_batch=None):
@@ -154,9 +159,10 @@ def absolute(outputs, labels, num_items_in_batch=None):
         (lambda: WeightedByClass(bert().config), classification_data, None),
         (lambda: WeightedByClass(bert().config), rare_rows, None),
         (bert, rare_rows, weighted),
+        (lambda: BertForTokenClassification(bert().config), rare_tokens, weighted),
         (lambda: bert(num_labels=1), regression_rows, absolute),
     ],
-    ids=["another loss in the model", "class weights in the model", "one class", "class weights", "no squared error"],
+    ids=["another loss in the model", "weights in the model", "one class", "weights", "tokens", "no squared error"],
 )
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)

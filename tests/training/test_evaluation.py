@@ -58,10 +58,8 @@ def evaluated_and_drawn(trainer):
 def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     """As truncated models and the entropy of the labels tell it; the loss, and all that is drawn, stay Trainer's."""
     rows, size = classification_data(250, pad=False), {"per_device_eval_batch_size": 8}
-    args = config(
-        tmp_path, objective="erm", max_steps=90, per_device_train_batch_size=32, eval_strategy="steps", eval_steps=30,
-        **size,
-    )  # fmt: skip
+    steps = {"max_steps": 90, "eval_strategy": "steps", "eval_steps": 30, "per_device_train_batch_size": 32}
+    args = config(tmp_path, objective="erm", **steps, **size)
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
     untrained = trainer.evaluate()
     trainer.train()
@@ -81,6 +79,9 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     share = min(3 * heights[0] / heights[2], 3 / 2 * heights[1] / heights[2])
     assert metrics["eval_descent_share"] == pytest.approx(share, rel=1e-4)
     assert metrics["eval_largest_rise"] == pytest.approx(max(b / a for a, b in pairwise(losses)) - 1, rel=1e-4)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text().split("## Use")[0]
+    assert f"f_L = {losses[-1]:.4g}, the descent share is {share:.2f}" in card and "rise of the loss from" in card
     # No share where f_L is not shown to be below chance, on too few rows too, and no verdict on what was not asked.
     assert "eval_layer_loss_1" in untrained and "eval_descent_share" not in untrained | trainer.evaluate(rows[:40])
     assert not any("feasible" in name or "violation" in name for name in metrics)

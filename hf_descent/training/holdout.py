@@ -89,12 +89,14 @@ def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
     """Whether an evaluation of `dataset` is on rows (over 1 %) that training was fitted to, which are logged, or those
     of its evaluations, which may choose the checkpoint, or in a search the settings."""
     seen, evaluated, sets = record.seen, record.evaluated, evaluation_sets(trainer).values()
-    own = dataset is None or isinstance(dataset, str) or any(dataset is each for each in sets)
+    given = trainer.eval_dataset if dataset is None else dataset
+    own = isinstance(given, dict | str) or any(given is each for each in sets)
     keys = row_keys(trainer, dataset) if seen or (evaluated and not own) else []
     _report_shared_rows(keys, seen)
     keys = evaluated if own else keys
     fitted, chosen = (sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated))
-    return fitted or ((own or chosen) and (record.searched or trainer.args.eval_strategy != "no"))
+    chooses = record.searched or trainer.args.eval_strategy != "no"
+    return fitted or (given is trainer.train_dataset and record.started is not None) or (chooses and (own or chosen))
 
 
 def split(dataset, args: DescentArguments) -> tuple:
@@ -123,12 +125,10 @@ def shuffled(rows, args: DescentArguments) -> Subset:
 
 
 class HeldOutRows:
-    """Rows that are not trained on. They are read in eval mode, without dropout but with the noise of training;
-    `count` is their number."""
+    """`count` rows that are not trained on, read in eval mode, without dropout but with the noise of training."""
 
     def __init__(self, trainer: Trainer, rows):
-        self._trainer, self._rows = trainer, rows
-        self.count = len(rows)
+        self._trainer, self._rows, self.count = trainer, rows, len(rows)
         self._collate = trainer.get_test_dataloader(rows).collate_fn  # drops columns, as in training
         logger.info(f"The multipliers move on {self.count} rows that are held out of training.")
 

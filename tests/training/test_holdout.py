@@ -249,6 +249,19 @@ def test_rows_that_chose_settings_in_a_search_are_no_longer_fresh(tmp_path):
     assert summary_of(trainer)["select_rows"] == 100
 
 
+def test_the_training_data_itself_is_told_whatever_kind_it_is(tmp_path):
+    rows, fresh = torch.utils.data.Subset(DATA, range(100)), torch.utils.data.Subset(FRESH, range(100))
+    for evaluated, given in ((fresh, rows), (rows, None)):
+        trainer = DescentTrainer(bert(), config(tmp_path, max_steps=1), train_dataset=rows, eval_dataset=evaluated)
+        trainer.evaluate(given)
+        assert not trainer._record.certificate.also_selected
+        trainer.train()
+        trainer.evaluate(given)
+        assert trainer._record.certificate.also_selected
+        trainer.evaluate(fresh)
+        assert not trainer._record.certificate.also_selected
+
+
 class Counted(list):
     """Counts how many of its rows are read."""
 

@@ -135,13 +135,10 @@ def cross_entropy(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels)
 
 
-def rare_rows(count):
+def rare_rows(count, shape=()):
     """Of which a first batch has one class."""
-    return [{**row, "labels": 2 * (index == count // 2)} for index, row in enumerate(classification_data(count))]
-
-
-def rare_tokens(count):
-    return [{**row, "labels": torch.full((10,), row["labels"])} for row in rare_rows(count)]
+    rows = enumerate(classification_data(count))
+    return [{**row, "labels": torch.full(shape, 2 * (index == count // 2))} for index, row in rows]
 
 
 def weighted(outputs, labels, num_items_in_batch=None):
@@ -159,7 +156,7 @@ def absolute(outputs, labels, num_items_in_batch=None):
         (lambda: WeightedByClass(bert().config), classification_data, None),
         (lambda: WeightedByClass(bert().config), rare_rows, None),
         (bert, rare_rows, weighted),
-        (lambda: BertForTokenClassification(bert().config), rare_tokens, weighted),
+        (lambda: BertForTokenClassification(bert().config), lambda count: rare_rows(count, (10,)), weighted),
         (lambda: bert(num_labels=1), regression_rows, absolute),
     ],
     ids=["another loss in the model", "weights in the model", "one class", "weights", "tokens", "no squared error"],
@@ -170,8 +167,7 @@ def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tm
         trainer.train()
     assert trainer.state.global_step == 0
     for settings in ({"initial_loss_bound": 60.0}, {"objective": "deep_supervision"}):
-        trainer = trained(tmp_path, model(), data(40), loss, **settings)
-        assert trainer.state.global_step == 8
+        assert trained(tmp_path, model(), data(40), loss, **settings).state.global_step == 8
 
 
 def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
@@ -180,10 +176,8 @@ def test_a_shifted_loss_of_ones_own_gets_the_f_0_of_the_model_s(tmp_path):
         return F.cross_entropy(logits, labels, reduction="sum") / (num_items_in_batch or labels.ne(-100).sum())
 
     data = language_data(200)
-    bounds = []
-    for loss in (shifted, None):
-        trainer = trained(tmp_path, llama(), data, loss, per_device_train_batch_size=16)
-        bounds.append(trainer.problem.initial_loss_bound)
+    trainers = [trained(tmp_path, llama(), data, loss, per_device_train_batch_size=16) for loss in (shifted, None)]
+    bounds = [trainer.problem.initial_loss_bound for trainer in trainers]
     assert bounds[0] == pytest.approx(bounds[1], rel=0.01)
 
 

@@ -21,6 +21,7 @@ from .task import TaskLoss
 
 MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
 FEW_CLASSES = 1000  # of more, many are seen rarely or never
+FEW_LABELS, MANY_LABELS = 2_000, 100_000  # the latter of more classes, and of tokens: those of one text are alike
 
 
 @dataclass
@@ -37,6 +38,7 @@ class ConstantPredictor:
         scale (`float`): the task loss of numbers in units of the mean squared error.
         noise_variance (`float`): variance of the noise that the model's input gets beside that in the data.
         signal (`str`, *optional*): name of a denoiser's input, which predicts its labels by itself, or of the texts.
+        enough (`int`): how many labels tell the loss.
         rounding (`float`): by what share the model may round its loss down, in half precision.
     """
 
@@ -46,6 +48,7 @@ class ConstantPredictor:
     scale: float = 1.0
     noise_variance: float = 0.0
     signal: str | None = None
+    enough: int = FEW_LABELS
     rounding: float = 0.0
     # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
     # floating labels number, sum and sum of squares [3, dims], with a signal also the sum of squares of their
@@ -203,7 +206,9 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
     label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
     if not has_router_loss(outputs):
         _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing)
-    return make(classes, "multi_label" if multi_label else "classes", label_smoothing)
+    kind = "multi_label" if multi_label else "classes"
+    needs_many = not multi_label and (labels.dim() > 1 or classes > FEW_CLASSES)
+    return make(classes, kind, label_smoothing, enough=MANY_LABELS if needs_many else FEW_LABELS)
 
 
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:

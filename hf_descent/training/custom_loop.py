@@ -29,7 +29,7 @@ class DescentObjective:
         model (`nn.Module`): as the loop calls it, on its device; wrapped or not.
         batches (iterable of dicts with labels): such as the training `DataLoader`, before Accelerate prepares it, in
             random order: the layers are found on the first batch, and f_0 "auto" on the first 2,000 labels (100,000
-            of a vocabulary). For a denoiser whose noise is not in the batches set `initial_loss_bound`.
+            of tokens). For a denoiser whose noise is not in the batches set `initial_loss_bound`.
         args (`DescentArguments` or [`DescentConfig`]): but for the noise, which is [`EmbeddingNoise`] around a call.
         max_steps (`int`): optimizer steps of the run, of which the warm-up is a part.
         readout, layer_loss_fn (*optional*): as of [`DescentTrainer`].

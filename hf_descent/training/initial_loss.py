@@ -21,13 +21,12 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..configs import levels_of
-from ..losses.constant import FEW_CLASSES, ConstantPredictor, unmeasurable
+from ..losses.constant import ConstantPredictor, unmeasurable
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from .records import reduced
 
 
-FEW_LABELS, MANY_LABELS = 2_000, 100_000  # of `FEW_CLASSES`, and of more
 SEED = 0  # of the rows, and of what a collator draws: runs that differ by their seed have the same f_0
 
 
@@ -72,10 +71,9 @@ def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredicto
 def chance_of_batches(
     task: TaskLoss, predictor: ConstantPredictor, batches: Callable[[int], Iterable], noise_variance: float = 0.0
 ) -> float:
-    """The loss of the best constant prediction of the first labels of `batches(how many are needed)`: 2,000, of more
-    than 1,000 classes 100,000; of a denoiser with noise of `noise_variance`."""
-    predictor = replace(predictor, noise_variance=noise_variance)
-    missing = MANY_LABELS if predictor.kind == "classes" and predictor.num_classes > FEW_CLASSES else FEW_LABELS
+    """The loss of the best constant prediction of the first labels of `batches(how many are needed)`, those that are
+    `enough`; of a denoiser with noise of `noise_variance`."""
+    predictor, missing = replace(predictor, noise_variance=noise_variance), predictor.enough
     for batch in batches(missing):
         missing -= predictor.update(task.answers(batch), batch.get(predictor.signal))
         if missing <= 0:

@@ -120,6 +120,14 @@ def test_a_micro_batch_without_labels_has_no_part_in_the_mean():
     assert [logs[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=0.1)
 
 
+def test_of_tokens_more_labels_are_read_since_those_of_a_text_are_alike():
+    tokens = torch.randint(10, (400, 12)) * torch.tensor([1, 4]).repeat_interleave(200)[:, None]  # half of 10, of 30
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    objective = DescentObjective(llama(), loader(rows), DescentArguments(), max_steps=8)
+    shares = torch.bincount(tokens[:, 1:].flatten()) / tokens[:, 1:].numel()
+    assert objective.problem.initial_loss_bound == pytest.approx(torch.special.entr(shares).sum().item(), rel=0.01)
+
+
 def test_what_came_before_a_state_was_loaded_has_no_part_in_the_next_step():
     model, rows, objective, _ = prepared("classifier")
     batch = next(iter(loader(rows)))

@@ -8,6 +8,7 @@ choose what the text goes on with. No layer runs twice on a token: keys and valu
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -35,14 +36,14 @@ STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWaterm
 def draft_with(
     layer: int, shortlist: Sequence[int] | torch.Tensor | None = None, streamer: BaseStreamer | None = None
 ) -> Callable:
-    """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
+    """Decoding that drafts with the first `layer` layers: `model.generate(**inputs, custom_generate=draft_with(15))`.
 
     The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. Where
     the scores of two tokens are equal up to rounding, more often in half precision, the other one may be chosen.
 
     A round ends when the next draft is expected to cost more, in weights that it reads, than it saves, by the share of
     drafts of the same confidence that were accepted before. Stopping criteria and logits processors get one text at a
-    time, the latter with drafts, too.
+    time, the latter with drafts, too. Batches are padded on the left. One thread at a time can draft with a model.
 
     Args:
         layer (`int`): layers that draft, 1..L-1.
@@ -54,14 +55,7 @@ def draft_with(
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
-    texts; beams, assistants, constraints; positions that change with length; prompt tuning; inputs other than tokens,
-    outputs other than texts and, of one text, its cache.
-
-    Example:
-
-    ```python
-    model.generate(**inputs, custom_generate=draft_with(15))
-    ```
+    texts; beams, assistants; positions that change with length; prompt tuning; inputs but tokens, outputs but texts.
     """
     checked = WeakKeyDictionary()  # model -> stack
     # Drafts accepted and tried, by confidence, which stands in for the share at first; kept from call to call.
@@ -153,7 +147,7 @@ class _Halves:
         return self.forward(first, last, input_ids=tokens, use_cache=True, **inputs).logits
 
     def _run_head(self, module, call, hidden):
-        drafts = self.forward.first == 1 and self.short is not None
+        drafts = self.short is not None and self.forward.thread == get_ident() and self.forward.first == 1
         return F.linear(hidden, self.weight, self.bias) if drafts else call(hidden)
 
 
@@ -257,6 +251,8 @@ class _Decoding:
 
 def _check_options(model, config, processors, model_kwargs, caller):
     """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts, and for shards."""
+    if any("_call_impl" in module.__dict__ for module in model.modules()):  # as `intercepted` leaves them
+        raise ValueError(f"{type(model).__name__} drafts in another thread: wait for it, or decode plainly.")
     if any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} is sharded over processes (FSDP, ZeRO-3, tensor parallelism), which `draft_with` "

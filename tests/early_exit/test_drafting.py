@@ -1,5 +1,6 @@
 import inspect
 import itertools
+import threading
 
 import pytest
 import torch
@@ -249,6 +250,46 @@ def test_a_text_is_streamed_as_transformers_streams_it():
     assert ours.ends == stock.ends == 1 and 2 < len(ours.parts) < len(stock.parts)
     with pytest.raises(ValueError, match="`streamer` takes one text; the batch has 4"):
         model.generate(**prompts(4), custom_generate=draft_with(2, streamer=Recorder()), **settings)
+
+
+class Elsewhere(Recorder):
+    """Calls a function in another thread at the first tokens of a text, and waits for it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.result = function, None
+
+    def run(self):
+        try:
+            self.result = self.function()
+        except ValueError as error:
+            self.result = str(error)
+
+    def put(self, value):
+        super().put(value)
+        if len(self.parts) == 3:
+            thread = threading.Thread(target=self.run)
+            thread.start()
+            thread.join()
+
+
+@pytest.mark.parametrize("shortlist", [None, range(5, 25)])
+def test_while_a_thread_drafts_others_decode_plainly(shortlist):
+    model = agreeing(spread(llama(num_layers=4)))
+    settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    prompt, other = torch.tensor([[3, 4, 5]]), torch.tensor([[9, 8, 7]])
+    expected = [model.generate(each, **settings) for each in (prompt, other)]
+
+    def drafted(function):
+        streamer = Elsewhere(function)
+        text = model.generate(prompt, custom_generate=draft_with(2, shortlist, streamer), **settings)
+        assert torch.equal(text, expected[0])
+        return streamer.result
+
+    assert torch.equal(drafted(lambda: model.generate(other, **settings)), expected[1])
+    second = drafted(lambda: model.generate(other, custom_generate=draft_with(2), **settings))
+    assert "LlamaForCausalLM drafts in another thread" in second
+    assert torch.equal(model.generate(other, **settings), expected[1])
 
 
 def test_a_saved_model_brings_its_decoding_along(tmp_path):

@@ -65,6 +65,7 @@ class HeadReadout:
         self = cls(replay, norm, head, head_loss, shifts)
         with probing(model):
             self._check(inputs, dtype)
+        self._workspace = Workspace()  # without what the check took
         self.head_loss = replace(self.head_loss, label_smoothing=label_smoothing)
         return self
 

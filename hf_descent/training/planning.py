@@ -38,7 +38,7 @@ from .records import StepSums
 
 PARTS = ("weights", "gradients", "optimizer", "hidden states", "readout")
 HEAD_WIDTH = 8  # of an attention head in the narrow copy
-_aten = torch.ops.aten
+_aten, _DENSE = torch.ops.aten, torch.contiguous_format
 # torch counts neither products that are added in place nor attention on a CPU.
 OPERATIONS = flop_registry | {
     _aten.addmm_: flop_registry[_aten.addmm],
@@ -84,6 +84,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        # The same view to shapes and memory; fake tensors compute the unsafe one anew each time.
+        func = _aten.view.default if func is _aten._unsafe_view.default else func
         out = func(*args, **(kwargs or {}))
         if (count := OPERATIONS.get(func._overloadpacket)) is not None:
             self.operations[self.part] += count(*args, **(kwargs or {}), out_val=out)
@@ -93,11 +95,6 @@ class Meter(TorchDispatchMode):
         if self.alive.total() > self.peak.total():
             self.peak = self.alive.copy()
         return out
-
-    def begin(self, part: str) -> Counter:
-        """Begin `part`, with a new peak; returns the peak so far."""
-        before, self.peak, self.part = self.peak, Counter(), part
-        return before
 
     def follow(self, stack: LayerStack) -> list:
         """Set `part` in the next forward and backward pass: what follows the last layer belongs to the readout.
@@ -166,19 +163,17 @@ class PlannedModel:
         self.layers = copy.deepcopy(layers, counterparts)
 
     def probe(self) -> int:
-        """Bytes that the search for the layers takes beside the weights, before the first step; ValueError where the
-        model cannot be planned."""
+        """Bytes that the search for the layers takes beside the weights; ValueError where the model goes by values."""
         try:
             with self._fake, Meter(self.model) as meter, probing(self.model):
-                meter.begin("probe")
+                meter.part = "probe"
                 self.layers.readout.read(self._short, output_loss, [1])  # one layer needs what another does
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
             raise ValueError(f"{type(self.model).__name__} cannot be planned: it goes by values ({error}).") from error
         return meter.peak["probe"]
 
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
-        """What a step outside the warm-up costs on a GPU, with such micro-batches; `args` are training arguments with
-        those of the descent."""
+        """What a step outside the warm-up costs on a GPU, with such micro-batches; `args` as of `DescentTrainer`."""
         layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
         dual = DescentState(replace(args, dual_warmup_steps=0.0), layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
@@ -201,9 +196,10 @@ class PlannedModel:
         noise = EmbeddingNoise(self.model, args.noise_gamma, args.seed, 1.0) if args.gamma_train else nullcontext()
         with (
             mock.patch.object(head, "labelled_tokens", find_labels),
-            mock.patch.dict(tiles.TILE_ELEMENTS, cpu=tiles.DEFAULT_TILE_ELEMENTS),
-            mock.patch.dict(tiles.SLICE_ELEMENTS, cpu=tiles.DEFAULT_SLICE_ELEMENTS),
+            mock.patch.multiple(tiles, TILE_ELEMENTS={}, SLICE_ELEMENTS={}),  # the defaults, which are a GPU's
             mock.patch.object(self.model, "forward", forward),
+            # Asked of each tensor for the key of torch's cache: none is sparse, and the strides are in the key.
+            mock.patch.multiple(fake_tensor, is_sparse_any=lambda _: False, suggest_memory_format=lambda _: _DENSE),
             self._fake,
             Meter(self.model) as meter,
         ):
@@ -222,7 +218,7 @@ class PlannedModel:
                 hook.remove()
             if args.max_grad_norm:
                 nn.utils.clip_grad_norm_(trained, args.max_grad_norm, foreach=True)
-            passes = meter.begin("optimizer")
+            passes, meter.peak, meter.part = meter.peak, Counter(), "optimizer"
             optimizer = optimizer_class(trained, **options)
             optimizer.step()
             optimizer.zero_grad()
@@ -255,13 +251,14 @@ class PlannedModel:
 
 
 def narrow(config: PretrainedConfig) -> PretrainedConfig:
-    """The same architecture, depth and vocabulary, with `HEAD_WIDTH` numbers to each attention head."""
+    """The same architecture, depth and vocabulary, with `HEAD_WIDTH` numbers to each of the heads that share a key."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    width = HEAD_WIDTH * text.num_attention_heads
+    heads = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or 1)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": HEAD_WIDTH}
     # Other sizes, such as a pooler's, are equal to the width of the hidden states.
     alike = [name for name, value in vars(text).items() if type(value) is int and value == text.hidden_size]
-    sizes = {"head_dim": HEAD_WIDTH, **dict.fromkeys(["hidden_size", "intermediate_size", *alike], width)}
+    sizes |= dict.fromkeys(["hidden_size", "intermediate_size", *alike], HEAD_WIDTH * heads)
     for name, size in sizes.items():
         if isinstance(getattr(text, name, None), int):
             setattr(text, name, min(size, getattr(text, name)))

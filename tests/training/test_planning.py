@@ -146,6 +146,8 @@ def test_the_narrow_copy_keeps_depth_and_vocabulary():
     assert config.hidden_size == 1536
     t5 = narrow(AutoConfig.for_model("t5", d_model=512, num_heads=8, d_kv=64))
     assert (t5.d_model, t5.d_kv, t5.num_heads) == (64, 8, 8)
+    llama = narrow(AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=2))
+    assert (llama.num_attention_heads, llama.num_key_value_heads, llama.hidden_size) == (4, 1, 32)
 
 
 def test_a_model_that_goes_by_values_is_named():

@@ -36,34 +36,35 @@ STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWaterm
 def draft_with(
     layer: int, shortlist: Sequence[int] | torch.Tensor | None = None, streamer: BaseStreamer | None = None
 ) -> Callable:
-    """Decoding that drafts with the first `layer` layers: `model.generate(**inputs, custom_generate=draft_with(15))`.
+    """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
     The text is that of the model's own greedy decoding, token for token, or distributed as that of its sampling. Where
     the scores of two tokens are equal up to rounding, more often in half precision, the other one may be chosen.
 
     A round ends when the next draft is expected to cost more, in weights that it reads, than it saves, by the share of
     drafts of the same confidence that were accepted before. Stopping criteria and logits processors get one text at a
-    time, the latter with drafts, too. Batches are padded on the left. One thread at a time can draft with a model.
+    time, the latter with drafts, too. One thread at a time can draft with a model.
 
     Args:
         layer (`int`): layers that draft, 1..L-1.
         shortlist (sequence of `int`, *optional*): the only tokens that drafts choose from, such as the 8,000 most
             frequent ones, to read less of a large head. The text may have all tokens.
         streamer (`BaseStreamer`, *optional*): gets the prompt and the tokens of each round, at batch 1. Give it here:
-            `generate` hands its own to no other loop, nor its `tokenizer`: in place of `stop_strings` give
-            `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+            `generate` hands its own to no other loop, nor `assistant_model`, nor `tokenizer`: in place of
+            `stop_strings` give `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
-    texts; beams, assistants; positions that change with length; prompt tuning; inputs but tokens, outputs but texts.
+    texts; beams; positions that change with length; prompt tuning; inputs but tokens, outputs but texts.
+
+    Example: `model.generate(**inputs, custom_generate=draft_with(15))`.
     """
     checked = WeakKeyDictionary()  # model -> stack
     # Drafts accepted and tried, by confidence, which stands in for the share at first; kept from call to call.
     counts = (np.arange(BINS) + 0.5) / BINS, np.ones(BINS)
 
     def decode(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        caller = inspect.currentframe().f_back.f_locals  # since `generate` hands not all that it was given on
-        _check_options(model, generation_config, logits_processor, model_kwargs, caller)
+        _check_options(model, generation_config, logits_processor, model_kwargs)
         single = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
         single += ["streamer"] * (streamer is not None)
         if single and len(input_ids) > 1:
@@ -249,7 +250,7 @@ class _Decoding:
         return (scores + noise).argmax(-1)
 
 
-def _check_options(model, config, processors, model_kwargs, caller):
+def _check_options(model, config, processors, model_kwargs):
     """ValueError for what is asked of `generate` beside greedy decoding or sampling of texts, and for shards."""
     if any("_call_impl" in module.__dict__ for module in model.modules()):  # as `intercepted` leaves them
         raise ValueError(f"{type(model).__name__} drafts in another thread: wait for it, or decode plainly.")
@@ -260,8 +261,6 @@ def _check_options(model, config, processors, model_kwargs, caller):
         )
     asked = [name for name in OTHER if getattr(config, name)] + ["num_beams"] * (config.num_beams > 1)
     asked += [name for name, value in model_kwargs.items() if name not in INPUTS and value is not None]
-    asked += [name for name in ("assistant_model", "synced_gpus") if caller.get(name)]
-    asked += ["streamer (`draft_with` takes it)"] * (caller.get("streamer") is not None)
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
     asked += ["an offloaded cache"] * any(getattr(value, "offloading", False) for value in model_kwargs.values())
     asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)

@@ -357,9 +357,6 @@ LONG_ROPE |= {"original_max_position_embeddings": 16}
         (lambda: llama(), {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         (lambda: llama(), {"assistant_early_exit": 1}, "assistant_early_exit"),
         # What `generate` hands on to no loop but its own.
-        (lambda: llama(), {"assistant_model": llama(num_layers=1)}, "assistant_model"),
-        (lambda: llama(), {"streamer": Recorder()}, r"streamer \(`draft_with` takes it\)"),
-        (lambda: llama(), {"synced_gpus": True}, "synced_gpus"),
         # In these a text's length decides on the positions of all its tokens.
         (lambda: llama(rope_parameters=ROPE | {"rope_type": "dynamic"}), {}, "dynamic positions"),
         (lambda: llama(rope_parameters=LONG_ROPE), {}, "longrope positions"),

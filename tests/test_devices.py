@@ -127,15 +127,10 @@ def waits(trainer):
     return (seen[7] - seen[3]) / 4
 
 
-@pytest.mark.parametrize(
-    ("make", "data", "more"), [(bert, classification_data(128), 0), (llama, language_data(128), 1)]
-)
+@pytest.mark.parametrize(("make", "data", "more"), [(bert, classification_data(), 0), (llama, language_data(), 1)])
 def test_a_step_waits_for_the_device_no_more_often_than_trainers(make, data, more, tmp_path):
-    """Whatever the number of layers; tiles find the labelled tokens in addition. Masks are left out, since each replay
-    asks again whether there is padding."""
-    data = [{name: row[name] for name in ("input_ids", "labels")} for row in data]
-    # Planned to be long, so that no step looks at the progress of the multipliers.
-    args = config(tmp_path, use_cpu=not ON_GPU, logging_strategy="no", max_steps=1000)
+    """Whatever the number of layers; tiles find the labelled tokens in addition."""
+    args = config(tmp_path, use_cpu=not ON_GPU, logging_strategy="no", max_steps=1000)  # no look at progress
     stock, *ours = (
         waits(trainer_class(make(layers), args, train_dataset=data))
         for trainer_class, layers in ((Trainer, 3), (DescentTrainer, 3), (DescentTrainer, 6))

@@ -161,7 +161,7 @@ def errors_explained(beginning, end=""):
     try:
         yield
     except Exception as error:
-        if should_reduce_batch_size(error):
+        if isinstance(error, RuntimeError) and should_reduce_batch_size(RuntimeError(str(error))):
             raise
         raise ValueError(f"{beginning} {error!r}.{end}") from error
 

@@ -1,9 +1,12 @@
 """One forward on record, and its replays, as `replay.py` explains them."""
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from . import random_state
 from .stack import intercepted, map_tensors, present_autocast
@@ -41,6 +44,8 @@ class Tape:
         self.model, self.stack, self.phase = model, stack, None
         self.devices = random_state.accelerators(model)
         self.modules = stack.layers if layers_only else stack.neighbours
+        # A mask depends on whether there is padding; were each replay to ask, it would wait for the device.
+        self.mask_makers = {} if layers_only else dict(ALL_MASK_ATTENTION_FUNCTIONS)
         self.layer_ids = {id(layer) for layer in stack.layers}
         # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
         self.give = self.give_within_stack = clone if stack.clones else _rewrapped
@@ -48,7 +53,9 @@ class Tape:
     def record(self):
         self._wrappers = ExitStack()
         self._wrappers.enter_context(intercepted(self.modules, self._call))
-        self.answers = {id(module): [] for module in self.modules}
+        wrapped = {name: partial(self._call, make, make) for name, make in self.mask_makers.items()}
+        self._wrappers.enter_context(mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, wrapped))
+        self.answers = {id(called): [] for called in (*self.modules, *self.mask_makers.values())}
         self.layer_outputs = []
         self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
@@ -179,11 +186,6 @@ def switched_off(flags):
             setattr(owner, name, True)
 
 
-def _rewrapped(output):
-    """A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower."""
-    return map_tensors(lambda tensor: tensor, output)
-
-
-def clone(output):
-    """A module's output with its tensors copied."""
-    return map_tensors(torch.clone, output)
+# A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower.
+_rewrapped = partial(map_tensors, lambda tensor: tensor)
+clone = partial(map_tensors, torch.clone)

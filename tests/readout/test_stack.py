@@ -6,7 +6,7 @@ from architectures import ENCODER_DECODERS, LAYERS, MODELS, REFUSED, TEXT, TwoSt
 from torch import nn
 
 from hf_descent.readout.replay import layer_logits, output_logits
-from hf_descent.readout.stack import find_layer_stack
+from hf_descent.readout.stack import errors_explained, find_layer_stack
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -132,3 +132,8 @@ def test_layers_may_lie_in_a_sequential_or_in_groups():
         assert torch.equal(
             layer_logits(model, {"x": x})[1], model.head(found.layers[1](found.layers[0](model.embed(x))))
         )
+
+
+def test_errors_are_explained_whatever_they_hold():
+    with pytest.raises(ValueError, match="^Bert: .*5"), errors_explained("Bert:"):
+        raise RuntimeError(5)

@@ -195,7 +195,7 @@ SPECIFICATIONS = {  # seeds, arms and most runs of each task
     "denoiser_two": ((3, 4, 5), SEARCHED, 8),
     "denoiser_one": ((3, 4, 5), SEARCHED, 8),
     "minilm_one": ((4, 5, 6), SEARCHED, 8),
-    "minilm_two": ((4, 5, 6), ("ours", "fixed"), 4),
+    "minilm_two": ((4, 5, 6), ("ours", "fixed", "quadratic"), 8),
     "imdb_one": ((4, 5, 6), ("ours", "fixed"), 5),
     "lm_one": ((4, 5, 6), ("ours", "fixed"), 5),
 }

@@ -24,13 +24,9 @@ DATA_TEST = classification_data(32, seed=1)
 def test_evaluation_reports_the_losses_of_truncated_models(tmp_path):
     trainer = trained(bert(), config(tmp_path), train_dataset=DATA, eval_dataset=DATA_TEST)
     metrics = trainer.evaluate()
-    losses = []
+    losses, args = [], TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     for layer in (1, 2, 3):
-        stock = Trainer(
-            truncated(trainer.model, layer),
-            TrainingArguments(str(tmp_path), report_to="none", use_cpu=True),
-            eval_dataset=DATA_TEST,
-        )
+        stock = Trainer(truncated(trainer.model, layer), args, eval_dataset=DATA_TEST)
         losses.append(stock.evaluate()["eval_loss"])
         assert metrics[f"eval_layer_loss_{layer}"] == pytest.approx(losses[-1], rel=1e-5)
     assert metrics["eval_loss"] == pytest.approx(losses[-1], rel=1e-5)
@@ -148,6 +144,7 @@ def frames(count, noise=0.5):
 
 
 OF_13 = [{**row, "labels": index % 13} for index, row in enumerate(classification_data(52))]
+NUMBERS = [{**row, "labels": float(row["labels"])} for row in DATA]
 AUTO = {"descent_alpha": "auto", "initial_loss_bound": "auto"}
 EXIT = {"descent_alpha": None, "exit_targets": {1: 0.1}, "initial_loss_bound": "auto"}
 MASK = torch.arange(16) % 3 == 0
@@ -173,7 +170,7 @@ MASKED = [
         (bert, DATA, FAR_ABOVE_CHANCE, custom_loss),
         (llama, language_data(64, length=16, seed=2), AUTO, None),
         (masked_bert, MASKED, AUTO, None),
-        (partial(bert, num_labels=1), [{**row, "labels": float(row["labels"])} for row in DATA], AUTO, None),
+        (partial(bert, num_labels=1), NUMBERS, AUTO, None),
         (denoiser, frames(64), AUTO, None),
         (denoiser, frames(64, 0.0), AUTO | {"noise_gamma": 1.0, "noise_sigma": 0.3}, None),
         (bert, DATA, {"descent_alpha": None, "exit_targets": {1: 0.5}, "loss_targets": {1: 0.9}}, focal_loss),
@@ -228,9 +225,10 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path
 @pytest.mark.parametrize("problem", [AUTO, AUTO | {"descent_alpha": "steps"}, {"descent_alpha": 0.01}])
 @pytest.mark.parametrize(
     ("make", "rows"),
-    [(bert, DATA), (partial(bert, 24), DATA), (llama, language_data(64, length=16, seed=2)), (denoiser, frames(64))],
-    ids=["classifier", "24 layers", "causal LM", "denoiser"],
-)
+    [(bert, DATA), (partial(bert, 24), DATA), (llama, language_data(64, length=16, seed=2)), (denoiser, frames(64)),
+     (masked_bert, MASKED), (partial(bert, num_labels=1), NUMBERS)],
+    ids=["classifier", "24 layers", "causal LM", "denoiser", "masked LM", "regression"],
+)  # fmt: skip
 def test_a_run_of_one_step_is_not_met(tmp_path, make, rows, problem):
     args = config(tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem)
     trainer = trained(make(), args, train_dataset=rows, eval_dataset=rows)

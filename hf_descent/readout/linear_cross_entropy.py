@@ -136,10 +136,10 @@ def tiled_layer_losses(
     reader = TiledReader(norm, head, head_loss, workspace or Workspace(), trains)
     with torch.no_grad():
         statistics = reader.run(reads, token_statistics)
-        last = reads[-1].losses  # [tokens]
-        off = [last.sum() - expansion * last[part].sum() for expansion, part in zip(expansions, parts)]
-        sums = [factor * read.losses.sum() + CORRECTION * each for factor, read, each in zip(expansions, reads, off)]
-        sums = torch.stack(sums)  # [layers]
+        sums = torch.stack([factor * read.losses.sum() for factor, read in zip(expansions, reads)])  # [layers]
+        if samples is not None:
+            off = [sums[-1] - factor * reads[-1].losses[part].sum() for factor, part in zip(expansions, parts)]
+            sums = sums + CORRECTION * torch.stack(off)
         value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
 
     objective = None

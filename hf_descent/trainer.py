@@ -288,7 +288,7 @@ class DescentMixin:
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         self._evaluated = LayerTotals()
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if not (self._reads_layers or self.is_in_train) and description == "Evaluation":
+        if not self._reads_layers and description == "Evaluation":
             output.metrics.update(evaluation.plain_metrics(self, dataloader, metric_key_prefix, super().compute_loss))
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")

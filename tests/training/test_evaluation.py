@@ -63,13 +63,14 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)
     untrained = trainer.evaluate()
     trainer.train()
-    evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
-    # Evaluations in training cost what Trainer's do.
-    assert len(evaluated) == 3 and not any(name.startswith("eval_layer") for log in evaluated for name in log)
+    *in_training, last = [log for log in trainer.state.log_history if "eval_loss" in log]
+    assert len(in_training) == 2 and all("eval_largest_rise" in log for log in in_training)
     (metrics, drawn), (expected, drawn_by_stock) = map(
         evaluated_and_drawn, (trainer, stock(tmp_path, trainer.model, rows, **size))
     )
     assert (metrics["eval_loss"], drawn) == (expected["eval_loss"], drawn_by_stock)
+    figures = ("eval_loss", "eval_layer_loss_1", "eval_descent_share", "eval_largest_rise")
+    assert [last[name] for name in figures] == [metrics[name] for name in figures]
     assert trainer.problem is None and trainer.multipliers is None
     losses = [stock_loss(tmp_path, truncated(trainer.model, layer), rows, per_device_eval_batch_size=250)
               for layer in (1, 2, 3)]  # fmt: skip

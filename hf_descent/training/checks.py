@@ -242,13 +242,13 @@ def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> 
 
 
 def check_best_metric(trainer: Trainer, reads_layers: bool) -> None:
-    """ValueError where the best checkpoint is to be chosen by what no evaluation of this run will have."""
+    """ValueError where the best checkpoint is to be chosen by what evaluations of this run need not have."""
     chosen_by, args = trainer.args.metric_for_best_model or "", trainer.args
     is_one_set = reads_layers and not isinstance(trainer.eval_dataset, dict)
     name = chosen_by.removeprefix("eval_")
     of_layers = LAYER_LOSS.match(name) or name in CONSTRAINT_METRICS
     if args.eval_strategy != "no" and of_layers and not is_one_set:
         raise ValueError(
-            f"`metric_for_best_model` is {chosen_by!r}, which no evaluation will have: `objective='erm'` reads no "
-            "layers in training, and of several `eval_dataset` each has its own ('name_feasible_score')."
+            f"`metric_for_best_model` is {chosen_by!r}, which evaluations need not have: `objective='erm'` has no "
+            "constraints and may leave out layers, and of several `eval_dataset` each has its own ('name_loss')."
         )

@@ -36,7 +36,7 @@ def choosing_trainer(tmp_path, metric, held_out, **settings):
 )
 def test_a_choice_by_what_no_evaluation_has_is_refused_before_the_first_step(tmp_path, objective, held_out, metric):
     trainer = choosing_trainer(tmp_path, metric, held_out, objective=objective)
-    with pytest.raises(ValueError, match=f"`metric_for_best_model` is '{metric}', which no evaluation will have"):
+    with pytest.raises(ValueError, match=f"`metric_for_best_model` is '{metric}', which evaluations need not have"):
         trainer.train()
     assert trainer.state.global_step == 0
 

@@ -25,21 +25,25 @@ RUNS = {
     "replay": {"noise_gamma": [0.0, 1.0], "activation_checkpointing": True},
     "tiled head": {"noise_gamma": 1.0, "gradient_accumulation_steps": 2},
     "sampled tokens": {"readout_token_fraction": 0.5, "objective": "hinge"},
+    "mean of tokens": {},
     "held-out rows": {"dual_warmup_steps": 0, "initial_loss_bound": 4.0, "dual_learning_rate": 0.1},
 }
-SPREAD = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), "cpu")
-SPREAD |= dict.fromkeys(("model.layers.1", "model.layers.2", "model.norm", "lm_head"), f"{ACCELERATOR}:0")
+FIRST = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "bert.embeddings", "bert.encoder.layer.0")
+LAST = ("model.layers.1", "model.layers.2", "model.norm", "lm_head", "bert.encoder.layer.1", "bert.encoder.layer.2")
+LAST += ("bert.pooler", "dropout", "classifier")
+SPREAD = dict.fromkeys(FIRST, "cpu") | dict.fromkeys(LAST, f"{ACCELERATOR}:0")
 SETTINGS = {"max_steps": 6, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": [], "use_cpu": True}
 
 
 def numbers(kind, arguments, device, spread=False):
     """What training and the measurements after it give; of a model on several devices, as `device_map="auto"` has it,
     where `spread`."""
-    model, data = (bert(), classification_data(48)) if kind == "replay" else (llama(), language_data(48))
+    of_texts = kind in ("replay", "mean of tokens")
+    model, data = (bert(), classification_data(48)) if of_texts else (llama(), language_data(48))
     if spread:
         model = dispatch_model(model, SPREAD, "cpu")
-    more = {"dual_dataset": language_data(200, length=13)} if kind == "held-out rows" else {}
-    trainer = trained(model, arguments, train_dataset=data, eval_dataset=data, **more)
+    more = {"held-out rows": {"dual_dataset": language_data(200, length=13)}, "mean of tokens": {"readout": "mean"}}
+    trainer = trained(model, arguments, train_dataset=data, eval_dataset=data, **more.get(kind, {}))
     assert model.device.type == device
     metrics = trainer.evaluate()
     given = [trainer.multipliers.values.tolist(), [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)]]
@@ -79,7 +83,8 @@ def child():
 
 @pytest.mark.skipif(not is_torch_greater_or_equal("2.13"), reason="devices in Python are an experiment of torch")
 @pytest.mark.parametrize(
-    ("kind", "spread"), [*((kind, False) for kind in RUNS), ("tiled head", True), ("sampled tokens", True)]
+    ("kind", "spread"),
+    [*((kind, kind == "mean of tokens") for kind in RUNS), ("tiled head", True), ("sampled tokens", True)],
 )
 def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, spread, child, tmp_path):
     on_cpu, there = child.submit(both, kind, str(tmp_path), spread).result(timeout=300)

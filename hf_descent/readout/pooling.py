@@ -13,7 +13,7 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str
     padding ("mean")."""
     if pooling == "cls":
         return hidden[:, 0]
-    mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden.dtype)
+    mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden)
     return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 

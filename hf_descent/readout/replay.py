@@ -144,7 +144,7 @@ class Readout:
                     if self.readout is None:
                         layer_outputs = tape.replay(args, kwargs, layer)
                     else:
-                        layer_outputs = self._user_outputs(hidden, kwargs)
+                        layer_outputs = self._user_outputs(hidden, kwargs, output_logits(outputs).device)
                         if layer == self.num_layers:
                             # Within the forward: after it DDP waits for the parameters behind what it returned.
                             outputs["logits"] = layer_outputs["logits"]
@@ -183,14 +183,14 @@ class Readout:
                 "trained nor saved. Make them a part of the model, or freeze them."
             )
 
-    def _user_outputs(self, hidden, inputs):
+    def _user_outputs(self, hidden, inputs, device=None):
         with self._autocast:  # as if the model called it
             logits = self.readout(self.model, hidden, inputs)
             mixed = torch.is_autocast_enabled(hidden.device.type)
         if not isinstance(logits, torch.Tensor) or not logits.is_floating_point() or logits.dim() == 0:
             got = f"{logits.dtype} {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
             raise ValueError(f"`readout` returned {got}: return a floating tensor of logits, [batch, ...].")
-        return ModelOutput(logits=logits.float() if mixed else logits)
+        return ModelOutput(logits=logits.to(device=device, dtype=torch.float32 if mixed else None))
 
 
 def _check_replay(model, stack, inputs):

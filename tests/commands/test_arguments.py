@@ -29,11 +29,7 @@ VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
         (generate.GenerateArguments, {"output": "a"}, {"gamma": -1.0, "seed": -1}),
         (tune.TuneArguments, {}, {"n_trials": 0, "tune_gamma": math.nan}),
         (tune.TuneArguments, {}, {"tune_gamma": -0.5}),
-        (
-            denoise.ModelArguments,
-            {"architecture": "ut"},
-            {"architecture": "unet", "loss_gamma": 0.0, "noise_draws": 0},
-        ),
+        (denoise.ModelArguments, {"architecture": "ut"}, DENOISER),
         (VideoArguments, {"train_files": ["x"]}, VIDEO),
         (DataArguments, {}, {"max_train_samples": 0, "max_eval_samples": 0, "max_seq_length": 0}),
         (AlpacaArguments, {}, {"prompt_format": "llama"}),

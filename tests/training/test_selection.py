@@ -19,7 +19,6 @@ def test_the_least_violation_is_chosen(tmp_path):
 
 
 DATA = classification_data(16)
-WITHOUT_LABELS = [{name: value for name, value in row.items() if name != "labels"} for row in DATA]
 
 
 def choosing_trainer(tmp_path, metric, held_out, **settings):

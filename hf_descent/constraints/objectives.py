@@ -27,20 +27,14 @@ UNCONSTRAINED = ("erm", "deep_supervision", "layerskip")  # which ask nothing of
 
 @dataclass
 class StepObjective:
-    """What a training step minimises, as a function of the layer losses.
+    """What a training step minimises, as a function of the layer losses."""
 
-    Attributes:
-        value (`Callable`): (a micro-batch's part of the layer losses `[L]`, its share of the items) -> scalar. The
-            parts of all micro-batches add up to the layer losses of the step.
-        weighted (`list[int]`): layers (1-based) that the objective of this step depends on.
-        trained (`list[int]`): layers that it depends on at some step of the run.
-        is_linear (`bool`): whether the weights of the layer losses are known before the forward pass.
-    """
-
+    # (a micro-batch's part of the layer losses `[L]`, its share of the items) -> scalar. The parts of all
+    # micro-batches add up to the layer losses of the step.
     value: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    weighted: Sequence[int]
-    trained: Sequence[int]
-    is_linear: bool = True
+    weighted: Sequence[int]  # layers (1-based) that the objective of this step depends on
+    trained: Sequence[int]  # layers that it depends on at some step of the run
+    is_linear: bool = True  # whether the weights of the layer losses are known before the forward pass
 
 
 def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> torch.Tensor:

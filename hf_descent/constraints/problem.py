@@ -48,21 +48,13 @@ ARGUMENTS = (  # of a problem, as they are saved; version 0.1 has fewer
 
 
 class Row(NamedTuple):
-    """One constraint, f_layer <= factor (level / f_0)^power f_reference.
+    """One constraint, f_layer <= factor (level / f_0)^power f_reference."""
 
-    Attributes:
-        name (`str`): in logs and files: "3", "exit_3" or "bound_3".
-        kind (`str`): "descent", "steps", "line", "exit" or "bound".
-        index (`int`): its place in tensors over rows.
-        layer (`int`): 1-based.
-        reference (`int`): 0 for f_0, l for the loss of layer l, L + 1 for the number 1.
-    """
-
-    name: str
-    kind: str
-    index: int
-    layer: int
-    reference: int
+    name: str  # in logs and files: "3", "exit_3" or "bound_3"
+    kind: str  # "descent", "steps", "line", "exit" or "bound"
+    index: int  # its place in tensors over rows
+    layer: int  # 1-based
+    reference: int  # 0 for f_0, l for the loss of layer l, L + 1 for the number 1
     factor: float = 1.0
     power: float = 0.0
 

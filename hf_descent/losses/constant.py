@@ -28,28 +28,20 @@ FEW_LABELS, MANY_LABELS = 2_000, 100_000  # the latter of more classes, and of t
 class ConstantPredictor:
     """Running statistics of labels, and the loss of the best constant prediction of them.
 
-    Attributes:
-        num_classes (`int`): size of the last dimension of the logits.
-        kind (`str`): "classes", of whole labels (negative ones are ignored): the loss is their entropy; "positions",
-            the two ends of extractive answers, `[batch, 2]`: the mean of their entropies over the positions up to the
-            last one seen, or of even odds of all places in a text, where it is less; "multi_label", independent
-            classes: the mean binary entropy; "numbers": the variance.
-        label_smoothing (`float`): smoothing of the classes, as `label_smoothing_factor`.
-        scale (`float`): the task loss of numbers in units of the mean squared error.
-        noise_variance (`float`): variance of the noise that the model's input gets beside that in the data.
-        signal (`str`, *optional*): name of a denoiser's input, which predicts its labels by itself, or of the texts.
-        enough (`int`): how many labels tell the loss.
-        rounding (`float`): by what share the model may round its loss down, in half precision.
+    By its `kind` this is, of "classes", whole labels (negative ones are ignored), their entropy; of "positions", the
+    two ends of extractive answers, `[batch, 2]`, the mean of their entropies over the positions up to the last one
+    seen, or of even odds of all places in a text, where it is less; of "multi_label", independent classes, the mean
+    binary entropy; of "numbers" the variance.
     """
 
-    num_classes: int
+    num_classes: int  # size of the last dimension of the logits
     kind: str = "classes"
-    label_smoothing: float = 0.0
-    scale: float = 1.0
-    noise_variance: float = 0.0
-    signal: str | None = None
-    enough: int = FEW_LABELS
-    rounding: float = 0.0
+    label_smoothing: float = 0.0  # of the classes, as `label_smoothing_factor`
+    scale: float = 1.0  # the task loss of numbers in units of the mean squared error
+    noise_variance: float = 0.0  # of the noise that the model's input gets beside that in the data
+    signal: str | None = None  # name of a denoiser's input, which predicts its labels by itself, or of the texts
+    enough: int = FEW_LABELS  # how many labels tell the loss
+    rounding: float = 0.0  # by what share the model may round its loss down, in half precision
     # Counts [1 or 2, classes], of answers with a signal also those of the lengths of their texts [3, classes]; of
     # floating labels number, sum and sum of squares [3, dims], with a signal also the sum of squares of their
     # difference from it [4, dims].

@@ -40,19 +40,12 @@ def reduced(trainer: Trainer, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StepSums:
-    """The sums of one optimizer step over its micro-batches, in this process.
+    """The sums of one optimizer step over its micro-batches, in this process."""
 
-    Attributes:
-        items (`torch.Tensor`, *optional*): items of the step, over micro-batches and processes, where counted.
-        layer_losses (`torch.Tensor` of shape `[L]`, *optional*): this process's part of f_1..f_L.
-        final (`torch.Tensor`, *optional*): the last micro-batch's part of f_L.
-        micro_batches (`int`): those that were read so far.
-    """
-
-    items: torch.Tensor | None = None
-    layer_losses: torch.Tensor | None = None
-    final: torch.Tensor | None = None
-    micro_batches: int = 0
+    items: torch.Tensor | None = None  # of the step, over micro-batches and processes, where counted; a scalar
+    layer_losses: torch.Tensor | None = None  # [layers], this process's part of f_1..f_L
+    final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
+    micro_batches: int = 0  # that were read so far
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
         """The share that a micro-batch of `count` items has in those of the step, a scalar tensor."""
@@ -98,29 +91,19 @@ class LayerTotals:
 
 @dataclass
 class RunRecord:
-    """What is recorded of a run, for its summary and its card.
+    """What is recorded of a run, for its summary and its card."""
 
-    Attributes:
-        resumed_from (`str`, *optional*): the checkpoint that it goes on from.
-        started (`float`, *optional*): time of day at which training started, in seconds; `None` before.
-        searched (`bool`): whether a search chose settings by evaluations of this trainer.
-        certificate, noise_curve, layer_profile (*optional*): of the last `evaluate`, `evaluate_robustness` and
-            `evaluate_layers`.
-        also_selected (`bool`): whether the data of the present evaluation is that of evaluations in training.
-        seen, evaluated (`set`): see [`~holdout.check_shared_rows`].
-        certificates (`dict`): by its step that of the last evaluation, and that of the best model so far.
-    """
-
-    resumed_from: str | None = None
-    started: float | None = None
-    searched: bool = False
-    certificate: Certificate | None = None
-    also_selected: bool = False
-    seen: set[int] = field(default_factory=set)
+    resumed_from: str | None = None  # the checkpoint that it goes on from
+    started: float | None = None  # time of day at which training started, in seconds; `None` before
+    searched: bool = False  # whether a search chose settings by evaluations of this trainer
+    certificate: Certificate | None = None  # of the last `evaluate`
+    also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
+    seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_shared_rows`]
     evaluated: set[int] = field(default_factory=set)
+    # By its step that of the last evaluation, and that of the best model so far.
     certificates: dict[int, Certificate | None] = field(default_factory=dict)
-    noise_curve: NoiseCurve | None = None
-    layer_profile: LayerProfile | None = None
+    noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`
+    layer_profile: LayerProfile | None = None  # of the last `evaluate_layers`
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def keep_certificate(self, certificate: Certificate | None, step: int, best_step: int | None) -> None:

@@ -3,12 +3,11 @@
 A process can be killed at any moment of a save; a run resumes from the newest checkpoint that is complete.
 """
 
-import glob
 import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,10 +140,12 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
     """
     model = getattr(trainer.model, "_orig_mod", trainer.model)  # of a compiled one
     is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if is_sharded or not isinstance(model, PreTrainedModel) or _saved_names(folder) <= model.state_dict().keys():
+    files = list(Path(folder).glob("model*.safetensors"))
+    saved = set().union(*(safe_open(file, framework="pt").keys() for file in files))
+    if is_sharded or not isinstance(model, PreTrainedModel) or saved <= model.state_dict().keys():
         yield
         return
-    weights = _weights_by_own_names(model, folder)
+    weights = _weights_by_own_names(model, files)
 
     def rename(module, state_dict, prefix, *_):
         state_dict.clear()
@@ -275,25 +276,12 @@ def size_and_checksum(path: Path) -> list[int]:
     return [path.stat().st_size, found]
 
 
-def _saved_names(folder: str) -> set[str]:
-    """The names of the model's weights in a checkpoint's safetensors files."""
-    names = set()
-    for path in _weight_files(folder):
-        with safe_open(path, framework="pt") as file:
-            names |= set(file.keys())
-    return names
-
-
-def _weight_files(folder: str) -> list[str]:
-    return glob.glob(os.path.join(glob.escape(folder), "model*.safetensors"))
-
-
-def _weights_by_own_names(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, converted as `from_pretrained` does, but for this model with what was changed in it
-    by hand; ValueError where they are another model's."""
+def _weights_by_own_names(model: PreTrainedModel, files: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint's `files`, converted as `from_pretrained` does, but for this model with what was
+    changed in it by hand; ValueError where they are another model's."""
     saved = {}
-    for path in _weight_files(folder):
-        saved |= {name.removeprefix("_orig_mod."): weight for name, weight in load_file(path).items()}
+    for file in files:
+        saved |= {name.removeprefix("_orig_mod."): weight for name, weight in load_file(file).items()}
     slots = [slots for module in model.modules() for slots in (module._parameters, module._buffers)]
     before, conversions = [dict(each) for each in slots], getattr(model, "_weight_conversions", None)
     try:
@@ -301,7 +289,7 @@ def _weights_by_own_names(model: PreTrainedModel, folder: str) -> dict[str, torc
         info, _ = convert_and_load_state_dict_in_model(model, saved, config)
         if info.mismatched_keys or info.conversion_errors:
             raise ValueError(
-                f"The weights in {folder} are not those of this {type(model).__name__}: "
+                f"The weights in {files[0].parent} are not those of this {type(model).__name__}: "
                 f"{info.conversion_errors or sorted(info.mismatched_keys)}."
             )
         return {name: weight for name, weight in model.state_dict().items() if name not in info.missing_keys}

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,8 +78,9 @@ class DescentState:
             )
         self.chance = chance
         self.problem: DescentProblem | None = None
-        self._index: torch.Tensor | None = None
         bound = chance if args.initial_loss_bound == "auto" else args.initial_loss_bound
+        first, *_ = args.constrained_layers or [1]  # the line does not constrain the last layer
+        has_rows = args.layer_rows != "line" or args.exit_targets or args.loss_targets or first < num_layers
         multipliers = args.fixed_multipliers
         if args.objective == "fixed" and isinstance(multipliers, str):
             run = find_json(multipliers, "descent_config.json")
@@ -90,7 +91,7 @@ class DescentState:
                     "training has not begun."
                 )
             self._take_problem(problem)
-        elif bound is not None and (self._has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
+        elif bound is not None and (has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
             names = ("constrained_layers", "descent_strength", "exit_targets", "loss_targets")
             given = {name: getattr(args, name) for name in names}
             self._take_problem(DescentProblem(args.layer_rows, bound, num_layers, chance_loss=chance, **given))
@@ -107,7 +108,12 @@ class DescentState:
             device=device,
         )
         if args.objective == "fixed":
-            self._set_fixed_multipliers(multipliers)
+            rows = self.problem.num_rows
+            if len(multipliers) != rows:
+                raise ValueError(f"`fixed_multipliers` has {len(multipliers)} values; give one per row, {rows}.")
+            if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in multipliers):
+                raise ValueError(f"`fixed_multipliers` is {multipliers}; multipliers are finite and not negative.")
+            self._set_multipliers(multipliers)
         # Running averages of the layer losses, the weight that makes up for their start at zero, and that of f_L^2.
         zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.averages, self.average_weight, self.square = zeros(num_layers), zeros(1), zeros(1)
@@ -116,12 +122,6 @@ class DescentState:
         self._nonfinite = zeros(num_layers)  # steps with a non-finite loss, per layer
         self._reported: set[str] = set()
         self._progress: tuple[int, torch.Tensor, torch.Tensor] | None = None  # step, violations, multipliers
-
-    @property
-    def _has_rows(self) -> bool:
-        """Whether the arguments constrain a layer of this model; the line does not constrain the last one."""
-        args, layers = self.args, self.args.constrained_layers or [1]
-        return bool(args.layer_rows != "line" or args.exit_targets or args.loss_targets or layers[0] < self.num_layers)
 
     # ---- primal side ----
 
@@ -181,12 +181,10 @@ class DescentState:
             weights[-1:].fill_(1.0)  # an assignment would copy from the host
         return weights / weights.abs().sum() if args.normalize_weights else weights
 
-    @property
+    @cached_property
     def _trained(self) -> torch.Tensor:
         """Indices of the trained layers; kept, since new ones would be copied from the host at every step."""
-        if self._index is None:
-            self._index = torch.tensor(self.trained_layers, device=self.device) - 1
-        return self._index
+        return torch.tensor(self.trained_layers, device=self.device) - 1
 
     # ---- dual side ----
 
@@ -247,7 +245,8 @@ class DescentState:
     def _take_problem(self, problem: DescentProblem) -> None:
         if problem.chance_loss is None:  # version 0.1 did not keep it
             problem = DescentProblem(**problem.state_dict() | {"chance_loss": self.chance})
-        self.problem, self._index = problem.to(self.device), None
+        self.problem = problem.to(self.device)
+        vars(self).pop("_trained", None)
 
     def take_saved_problem(self, summary: Mapping[str, Any]) -> None:
         """For a model that is only evaluated: the problem of the run whose `descent_config.json` is given, where the
@@ -264,14 +263,6 @@ class DescentState:
         if self.problem.rows == saved.rows:
             self._set_multipliers(summary["multipliers"])
             self.warmup_losses = torch.tensor(summary.get("warmup_layer_losses", self.warmup_losses.tolist()))
-
-    def _set_fixed_multipliers(self, values: Sequence[float]) -> None:
-        rows = self.problem.num_rows
-        if len(values) != rows:
-            raise ValueError(f"`fixed_multipliers` has {len(values)} values; give one per row, {rows}.")
-        if not all(isinstance(value, int | float) and 0 <= value <= LARGEST for value in values):
-            raise ValueError(f"`fixed_multipliers` is {values}; multipliers are finite and not negative.")
-        self._set_multipliers(values)
 
     def _set_multipliers(self, values: Sequence[float]) -> None:
         self.multipliers.load_state_dict(self.multipliers.state_dict() | {"values": torch.tensor(values)})

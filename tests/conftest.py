@@ -16,6 +16,9 @@ import transformers.utils.logging  # noqa: F401  (gives loggers their `warning_o
 from accelerate.logging import MultiProcessAdapter
 
 
+os.chdir(f"{os.path.dirname(os.path.abspath(__file__))}/..")  # from where recipes and documentation name their files
+
+
 def pytest_unconfigure():
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 

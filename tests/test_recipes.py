@@ -66,11 +66,6 @@ def without_launcher(line):
     return launch.training_script_args
 
 
-@pytest.fixture(autouse=True)
-def repository_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
 SCRIPTS = re.compile(r"python ((?:recipes/benchmarks|recipes/examples|tests/pipeline)/\w+\.py)([^`]*?)(?:`|\n```)")
 
 

@@ -22,11 +22,6 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTED = re.findall(r"^python -m recipes\.reproduce .*", (ROOT / "recipes/reproduce/README.md").read_text(), re.M)
 
 
-@pytest.fixture(autouse=True)
-def repository_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("table", TABLES)
 def test_panels_differ_in_training_alone(scale, table):

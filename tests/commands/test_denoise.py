@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from smoke import ROOT, SMOKE, results_of, smoke_command
+from smoke import SMOKE, results_of, smoke_command
 from tiny_files import write_video
 from transformers import AutoModelForImageToImage, ViTConfig, ViTImageProcessor, ViTModel
 
@@ -34,9 +34,8 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture
-def smoke(workplace, tmp_path, monkeypatch):
+def smoke(workplace, tmp_path):
     """Runs the README's command of a smoke recipe on the small videos, and gives its output folder."""
-    monkeypatch.chdir(ROOT)
 
     def run(recipe, *flags):
         argv = [str(workplace / word) if word.endswith(".avi") else word for word in smoke_command(recipe)]
@@ -126,7 +125,6 @@ def test_dead_pixels_are_in_what_a_denoiser_is_given_alone(smoke, workplace, rec
 
 
 def test_tuning_reads_no_test_videos(workplace, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("hf_descent.evaluation.comparison.Run.load", lambda folder: 1 / 0)
     videos = ["--train_files", str(workplace / "train.avi"), "--test_files", "unreadable.avi", "--split_gap", "0"]
     flags = ["--split_by", "time", "--max_steps", "1", "--output_dir", str(tmp_path), "--n_trials", "1"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from smoke import ROOT, SMOKE, results_of, smoke_command
+from smoke import SMOKE, results_of, smoke_command
 from tiny import bert, llama, tokenizer
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,9 +31,8 @@ def workplace(tmp_path_factory):
 
 
 @pytest.fixture
-def sft(workplace, tmp_path, monkeypatch):
+def sft(workplace, tmp_path):
     """Runs the README's command of an arm, on the tiny model and rows, and gives its output folder."""
-    monkeypatch.chdir(ROOT)
 
     def run(arm, *flags, model="plain"):
         words = [*smoke_command(f"alpaca/{arm}.yaml"), "--model_name_or_path", str(workplace / model)]

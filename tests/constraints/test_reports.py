@@ -91,7 +91,6 @@ def test_logs_are_scalars_per_layer_and_loss_is_the_task_loss(tmp_path):
 
 
 def test_infeasibility_is_said_at_the_end(tmp_path, caplog):
-    logging.getLogger("hf_descent").propagate = True
     args = config(tmp_path, descent_alpha=0.9, learning_rate=1e-2, max_steps=60)
     DescentTrainer(bert(), args, train_dataset=DATA).train()
     assert "NOT every row" in caplog.text and "multiplier" in caplog.text
@@ -206,7 +205,6 @@ def test_a_model_that_learned_nothing_is_not_met_whatever_is_asked(tmp_path, mak
 @pytest.mark.parametrize("rows", [DATA, SKEWED], ids=["even", "skewed"])
 def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path, caplog, rows, seed):
     """The running mean of its loss falls below chance by the draw of the last batches, or of the labels."""
-    logging.getLogger("hf_descent").propagate = True
     model = bert()
     shares = torch.bincount(torch.tensor([row["labels"] for row in rows]), minlength=3) / len(rows)
     model.classifier.weight.data.zero_()
@@ -265,7 +263,6 @@ def test_the_verdict_tells_what_plain_training_had_reached_in_warm_up(tmp_path):
 
 @pytest.mark.parametrize("problem", [AUTO, {"descent_alpha": None, "exit_targets": {1: 0.5}}])
 def test_a_model_that_descends_is_met_but_not_on_a_handful_of_rows(tmp_path, caplog, problem):
-    logging.getLogger("hf_descent").propagate = True
     rows = classification_data(256, pad=False)
     args = config(tmp_path, max_steps=90, per_device_train_batch_size=32, **problem)
     trainer = DescentTrainer(bert(), args, train_dataset=rows, eval_dataset=rows)

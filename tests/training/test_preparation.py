@@ -1,7 +1,6 @@
 """What training finds out on its first batch, above all whether f_0 = "auto" can be measured for the loss at hand."""
 
 import json
-import logging
 import math
 import shutil
 
@@ -308,7 +307,6 @@ def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
 
 
 def test_the_loss_of_a_half_precision_model_is_called_blurred(tmp_path, caplog):
-    logging.getLogger("hf_descent").propagate = True
     batch = default_data_collator(classification_data(4))
     make(tmp_path, bert().bfloat16(), classification_data(40), initial_loss_bound=1.0).train()
     assert caplog.text.count("torch.bfloat16") == 1 and "mixed precision" in caplog.text

@@ -38,11 +38,6 @@ def test_violations_weights_and_lagrangian_agree_with_the_written_out_problem(la
     assert problem.weights(multipliers).tolist() == pytest.approx(gradient.tolist())
 
 
-def test_weights_of_three_layers_by_hand():
-    weights = DescentProblem([0.1, 0.2, 0.5], 1.0, 3).weights(torch.tensor([1.0, 2.0, 4.0]))
-    assert weights.tolist() == pytest.approx([1 - 0.8 * 2, 2 - 0.5 * 4, 1 + 4])
-
-
 def test_whole_numbers_are_no_reason_to_round():
     problem, losses, multipliers = DescentProblem(0.3, 4.0, 3), torch.tensor([3, 2, 1]), torch.tensor([1, 2, 3])
     assert problem.violations(losses).tolist() == pytest.approx([0.2, -0.1, -0.4])
@@ -209,10 +204,8 @@ def test_an_untrained_model_meets_no_row_whatever_is_asked():
     for losses in ([0.69, 0.69, 0.69], [0.6935, 0.6935, 0.6935]):
         problems = [DescentProblem(alpha, 0.69, 3, chance_loss=0.69) for alpha in (0.01, "line", "steps")]
         problems += [DescentProblem(0.1, 1.7, 3, chance_loss=0.69, constrained_layers=[1])]
-        problems += [
-            DescentProblem(None, 0.69, 3, exit_targets={1: 0.1}),
-        ]
-        problems += [DescentProblem(None, 0.69, 3, loss_targets={1: 0.8})]
+        targets = {"exit_targets": {1: 0.1}}, {"loss_targets": {1: 0.8}}
+        problems += [DescentProblem(None, 0.69, 3, **each) for each in targets]
         assert not any(problem.feasible(torch.tensor(losses)) for problem in problems)
 
 

@@ -293,7 +293,6 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
     [
         ({"torch_compile": True, "gradient_checkpointing": True}, "torch_compile"),
         ({"descent_alpha": [0.1, 0.2]}, "2 values but the model has 3 layers"),
-        ({"constrained_layers": [1, 4]}, "names layer 4 but the model has 3"),
         ({"objective": "fixed", "fixed_multipliers": [0.1]}, "1 values; give one per row"),
         ({"objective": "fixed", "fixed_multipliers": [0.1, -0.1, 0.0]}, "finite and not negative"),
         ({"objective": "fixed", "fixed_multipliers": "nowhere"}, "nowhere"),
@@ -316,19 +315,6 @@ def test_a_batch_without_labels_is_refused(tmp_path):
     data = [{name: value for name, value in row.items() if name != "labels"} for row in DATA]
     with pytest.raises(ValueError, match="no tensor of labels"):
         DescentTrainer(bert(), config(tmp_path), train_dataset=data).train()
-
-
-def test_a_constrained_layer_without_gradient_is_refused_and_can_be_left_out(tmp_path):
-    def frozen():
-        model = bert()
-        for part in (model.bert.embeddings, model.bert.encoder.layer[0]):
-            part.requires_grad_(False)
-        return model
-
-    with pytest.raises(ValueError, match=r"layer 1 has no gradient.*constrained_layers"):
-        DescentTrainer(frozen(), config(tmp_path), train_dataset=DATA).train()
-    trainer = trained(frozen(), config(tmp_path, constrained_layers=[2, 3]), train_dataset=DATA)
-    assert trainer.multipliers.values[0] == 0 and trainer.multipliers.values[1] > 0
 
 
 def test_a_head_is_trained_on_a_frozen_model(tmp_path):

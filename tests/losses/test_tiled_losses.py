@@ -276,18 +276,3 @@ def test_a_fraction_of_tokens_needs_tiles(tmp_path):
     made = DescentTrainer(bert(), args, train_dataset=classification_data(8))
     with pytest.raises(ValueError, match="readout_token_fraction"):
         made.train()
-
-
-@pytest.mark.parametrize("value", [0.0, 1.5, float("nan")])
-def test_bad_fractions(tmp_path, value):
-    with pytest.raises(ValueError, match="readout_token_fraction"):
-        config(tmp_path, readout_token_fraction=value)
-
-
-def test_a_layer_without_gradient_is_refused_before_the_first_step(tmp_path):
-    made = trainer(tmp_path, descent_alpha="auto", initial_loss_bound="auto")
-    made.model.model.embed_tokens.requires_grad_(False)
-    made.model.model.layers[0].requires_grad_(False)
-    with pytest.raises(ValueError, match=r"layer 1 has no gradient"):
-        made.train()
-    assert made.state.global_step == 0

@@ -106,7 +106,8 @@ def test_what_helps_a_constrained_layer_without_gradient(tmp_path, build):
     layers[2].requires_grad_(True)
     with pytest.raises(ValueError, match="layer 2 has no gradient.*set `constrained_layers`"):
         fit(tmp_path, model, data, settings={"constrained_layers": [2, 3]})
-    fit(tmp_path, model, data, settings={"constrained_layers": [3]})
+    multipliers = fit(tmp_path, model, data, settings={"constrained_layers": [3]}).multipliers.values
+    assert multipliers[2] > 0 and not multipliers[:2].any()
 
 
 def test_a_loss_of_ones_own_takes_labels_that_the_model_s_does_not(tmp_path):

@@ -28,8 +28,8 @@ FEW_LABELS, MANY_LABELS = 2_000, 100_000  # the latter of more classes, and of t
 class ConstantPredictor:
     """Running statistics of labels, and the loss of the best constant prediction of them.
 
-    That loss is for the `kind` "classes", whole labels (negative ones are ignored), their entropy; for "positions", the
-    two ends of extractive answers, `[batch, 2]`, the mean of their entropies over the positions up to the last one
+    That loss is for the `kind` "classes", whole labels (negative ones are ignored), their entropy; for "positions",
+    the two ends of extractive answers, `[batch, 2]`, the mean of their entropies over the positions up to the last one
     seen, or of even odds of all places in a text, where it is less; for "multi_label", independent classes, the mean
     binary entropy; for "numbers" the variance.
     """

@@ -109,12 +109,14 @@ class SpeculationProfile(Result):
         tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
         greedy_tokens_per_second (`float`): of the whole model.
         equal (float64 `[L - 1]`): share of the prompts whose drafted text is the greedy one; below 1 by rounding.
+        shortlist (`list[int]`, *optional*): the tokens that drafts chose from, as of [`draft_with`].
     """
 
     acceptance: np.ndarray
     tokens_per_second: np.ndarray
     greedy_tokens_per_second: float
     equal: np.ndarray
+    shortlist: list[int] | None = None
 
     @property
     def speedups(self) -> np.ndarray:
@@ -132,8 +134,9 @@ class SpeculationProfile(Result):
         for layer, (accepted, speed, speedup, equal) in enumerate(zip(*columns), start=1):
             rows.append([f"{layer}", f"{accepted:.1%}", f"{speed:.4g}", f"{speedup:.2f}x", f"{equal:.0%}"])
         rows.append(["none", "", f"{self.greedy_tokens_per_second:.4g}", "", ""])
-        best = f"best: custom_generate=draft_with({self.best})" if self.best else "best: plain decoding"
-        return f"{format_table(rows)}\n{best}"
+        chosen = f"{self.best}, shortlist" if self.shortlist else f"{self.best}"
+        best = f"custom_generate=draft_with({chosen})" if self.best else "plain decoding"
+        return f"{format_table(rows)}\nbest: {best}"
 
 
 def speculation_profile(
@@ -190,7 +193,8 @@ def speculation_profile(
     speeds, equal = np.full((2, len(acceptance)), np.nan)
     greedy_speed, *speeds[timed] = tokens / seconds  # [1 + timed]
     equal[timed] = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
-    return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal)
+    tokens = None if shortlist is None else torch.as_tensor(shortlist).tolist()
+    return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal, tokens)
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:

@@ -46,14 +46,14 @@ BENCHMARK_FILE = ".eval_results/hf_descent.yaml"
 DECODING_FILE, REQUIREMENTS_FILE = "custom_generate/generate.py", "custom_generate/requirements.txt"
 OPTIONAL_FILES = (BENCHMARK_FILE, DECODING_FILE, REQUIREMENTS_FILE)  # those of a former training are to go
 DECODING = """\
-\"\"\"Decodes with drafts by the first {layer} layers; the text is that of the whole model.\"\"\"
+\"\"\"Decodes with drafts by the first layers; the text is that of the whole model.\"\"\"
 
 from hf_descent.early_exit import draft_with
 
 
 def generate(*inputs, model, **arguments):
     if arguments.get("custom_generate") is None:
-        arguments["custom_generate"] = draft_with({layer}, streamer=arguments.pop("streamer", None))
+        arguments["custom_generate"] = draft_with({drafts}, streamer=arguments.pop("streamer", None))
     return type(model).generate(model, *inputs, **arguments)
 """
 
@@ -131,9 +131,9 @@ def write_card(folder: str | Path, **facts: Any) -> None:
     contents = {run.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
     if entry := benchmark_entry(card):
         contents[BENCHMARK_FILE] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
-    layer = card.get("speculation_profile", {}).get("draft_layer")
-    if layer and card["library_name"] != "peft":  # an adapter's repository holds no model
-        contents[DECODING_FILE] = DECODING.format(layer=layer)
+    drafts = card.get("speculation_profile", {}).get("draft_with")
+    if drafts and card["library_name"] != "peft":  # an adapter's repository holds no model
+        contents[DECODING_FILE] = DECODING.format(drafts=drafts)
         contents[REQUIREMENTS_FILE] = "hf_descent\n"
     for name in {*OPTIONAL_FILES} - contents.keys():
         (folder / name).unlink(missing_ok=True)
@@ -158,7 +158,7 @@ def _shown(result: Result) -> dict[str, Any]:
             layer = result.cheapest()
             shown["exit_layer"] = layer if layer < len(result.values) else None
         case SpeculationProfile():
-            shown["draft_layer"] = result.best
+            shown["draft_with"] = result.best and f"{result.best}, {result.shortlist}"
     return shown
 
 

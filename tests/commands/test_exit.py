@@ -113,6 +113,26 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", str(tmp_path / "texts.json")])
 
 
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_a_shortlist_is_of_other_texts_and_kept_where_it_drafts_faster(tmp_path, monkeypatch, is_faster):
+    spread(llama(num_layers=2)).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    texts = ["w1 w2 w3 w4 w1 w1 w1 w1", *(2 * ["w7 w8 w9 w8 w7 w7"])]  # the first is continued
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    seen = []
+
+    def profiling(model, prompts, shortlist, **settings):
+        seen.append(shortlist)
+        return SpeculationProfile([0.5], [30.0 if bool(shortlist) == is_faster else 25.0], 20.0, [1.0], shortlist)
+
+    monkeypatch.setattr(exit, "speculation_profile", profiling)
+    words = ["--text_file", str(tmp_path / "texts.jsonl"), "--prompts", "1", "--prompt_length", "4", "--repeats", "1"]
+    cli.main(["exit", str(tmp_path), *words, "--shortlist", "2"])
+    assert seen == [None, [9, 10]]  # w7 and w8
+    kept = SpeculationProfile.from_json(str(tmp_path / "speculation_profile.json"))
+    assert (kept.shortlist, kept.speedups[0]) == ([9, 10] if is_faster else None, 1.5)
+
+
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

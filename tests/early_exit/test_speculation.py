@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,8 @@ def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(
     model = spread(llama(num_layers=3))
     model.generation_config.eos_token_id = None
     prompts = [torch.tensor([[3, 4, 5]]), torch.tensor([[7, 8, 9, 10]])]
-    profile = speculation_profile(model, prompts, max_new_tokens=12, repeats=1)
-    assert profile.equal.tolist() == [1.0, 1.0]
+    profile = speculation_profile(model, prompts, max_new_tokens=12, repeats=1, shortlist=range(5, 25))
+    assert profile.equal.tolist() == [1.0, 1.0] and profile.shortlist == [*range(5, 25)]
     for layer in (1, 2):
         short, hits = truncate(model, layer, {"input_ids": prompts[0]}), 0
         for prompt in prompts:
@@ -42,6 +44,7 @@ def test_the_best_exit_is_the_fastest_or_none():
     nan = float("nan")
     profile = SpeculationProfile([0.1, 0.9, 0.9], [nan, 30.0, 25.0], 20.0, [nan, 1.0, 1.0])
     assert profile.best == 2 and "draft_with(2)" in str(profile)
+    assert "draft_with(2, shortlist)" in str(replace(profile, shortlist=[3, 4]))
     slow = SpeculationProfile([0.1, 0.2], [nan, 10.0], 20.0, [nan, 1.0])
     assert slow.best is None and "plain decoding" in str(slow)
 

@@ -153,13 +153,13 @@ def test_the_command_uploads_card_and_weights_and_no_state_of_training(tmp_path)
     assert "training_args.bin" not in files and not any(name.startswith("checkpoint") for name in files)
 
 
-@pytest.mark.parametrize("draft_speed", [30.0, 10.0])
-def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, tmp_path):
+@pytest.mark.parametrize(("draft_speed", "shortlist"), [(30.0, None), (30.0, [4, 3]), (10.0, None)])
+def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, shortlist, tmp_path):
     model = spread(llama(num_layers=3)).eval()
     model.save_pretrained(tmp_path)
     speeds = np.array([np.nan, draft_speed])
     RunFolder(tmp_path).write(
-        {"speculation_profile": SpeculationProfile(np.array([0.5, 0.9]), speeds, 20.0, speeds**0)}
+        {"speculation_profile": SpeculationProfile(np.array([0.5, 0.9]), speeds, 20.0, speeds**0, shortlist)}
     )
     write_card(tmp_path)
     is_faster = draft_speed > 20
@@ -173,6 +173,7 @@ def test_the_folder_brings_the_drafts_that_were_found_to_be_faster(draft_speed, 
     if is_faster:
         drafted = model.generate(ids, custom_generate=str(tmp_path), trust_remote_code=True, **options)
         assert torch.equal(drafted, plain)
+        assert ("[4, 3]" in (tmp_path / "custom_generate" / "generate.py").read_text()) == bool(shortlist)
         assert calls.count(model.model.layers[0]) > calls.count(model.model.layers[2])  # drafts stop before it
         trusting = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
         options |= {"trust_remote_code": True}

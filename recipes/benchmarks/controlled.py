@@ -162,16 +162,11 @@ def classify(task: str, options: argparse.Namespace, settings: dict, rate: float
     found = {"select": layers(select).losses.tolist(), "seconds": seconds}
     for name in tests:
         profile = layers(tokens[name])
-        part = tokens[name].select(range(min(1000, len(tokens[name]))))
-        found[name] = {
-            "losses": profile.losses.tolist(),
-            "accuracy": profile.values.tolist(),
-            "noise": trainer.evaluate_robustness(part, GAMMAS[task], metric="accuracy").mean.tolist(),
-        }
-    typing = {"perturbation": Typos(tokenizer, 64), "metric": "accuracy"}
-    found["test"]["typos"] = trainer.evaluate_robustness(
-        texts["test"].rename_column("label", "labels").select(range(min(1000, len(texts["test"])))), [0.1], **typing
-    ).mean.tolist()
+        found[name] = {"losses": profile.losses.tolist(), "accuracy": profile.values.tolist()}
+    first, curve = range(min(1000, len(tokens["test"]))), partial(trainer.evaluate_robustness, metric="accuracy")
+    found["test"]["noise"] = curve(tokens["test"].select(first), GAMMAS[task]).mean.tolist()
+    typing, rows = Typos(tokenizer, 64), texts["test"].rename_column("label", "labels").select(first)
+    found["test"]["typos"] = curve(rows, [0.1], perturbation=typing).mean.tolist()
     return found
 
 

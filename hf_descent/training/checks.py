@@ -122,7 +122,7 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def check_data(trainer: Trainer, given: Given) -> dict[str, set[int]]:
+def check_data(trainer: Trainer, given: Given) -> dict[str, set | dict]:
     """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the same;
     the keys of the rows that it sees, see `check_shared_rows`."""
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):

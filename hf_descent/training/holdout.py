@@ -58,8 +58,9 @@ def _content(value) -> bytes | str:
     return repr(value.tolist() if hasattr(value, "tolist") else value)
 
 
-def check_shared_rows(trainer: Trainer, dual_dataset) -> dict[str, set[int]]:
-    """The keys of the rows that fit weights and multipliers, `seen`, and of those `evaluated`; shared ones are logged.
+def check_shared_rows(trainer: Trainer, dual_dataset) -> dict[str, set | dict]:
+    """The keys of the rows that fit weights and multipliers, `seen`, and of those `evaluated`, by the names of their
+    sets; shared ones are logged.
     ValueError where over 1 % of the rows of `dual_dataset` are in another part: people's data has duplicates."""
     sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
     keys = {name: row_keys(trainer, rows) for name, rows in sets.items()}
@@ -73,7 +74,7 @@ def check_shared_rows(trainer: Trainer, dual_dataset) -> dict[str, set[int]]:
     seen = {*keys.pop("train_dataset"), *dual}
     for name, found in keys.items():
         _report_shared_rows(found, seen, name)
-    return {"seen": seen, "evaluated": set().union(*keys.values())}
+    return {"seen": seen, "evaluated": keys}
 
 
 def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_dataset") -> None:
@@ -88,15 +89,17 @@ def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_datas
 def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
     """Whether an evaluation of `dataset` is on rows (over 1 %) that training was fitted to, which are logged, or those
     of its evaluations, which may choose the checkpoint, or in a search the settings."""
-    seen, evaluated, sets = record.seen, record.evaluated, evaluation_sets(trainer).values()
+    seen, evaluated = record.seen, set().union(*record.evaluated.values())
     given = trainer.eval_dataset if dataset is None else dataset
-    own = isinstance(given, dict | str) or any(given is each for each in sets)
-    keys = row_keys(trainer, dataset) if seen or (evaluated and not own) else []
-    _report_shared_rows(keys, seen)
-    keys = evaluated if own else keys
+    given = trainer.eval_dataset[given] if isinstance(given, str) else given
+    own = next((name for name, rows in evaluation_sets(trainer).items() if rows is given), None)
+    keys = record.evaluated.get(own, [])
+    if own is None and (seen or evaluated):
+        keys = row_keys(trainer, given)
+        _report_shared_rows(keys, seen)
     fitted, chosen = (sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated))
-    chooses = record.searched or trainer.args.eval_strategy != "no"
-    return fitted or (given is trainer.train_dataset and record.started is not None) or (chooses and (own or chosen))
+    chosen = (chosen or own is not None) and (record.searched or trainer.args.eval_strategy != "no")
+    return fitted or chosen or (given is trainer.train_dataset and record.started is not None)
 
 
 def split(dataset, args: DescentArguments) -> tuple:

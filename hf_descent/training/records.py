@@ -99,7 +99,7 @@ class RunRecord:
     certificate: Certificate | None = None  # of the last `evaluate`
     also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_shared_rows`]
-    evaluated: set[int] = field(default_factory=set)
+    evaluated: dict[str, list[int]] = field(default_factory=dict)
     # By its step that of the last evaluation, and that of the best model so far.
     certificates: dict[int, Certificate | None] = field(default_factory=dict)
     noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`

@@ -219,6 +219,20 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
         assert trainer._record.certificate.also_selected
 
 
+@pytest.mark.parametrize("fresh", [300, 20])  # so that of the rows of both sets 1 % are of training, or many more
+def test_of_several_evaluation_sets_each_is_judged_by_its_own_rows(tmp_path, fresh):
+    sets = {"fresh": FRESH[:fresh], "trained": DATA[:3]}
+    trainer = trained(bert(), config(tmp_path, max_steps=1), train_dataset=DATA, eval_dataset=sets)
+    for name, expected in (("fresh", False), ("trained", True)):
+        for given in (name, sets[name]):
+            trainer.evaluate(given)
+            assert trainer._record.certificate.also_selected == expected
+            assert trainer.evaluate_layers(given).certificate().also_selected == expected
+    trainer.args.eval_strategy = "steps"  # whose evaluations choose, of all of the sets
+    trainer.evaluate("fresh")
+    assert trainer._record.certificate.also_selected
+
+
 def test_a_profile_of_the_trainer_gives_the_verdict_that_its_card_has(tmp_path):
     trainer = trained(bert(), config(tmp_path, max_steps=4), train_dataset=DATA, eval_dataset=FRESH)
     for rows, also_selected in ((FRESH, False), (DATA, True)):

@@ -29,10 +29,13 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` (of a PEFT model `merge_and_unload()`).")
     inputs = example_inputs(model) if inputs is None else inputs
-    reader = Readout.probe(model, inputs)
+    plain = copy.copy(model)  # of the same weights
+    if "_original_forward" in vars(model):  # the autocast that training in mixed precision leaves, which no cut has
+        del plain.forward
+    reader = Readout.probe(plain, inputs)
     if not 1 <= num_layers <= reader.num_layers:
         raise ValueError(f"`num_layers` is {num_layers}; {name} has 1..{reader.num_layers}.")
-    with probing(model):
+    with probing(plain):
         (truth,) = reader.read(inputs, output_logits, [num_layers])
     faults = []
     for field, config in _shorter_configs(model.config, reader.num_layers, num_layers):

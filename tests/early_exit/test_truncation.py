@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER, FAMILIES, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build, depth_of
-from tiny import bert, llama
+from tiny import bert, classification_data, config, llama, spread
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hf_descent import layer_logits
+from hf_descent import DescentTrainer, layer_logits
 from hf_descent.early_exit import truncate
 from hf_descent.early_exit.truncation import example_inputs
 from hf_descent.models import (
@@ -75,6 +75,17 @@ def test_a_truncated_model_stands_alone_and_counts_its_layers(tmp_path):
 def test_a_model_cast_by_hand_is_cut_with_its_cast_buffers():
     model = llama().bfloat16()  # the frequencies of its positions, too
     assert truncate(model, 2).model.rotary_emb.inv_freq.dtype == torch.bfloat16
+
+
+def test_a_model_trained_in_mixed_precision_is_cut_as_it_is_loaded(tmp_path):
+    model, rows = spread(bert()), classification_data()
+    trainer = DescentTrainer(model, config(tmp_path, bf16=True, max_steps=1), train_dataset=rows)
+    trainer.train()
+    assert "forward" in vars(model)  # accelerate's autocast
+    trainer.save_model()
+    loaded, inputs = type(model).from_pretrained(tmp_path), example_inputs(model)
+    torch.testing.assert_close(truncate(model, 2)(**inputs).logits, layer_logits(loaded, inputs)[1])
+    assert "forward" in vars(model)
 
 
 def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_path):

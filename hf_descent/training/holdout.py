@@ -147,11 +147,11 @@ class HeldOutRows:
             batches = list(map(self._collate, rows))
         totals = LayerTotals()
         model.eval()
-        with torch.no_grad(), trainer.compute_loss_context_manager():
+        # The noise is entered once: its draws go on from one batch to the next.
+        with torch.no_grad(), trainer.compute_loss_context_manager(), trainer._training_noise(model):
             for part, batch in zip(own, batches, strict=True):
                 inputs = trainer._prepare_inputs(batch)
-                with trainer._training_noise(model):
-                    totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
+                totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
         model.train()
         sums = reduced(trainer, totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
         return sums[:-1] / sums[-1]

@@ -386,6 +386,18 @@ def test_the_noise_of_training_acts_on_held_out_rows(tmp_path):
     assert found[0] != pytest.approx(found[1], rel=1e-4)
 
 
+def test_micro_batches_of_held_out_rows_have_noise_of_their_own(tmp_path):
+    model, read = bert(), []
+    model.bert.encoder.layer[0].register_forward_pre_hook(
+        lambda layer, args: None if layer.training else read.append(args[0])
+    )
+    args = config(tmp_path, noise_gamma=[0.5, 1.0], gradient_accumulation_steps=2, max_steps=1)
+    trained(model, args, train_dataset=DATA, dual_dataset=FRESH[:1] * 200)
+    first, second = read[-2:]  # the same row eight times each, but for its noise
+    differences = (first[:, None] - second[None]).abs().sum(dim=(2, 3))  # [rows, rows]
+    assert differences.shape == (8, 8) and differences.min() > 1
+
+
 @pytest.mark.parametrize(
     ("rows", "share", "told"),
     [(DATA, 0.4, "of 420 is 168 rows"), (Stream(DATA), 0.5, "of a stream is 0"), (DATA, 0.6, "0.5")],

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from transformers import TrainerCallback
 from hf_descent import DescentProblem, DescentTrainer
 from hf_descent.constraints.state import STATE_NAME
 from hf_descent.models.ut import UTConfig, UTForSequenceClassification
-from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint
+from hf_descent.training.checkpoints import CHECKSUMS_NAME, newest_complete_checkpoint, size_and_checksum
 
 
 DATA = classification_data(40)
@@ -150,6 +151,14 @@ def test_a_spoilt_dual_state_is_named_and_never_replaced_by_zeros(tmp_path, two_
     with pytest.raises(ValueError, match=message) as error:
         make(tmp_path, **AUTO).train(resume_from_checkpoint=str(checkpoint))
     assert STATE_NAME in str(error.value) and "esume from" in str(error.value)
+
+
+def test_of_what_all_processes_wrote_in_shards_the_first_one_reads_nothing(tmp_path):
+    shards = ("global_step9/zero_pp_rank_0_optim_states.pt", "pytorch_model_fsdp_0/__0_0.distcp")
+    for name, checksum in ({"optimizer.pt": zlib.crc32(b"saved")} | dict.fromkeys(shards, 0)).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"saved")
+        assert size_and_checksum(tmp_path / name) == [5, checksum]
 
 
 # ---- numbers ----

@@ -1,12 +1,13 @@
 """Rows held out of training, on which the multipliers move (Cotter et al. 2019): constraints are on expectations."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
+from pyarrow import ListScalar
 from torch.utils.data import IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -21,47 +22,54 @@ from .records import LayerTotals, RunRecord, evaluation_sets, reduced
 logger = get_logger(__name__)
 
 LEAST_ROWS = 200  # with fewer, means are too noisy to detect a violation of a few percent
-MOST_ROWS, MOST_BYTES = 100_000, 2**26  # of each data set, compared with others to find shared rows
+MOST_ROWS = 100_000  # of each data set, compared with others to find shared rows
 MOST_SHARED = 0.01
 
 
-def check_own_rows(rows, args: DescentArguments) -> None:
-    """ValueError where `rows`, the `dual_dataset`, are too few or have no length."""
-    if rows is None:
-        return
-    if args.dual_holdout is not None:
-        raise ValueError("Give `dual_dataset` or `dual_holdout`, not both: either holds the rows of the multipliers.")
-    if not has_length(rows) or len(rows) < LEAST_ROWS:
-        count = len(rows) if has_length(rows) else "no known number of"
-        raise ValueError(f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length.")
-
-
 def row_keys(trainer: Trainer, rows) -> list[int]:
-    """Hashes of the model's main input in `rows`: of at most 100,000 drawn at random, fewer where they are long. None
-    of data whose rows may cost something to read: of other kinds than a list or a `Dataset` as it is stored."""
+    """Hashes of the model's main input in `rows`: of at most 100,000 drawn at random. None of data whose rows may cost
+    something to read: of other kinds than a list or a `Dataset` as it is stored."""
     name = getattr(inner_model(trainer.model), "main_input_name", "input_ids")
     is_dataset = isinstance(rows, Dataset) and rows.format["type"] != "custom"
-    first = rows[0] if (is_dataset or isinstance(rows, list)) and rows else None
+    first = rows.features if is_dataset else rows[0] if isinstance(rows, list) and rows else None
     if not isinstance(first, Mapping) or name not in first:
         return []
-    most, chosen = min(MOST_ROWS, MOST_BYTES // max(len(_content(first[name])), 1)), range(len(rows))
-    if len(rows) > most:
-        chosen = sorted(np.random.default_rng(0).choice(len(rows), most, replace=False).tolist())
-    values = rows.with_format(None).select(chosen)[name][:] if is_dataset else (rows[row].get(name) for row in chosen)
+    chosen = sorted(np.random.default_rng(0).permutation(len(rows))[:MOST_ROWS].tolist())
+    values = _stored(rows.select(chosen), name) if is_dataset else (rows[row].get(name) for row in chosen)
     return [hash(_content(value)) for value in values]
 
 
+def _stored(rows: Dataset, name: str) -> Iterator:
+    """The values of a column, flat: images and sound are not decoded, nor nested lists built, which would be slow."""
+    for table in rows.with_format("arrow", columns=[name]).iter(batch_size=32):
+        for value in table[name]:
+            value = getattr(value, "value", value)  # the lists of an `Array3D`
+            value = value.values if isinstance(value, ListScalar) else value.as_py()
+            while hasattr(value, "flatten"):
+                value = value.flatten()
+            yield value
+
+
 def _content(value) -> bytes | str:
-    """Alike for the same numbers in lists, arrays and tensors."""
+    """Alike for the same numbers in lists, arrays and tensors; of over 32,767 some are taken, spread evenly."""
     with contextlib.suppress(TypeError, ValueError, RuntimeError):  # texts, or lists of uneven lengths
+        value = (value if hasattr(value, "ravel") else np.asarray(value)).ravel()
+        value = value[:: len(value) // 2**14 | 1]  # in odd steps: even ones would pass over columns of images
         return np.asarray(value, np.float64).tobytes()
     return repr(value.tolist() if hasattr(value, "tolist") else value)
 
 
-def check_shared_rows(trainer: Trainer, dual_dataset) -> dict[str, set | dict]:
+def check_parts(trainer: Trainer, dual_dataset) -> dict[str, set | dict]:
     """The keys of the rows that fit weights and multipliers, `seen`, and of those `evaluated`, by the names of their
     sets; shared ones are logged.
-    ValueError where over 1 % of the rows of `dual_dataset` are in another part: people's data has duplicates."""
+
+    ValueError where rows of `dual_dataset` are too few or cannot be counted, or over 1 % are in another part: people's
+    data has duplicates."""
+    if dual_dataset is not None and trainer.args.dual_holdout is not None:
+        raise ValueError("Give `dual_dataset` or `dual_holdout`, not both: either holds the rows of the multipliers.")
+    count = len(dual_dataset) if has_length(dual_dataset) else "no known number of"
+    if dual_dataset is not None and (isinstance(count, str) or count < LEAST_ROWS):
+        raise ValueError(f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length.")
     sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
     keys = {name: row_keys(trainer, rows) for name, rows in sets.items()}
     for name, rows in sets.items() if dual_dataset is not None else ():
@@ -81,8 +89,8 @@ def _report_shared_rows(keys: list[int], seen: set[int], name: str = "eval_datas
     """Log how many rows of an evaluation are among those `seen` in training, where there are any."""
     if count := sum(key in seen for key in keys):
         logger.warning(
-            f"{count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the weights "
-            "or the multipliers are fitted to: a verdict on them says less of new data."
+            f"At least {count} of {len(keys)} rows of `{name}` ({count / len(keys):.1%}) are among those that the "
+            "weights or the multipliers are fitted to: a verdict on them says less of new data."
         )
 
 

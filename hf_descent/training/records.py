@@ -98,7 +98,7 @@ class RunRecord:
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
     certificate: Certificate | None = None  # of the last `evaluate`
     also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
-    seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_shared_rows`]
+    seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]
     evaluated: dict[str, list[int]] = field(default_factory=dict)
     # By its step that of the last evaluation, and that of the best model so far.
     certificates: dict[int, Certificate | None] = field(default_factory=dict)

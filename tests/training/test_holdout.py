@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Array3D, Dataset, Features, Image, List, Value
+from noisy import vit
 from tiny import (
     VOCAB,
     Stream,
@@ -293,10 +294,34 @@ def test_of_many_rows_some_are_looked_at_and_of_rows_that_cost_something_none(tm
     as_lists = [{"input_ids": row["input_ids"].tolist()} for row in DATA]  # whose keys are those of the tensors
     all_keys = {key for start in range(0, len(DATA), 200) for key in row_keys(trainer, as_lists[start : start + 200])}
     assert Counted.reads == 201 and len(set(keys)) == 200 and set(keys) <= all_keys
-    monkeypatch.setattr("hf_descent.training.holdout.MOST_BYTES", 40 * 8 * len(DATA[0]["input_ids"]))
-    assert len(row_keys(trainer, plain(DATA))) == 40
+    assert row_keys(trainer, plain(DATA)) == keys
     for other in (Stream(DATA), torch.utils.data.Subset(DATA, range(9)), plain(DATA).with_transform(dict), [], None):
         assert row_keys(trainer, other) == []
+
+
+def test_large_rows_are_compared_by_some_of_their_numbers(tmp_path):
+    images = torch.rand(8300, 3, 1, 224).expand(-1, -1, 224, -1)
+    rows = [{"pixel_values": image, "labels": index % 2} for index, image in enumerate(images)]
+    given = {"train_dataset": rows[:8000], "dual_dataset": rows[7996:8296]}
+    trainer = DescentTrainer(vit(), config(tmp_path), **given)
+    with pytest.raises(ValueError, match=r"`train_dataset` \(1.3%"):
+        trainer.train()
+
+    few = images[:3].numpy().copy()
+    keys = row_keys(trainer, rows[:3])
+    lists = List(List(List(Value("float32"))))
+    for kind in (Array3D((3, 224, 224), "float32"), lists, List(lists.feature, length=3)):
+        stored = Dataset.from_dict({"pixel_values": few.tolist()}, Features({"pixel_values": kind}))
+        assert row_keys(trainer, stored) == row_keys(trainer, stored.with_format("torch")) == keys
+    for given in (few, few.tolist()):
+        assert row_keys(trainer, [{"pixel_values": image} for image in given]) == keys
+    few[:, :, 150:160] += 1.0
+    assert not {*keys} & {*row_keys(trainer, [{"pixel_values": image} for image in few])}
+    texts = torch.arange(2)[:, None] * torch.arange(32_767).eq(20_000)  # that differ by one token
+    assert len({*row_keys(trainer, [{"pixel_values": text} for text in texts])}) == 2
+    encoded = [{"bytes": text, "path": None} for text in (b"not", b"an", b"image", b"not")]
+    keys = row_keys(trainer, Dataset.from_dict({"pixel_values": encoded}, Features({"pixel_values": Image()})))
+    assert len(keys) == 4 and len({*keys}) == 3  # nothing is decoded
 
 
 def classifier(args):

@@ -6,10 +6,9 @@ the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,7 +49,8 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     recipes, usage = models_of(argv), f"{prog} RECIPE [--processes 8] [--gpu_memory 80GiB] [flags of the recipe]"
     if len(recipes) != 1 and not HELP & {*argv}:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
-    names = {name for path in recipes for name in yaml.safe_load(Path(path).read_bytes()) or ()}
+    with open(recipes[0], "rb") if recipes else nullcontext("") as file:  # an error in it names the file
+        names = {*(yaml.safe_load(file) or ())}
     missing = None
     for command in ("sft", "classify"):
         try:
@@ -75,6 +75,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     unplanned = [name for name in UNPLANNED if given.get(name)]
     unplanned += ["optim"] if "bit" in args.optim else []  # those of other libraries, paged or in few bits
     unplanned += ["attn_implementation"] if given.get("attn_implementation") == "eager" else []
+    unplanned += ["loss_type"] if given.get("loss_type", "nll") != "nll" else []
     for name in unplanned:
         raise ValueError(f"`{name}` is {given[name]!r}, which cannot be planned: leave it out.")
     is_lm, rows = hasattr(args, "max_length"), args.per_device_train_batch_size

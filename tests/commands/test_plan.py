@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
         ("llama", {"model_init_kwargs": {"dtype": "bfloat16"}}, "`model_init_kwargs` is {'dtype': 'bfloat16'}"),
         ("llama", {"attn_implementation": "eager"}, "`attn_implementation` is 'eager'"),
         ("llama", {"packing": True}, "`packing` is True"),
+        ("llama", {"loss_type": "dft"}, "`loss_type` is 'dft'"),
         ("llama", {"use_liger_kernel": True}, "`use_liger_kernel` is True"),
         ("llama", {"label_smoothing_factor": 0.1}, r"`label_smoothing_factor` is 0\.1"),
         ("bert", {"optim": "paged_adamw_32bit"}, "`optim` is .*paged_adamw_32bit.*, which cannot be planned"),
@@ -106,3 +107,9 @@ def test_a_classifier_is_planned_without_trl(tmp_path, monkeypatch):
 def test_one_recipe_is_needed():
     with pytest.raises(ValueError, match="recipes are missing"):
         plan.parse([], "hf-descent plan", "")
+
+
+def test_a_recipe_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(yaml.YAMLError, match=r"bad\.yaml"):
+        plan.parse([str(tmp_path / "bad.yaml")], "hf-descent plan", "")

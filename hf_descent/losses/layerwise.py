@@ -252,30 +252,26 @@ def find_layer_losses(
         trains: whether to train on the losses.
         needs_logits: whether each layer's logits are needed, for a custom metric.
 
-    Raises:
-        ValueError: no shared readout exists (see [`Readout.probe`]), or the replay cannot heed `token_fraction`.
+    ValueError where no shared readout exists (see [`Readout.probe`]), or the replay cannot heed `token_fraction`.
     """
     inputs = task.short(inputs)
     replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")
-        label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
-        tiled = HeadReadout.probe(model, inputs, task.shifts_labels, label_smoothing)
+        tiled = HeadReadout.probe(model, inputs, task.shifts_labels, getattr(task.smoother, "epsilon", 0.0))
     except ValueError as reason:
         if token_fraction not in (None, 1.0):
             raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason
-        logger.info(f"Layers are read by replay of the model's own head: {reason}")
+        head = "the model's own head" if readout is None else "`readout`"
+        logger.info(f"Layers are read by {head}, run once per layer. The faster way, in tiles, is not taken: {reason}")
         if trains:
             task.takes_items = task.divides_by_items(inputs)
         return ReplayedLosses(replay, task, token_statistics)
     if token_fraction is None:
         token_fraction = DEFAULT_TOKEN_FRACTION if tiled.vocab_size >= LARGE_VOCABULARY else 1.0
-    share = "all" if token_fraction == 1 else f"{token_fraction:.4g} of the"
-    logger.info(
-        f"Layers are read in tiles of a head with {tiled.vocab_size} classes, those below the last on {share} "
-        "labelled tokens (`readout_token_fraction`)."
-    )
+    share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
+    logger.info(f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}.")
     return TiledLosses(tiled, task, token_fraction, token_statistics, seed, same_tokens)
 
 

@@ -52,7 +52,7 @@ class HeadReadout:
         ValueError where the tail is not norm and linear head, or the losses differ from the replay's.
         """
         if not are_token_labels(inputs.get("labels")):
-            raise ValueError("The labels are not classes of tokens, [batch, seq].")
+            raise ValueError("It is for labels of tokens, [batch, seq].")
         replay = Readout.probe(model, inputs)
         if replay.stack.clones:
             raise ValueError(f"{type(model).__name__} modifies hidden states in place.")

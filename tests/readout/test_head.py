@@ -269,7 +269,7 @@ def hooked(name, hook):
     ("make", "match"),
     [
         (lambda: build("RobertaForMaskedLM", max_position_embeddings=40), "chain of modules"),
-        (lambda: build("LlamaForSequenceClassification"), "not classes of tokens"),
+        (lambda: build("LlamaForSequenceClassification"), "labels of tokens"),
         (lambda: build("BlenderbotForConditionalGeneration", **BART | ENCODER_DECODER), "without its labels"),
         (lambda: build("CTRLLMHeadModel", **NO_DROPOUT), "in place"),
         (lambda: on_head(LoraConfig), "acts beside"),

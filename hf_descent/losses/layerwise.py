@@ -265,6 +265,8 @@ def find_layer_losses(
             raise ValueError(f"`readout_token_fraction` is {token_fraction}; leave it unset: {reason}") from reason
         head = "the model's own head" if readout is None else "`readout`"
         logger.info(f"Layers are read by {head}, run once per layer. The faster way, in tiles, is not taken: {reason}")
+        if trains and readout is not None:
+            logger.warning_once("`readout` is not saved: loaded, or cut by `truncate`, the model has its own head.")
         if trains:
             task.takes_items = task.divides_by_items(inputs)
         return ReplayedLosses(replay, task, token_statistics)

@@ -236,7 +236,8 @@ def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> 
     if any(at_chance) and not at_chance[-1]:
         logger.info(
             f"After {step + 1} steps {sum(at_chance)} of {len(at_chance)} layers are still at chance. Where the head "
-            'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens.'
+            'reads one token ([CLS]), which early layers hardly use, `readout="mean"` reads the mean of the tokens, '
+            "but is not saved with the model; the pooling of `LinearReadoutForSequenceClassification` is."
         )
 
 

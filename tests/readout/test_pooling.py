@@ -79,7 +79,7 @@ def test_layers_are_read_by_the_last_linear_layer_of_the_model_alone(tmp_path, n
     assert profile.losses.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path):
+def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
     model = bert()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     trainer = DescentTrainer(model, config(tmp_path, max_steps=2), train_dataset=DATA, readout="mean")
@@ -89,7 +89,9 @@ def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path):
     fixed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
     assert fixed == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
     assert json.loads((tmp_path / "descent_config.json").read_text())["readout"] == "mean"
-    assert "a custom readout (`mean`), which is not saved" in (tmp_path / "README.md").read_text()
+    card = (tmp_path / "README.md").read_text()
+    assert "a custom readout (`mean`), which is not saved" in card and "is an ordinary one" not in card
+    assert caplog.text.count("`readout` is not saved: loaded, or cut by `truncate`") == 1
 
 
 @pytest.mark.parametrize(

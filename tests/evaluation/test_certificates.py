@@ -56,7 +56,9 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     losses = np.array([0.6, 0.6]) + 0.02 * generator.normal(size=(12, 2))
     if problem.alpha == "line" and problem.descent_strength == 1.0:
         losses = losses * [0.6**-0.5 * (1 + 0.1 * (0.6**-0.5 - 1)), 1.0]  # f_1 at 0.6^(1/2) and its tolerance
-    assert judged(problem, losses).verdicts == expected
+    verdict = judged(problem, losses)
+    assert verdict.verdicts == expected
+    assert ("not all shown to be better than a constant prediction" in str(verdict)) == bool(problem.chance_loss)
 
 
 @pytest.mark.parametrize("problem", [PROBLEM, DescentProblem(None, 1.0, 2, exit_targets={1: 0.25})])

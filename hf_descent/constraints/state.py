@@ -321,17 +321,15 @@ class DescentState:
 
     def _report_progress(self, step: int) -> None:
         """Log, once each, a row whose multiplier keeps rising while its violation does not fall."""
-        since = self.active_from if self._progress is None else self._progress[0]
+        since, before, duals = self._progress or (self.active_from, math.inf, self.multipliers.values)
         if self.args.objective != "descent" or step < since + (self.max_steps - self.active_from) / PROGRESS_CHECKS:
             return
         losses, multipliers = self.mean_losses, self.multipliers.values.clone()
-        violations = self.problem.violations(losses) - self.problem.bounds(losses)[1]
-        before, self._progress = self._progress, (step, violations, multipliers)
-        if before is None:
-            return
-        rises = multipliers >= (1.05 * before[2]).clamp(0, self.args.multiplier_max)  # or is at its cap
-        stuck = (violations > 0) & (violations > 0.95 * before[1]) & rises
-        asked = self.problem.bounds(losses)[0]
+        asked, tolerances = self.problem.bounds(losses)
+        violations = self.problem.violations(losses) - tolerances
+        self._progress = step, violations, multipliers
+        rises = multipliers >= (1.05 * duals).clamp(0, self.args.multiplier_max)  # or is at its cap
+        stuck = (violations > 0) & (violations > 0.95 * before) & (multipliers > 0) & rises
         for row in self.problem.rows:
             if stuck[row.index] and row.name not in self._reported:
                 self._reported.add(row.name)

@@ -76,19 +76,16 @@ def test_auto_bound_of_a_loss_of_one_s_own_over_a_vocabulary(tmp_path):
     rows = torch.randint(600, (32, 12), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
     args = {"initial_loss_bound": "auto", "dual_warmup_steps": 2, "max_steps": 3, "readout_token_fraction": 1.0}
-    bounds = []
-    for loss in (None, shifted_loss):
-        trainer = trained(
+
+    def run(loss):
+        return trained(
             llama(vocab_size=600), config(tmp_path, **args), InOrder, train_dataset=data, compute_loss_func=loss
         )
-        bounds.append(trainer.problem.initial_loss_bound)
+
+    bounds = [run(loss).problem.initial_loss_bound for loss in (None, shifted_loss)]
     assert bounds[0] == bounds[1] == pytest.approx(math.log(600), rel=0.05)
-    trainer = InOrder(
-        llama(vocab_size=600), config(tmp_path, **args), train_dataset=data,
-        compute_loss_func=lambda *given, **items: shifted_loss(*given, **items) ** 2,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="cannot be measured for a loss that is"):
-        trainer.train()
+    with pytest.raises(ValueError, match="measured for a loss other than the cross-entropy"):
+        run(lambda *given, **items: shifted_loss(*given, **items) ** 2)
 
 
 def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
@@ -141,6 +138,13 @@ def test_a_row_that_cannot_be_met_is_said_early_with_what_is_attainable(tmp_path
     assert len(told) == len(expected)
     for name, text in expected.items():
         assert any(f"row {name} " in line and f", and {text}" in line for line in told)
+
+
+def test_a_multiplier_of_zero_is_not_said_to_rise(tmp_path, caplog):
+    state = DescentState(config(tmp_path, descent_alpha=None, loss_targets={1: 0.5}, dual_warmup_steps=99), 3, 109, 0)
+    for step in range(109):  # met since the multipliers move, but not by the mean over the last 50 steps
+        state.dual_step(torch.full((3,), 0.9 if step < 99 else 0.4), step)
+    assert not state.multipliers.values.any() and not caplog.text
 
 
 @pytest.mark.parametrize("settings", [{}, {"descent_alpha": "auto", "initial_loss_bound": "auto"}])

@@ -75,14 +75,11 @@ def on_first_process(args: TrainingArguments, function: Callable[[str], Any], fo
 def _report_changes(checkpoint: str, args: DescentArguments) -> None:
     """Warn of what makes a run resumed from `checkpoint` another one: no optimizer, or changed arguments."""
     if not any(name.startswith(OPTIMIZERS) for name in os.listdir(checkpoint)):
-        logger.warning(
-            f"{checkpoint} holds no optimizer (see `save_only_model`): it and the learning rate's schedule start "
-            "afresh."
-        )
+        logger.warning(f"{checkpoint} holds no optimizer (`save_only_model`): it and its schedule start afresh.")
     saved = RunFolder(checkpoint).summary.get("arguments")
     if saved is None:  # of plain Trainer
         return
-    now, default = training_arguments(args), "at its default"
+    now, default = json.loads(json.dumps(training_arguments(args))), "at its default"
     changes = [
         f"`{name}` was {saved.get(name, default)} and is {now.get(name, default)}"
         for name in sorted(saved.keys() | now.keys())

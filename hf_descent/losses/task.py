@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
@@ -217,9 +218,9 @@ def loss_from_logits(
     model: nn.Module, logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The model's own loss function on the logits of a readout; ValueError where it takes others, or there is none."""
-    pooled = getattr(model, "loss_type", None) == "ForSequenceClassification"
-    arguments = {"labels": labels, "config": model.config, "vocab_size": logits.shape[-1]}
-    arguments["pooled_logits" if pooled else "logits"] = logits
+    pooled = getattr(model, "loss_function", None) is ForSequenceClassificationLoss  # of images and sounds, too
+    name = "pooled_logits" if pooled else "logits"
+    arguments = {name: logits, "labels": labels, "config": model.config, "vocab_size": logits.shape[-1]}
     if num_items_in_batch is not None:
         arguments["num_items_in_batch"] = num_items_in_batch
     try:

@@ -3,12 +3,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from architectures import AUDIO, ByPlace, build
+from architectures import AUDIO, MODELS, ByPlace, build
 from tiny import bert, classification_data, config, language_data, llama
 from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, default_data_collator
 
 from hf_descent import DescentTrainer, layer_losses
-from hf_descent.losses.task import TaskLoss
+from hf_descent.losses.task import TaskLoss, loss_from_logits
 from hf_descent.readout.labels import shifts_labels
 
 
@@ -108,13 +108,16 @@ def test_a_custom_loss_is_a_scalar(tmp_path, wrong, bound):
     assert trainer.state.global_step == 0
 
 
+def test_the_loss_of_an_image_classifier_scores_logits_of_a_readout():
+    logits, labels = torch.randn(4, 2), torch.tensor([0, 1, 1, 0])
+    model = build("ViTForImageClassification", MODELS["ViTForImageClassification"])
+    assert loss_from_logits(model, logits, labels) == F.cross_entropy(logits, labels)
+
+
 def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
     torch.manual_seed(0)
     model = BertForQuestionAnswering(bert(num_labels=2).config)
-    rows = [
-        {**{name: row[name] for name in ("input_ids", "attention_mask")}, "start_positions": 1, "end_positions": 2}
-        for row in classification_data(8, pad=False)
-    ]
+    rows = [{**row, "start_positions": 1, "end_positions": 2} for row in classification_data(8, pad=False)]
     trainer = DescentTrainer(
         model, config(tmp_path), train_dataset=rows, readout=lambda model, hidden, inputs: model.qa_outputs(hidden)
     )

@@ -71,8 +71,8 @@ def draft_with(
             raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % len(model.get_output_embeddings().weight)
         reader = Readout.probe(model, {"input_ids": example})
-        if not 1 <= layer < reader.num_layers:
-            raise ValueError(f"`layer` is {layer}; {type(model).__name__} can draft with 1..{reader.num_layers - 1}.")
+        if layer not in range(1, reader.num_layers):
+            raise ValueError(f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}.")
         halves = _Halves(model, reader.stack, layer, shortlist)
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
         cache = outputs.get(halves.cache_name)

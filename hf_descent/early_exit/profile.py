@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -69,8 +69,9 @@ class ExitProfile(Result):
         for layer, (value, loss, seconds, speedup) in enumerate(zip(*columns), start=1):
             rows.append([f"{layer}", f"{value:.5g}", f"{loss:.5g}", f"{1e3 * seconds:.4g}", f"{speedup:.2f}x"])
         table, layer = format_table(rows), self.cheapest()
+        passed = ", passing over layers at chance" if replace(self, chance=None).cheapest() < layer else ""
         return (
-            f"{table}\n99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} on, "
+            f"{table}\n99 % of the last layer's {self.metric} from layer {layer} of {len(self.values)} on{passed}, "
             f"{self.speedups[layer - 1]:.2f} times as fast (batches of {self.batch_size} on {self.device})"
         )
 

@@ -33,8 +33,8 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     if "_original_forward" in vars(model):  # the autocast that training in mixed precision leaves, which no cut has
         del plain.forward
     reader = Readout.probe(plain, inputs)
-    if not 1 <= num_layers <= reader.num_layers:
-        raise ValueError(f"`num_layers` is {num_layers}; {name} has 1..{reader.num_layers}.")
+    if num_layers not in range(1, reader.num_layers + 1):
+        raise ValueError(f"`num_layers` is {num_layers!r}; {name} has 1..{reader.num_layers}.")
     with probing(plain):
         (truth,) = reader.read(inputs, output_logits, [num_layers])
     faults = []

@@ -365,7 +365,7 @@ LONG_ROPE |= {"original_max_position_embeddings": 16}
             {},
             "virtual",
         ),
-        (lambda: llama(num_layers=2), {}, r"`layer` is 2; LlamaForCausalLM can draft with 1\.\.1"),
+        (lambda: llama(num_layers=2), {}, r"`layer` is 2; LlamaForCausalLM drafts with 1\.\.1"),
     ],
 )
 def test_what_cannot_be_decoded_so_is_refused(make, settings, reason):
@@ -408,5 +408,7 @@ def test_layers_that_need_more_than_the_hidden_states_are_refused():
     model.model.layers[2].mlp.register_forward_hook(lambda module, args, output: output + seen[-1])
     prompt = torch.tensor([[5, 6, 7]])
     model.generate(prompt, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match="`layer` is '2'; LlamaForCausalLM drafts with"):
+        model.generate(prompt, max_new_tokens=4, custom_generate=draft_with("2"), pad_token_id=0)
     with pytest.raises(ValueError, match="its last layers need more"):
         model.generate(prompt, max_new_tokens=4, custom_generate=draft_with(1), pad_token_id=0)

@@ -55,7 +55,7 @@ def test_no_exit_is_offered_at_a_layer_at_chance():
     model.classifier.weight.data.zero_()
     model.classifier.bias.data = torch.tensor([7 / 8, 1 / 8, 1e-6]).log()
     profile = exit_profile(model, rows, batch_size=8, repeats=1)
-    assert profile.values.tolist() == [7 / 8] * 3 and profile.cheapest() == 3
+    assert profile.values.tolist() == [7 / 8] * 3 and "layer 3 of 3 on, passing over layers at chance" in str(profile)
     assert profile.chance == pytest.approx(-sum(p * math.log(p) for p in (7 / 8, 1 / 8)))
     profile.losses[1:] = 0.9 * profile.chance
     assert profile.cheapest() == 2 and "from layer 2 of 3 on" in str(profile)

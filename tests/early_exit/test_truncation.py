@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER, FAMILIES, LAYERS, MODELS, REFUSED, TwoStage, batch_for, build, depth_of
-from tiny import bert, classification_data, config, llama, spread
+from tiny import bert, classification_data, config, llama, spread, trained
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from hf_descent import DescentTrainer, layer_logits
+from hf_descent import layer_logits
 from hf_descent.early_exit import truncate
 from hf_descent.early_exit.truncation import example_inputs
 from hf_descent.models import (
@@ -78,14 +78,10 @@ def test_a_model_cast_by_hand_is_cut_with_its_cast_buffers():
 
 
 def test_a_model_trained_in_mixed_precision_is_cut_as_it_is_loaded(tmp_path):
-    model, rows = spread(bert()), classification_data()
-    trainer = DescentTrainer(model, config(tmp_path, bf16=True, max_steps=1), train_dataset=rows)
-    trainer.train()
-    assert "forward" in vars(model)  # accelerate's autocast
+    trainer = trained(spread(bert()), config(tmp_path, bf16=True, max_steps=1), train_dataset=classification_data())
     trainer.save_model()
-    loaded, inputs = type(model).from_pretrained(tmp_path), example_inputs(model)
-    torch.testing.assert_close(truncate(model, 2)(**inputs).logits, layer_logits(loaded, inputs)[1])
-    assert "forward" in vars(model)
+    inputs, loaded = example_inputs(trainer.model), AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(truncate(trainer.model, 2)(**inputs).logits, layer_logits(loaded, inputs)[1])
 
 
 def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_path):
@@ -132,8 +128,9 @@ def test_a_model_whose_scale_depends_on_its_depth_is_refused():
 
 
 def test_bad_arguments_to_truncate_are_named():
-    with pytest.raises(ValueError, match=r"`num_layers` is 4; BertForSequenceClassification has 1..3"):
-        truncate(bert(), 4)
+    for layers in (4, "2"):
+        with pytest.raises(ValueError, match=f"`num_layers` is {layers!r}; BertForSequenceClassification has 1..3"):
+            truncate(bert(), layers)
     with pytest.raises(TypeError, match="`model` is a TwoStage"):
         truncate(TwoStage(), 1)
     peft = pytest.importorskip("peft")

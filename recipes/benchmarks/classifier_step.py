@@ -47,11 +47,11 @@ def model_and_data(options):
             {"pixel_values": clip, "labels": clip} for clip in clips
         ]
     config = BertConfig(
-        vocab_size=1000, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
+        vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
         num_hidden_layers=options.layers, num_attention_heads=options.hidden // 32,
     )  # fmt: skip
     mask = torch.ones(options.length, dtype=torch.long)
-    ids = torch.randint(5, 1000, (count, options.length))
+    ids = torch.randint(5, options.vocab, (count, options.length))
     rows = [{"input_ids": row, "attention_mask": mask, "labels": index % 2} for index, row in enumerate(ids)]
     return BertForSequenceClassification(config), rows
 
@@ -95,7 +95,7 @@ def measure(options):
 
 
 def main():
-    command = parser(__doc__, layers=12, hidden=384, batch=16, length=128, steps=4)
+    command = parser(__doc__, layers=12, hidden=384, batch=16, length=128, steps=4, vocab=1000)
     command.add_argument("--model", choices=NOISE, default="bert")
     command.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     command.add_argument("--processor_time", action="store_true", help="instead of the clock's, on a busy machine")

@@ -38,6 +38,7 @@ from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
+from .training.evaluation import LayersBeside
 from .training.preparation import find_layers, find_sigma, make_dual, shared_batch, takes_items
 from .training.records import Given, LayerTotals, RunRecord, StepSums, reduced
 from .training.search import default_objective, values_as_given
@@ -51,8 +52,7 @@ class DescentMixin:
 
     With `objective="erm"` and no noise nothing changes, but for the scale of losses that ignore `num_items_in_batch`
     under gradient accumulation or several processes: those are averaged over the items of the whole batch here. As in
-    Trainer, `eval_loss` is then a mean over batches; the other objectives average over items. `evaluate` outside
-    training adds the losses of the layers, where they can be read.
+    Trainer, `eval_loss` is then a mean over batches, beside the layer losses; other objectives average over items.
 
     Attributes:
         command (`dict`): what defines this training beside the trainer's arguments, in JSON values; kept in
@@ -122,8 +122,7 @@ class DescentMixin:
         if batches and self._reads_layers and self._layers is None and self._is_labelled(batches[0]):
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
-        layers = self._layers
-        zeros = None if layers is None else torch.zeros(layers.num_layers, device=self.args.device)
+        zeros = None if self._layers is None else torch.zeros(self._layers.num_layers, device=self.args.device)
         self._step = StepSums(layer_losses=zeros)
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
@@ -286,10 +285,11 @@ class DescentMixin:
         return super().predict(test_dataset, *args, **kwargs)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
-        self._evaluated = LayerTotals()
+        is_beside = not self._reads_layers and description == "Evaluation"
+        self._evaluated = LayersBeside(self, super().compute_loss, self._evaluated) if is_beside else LayerTotals()
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if not self._reads_layers and description == "Evaluation":
-            output.metrics.update(evaluation.plain_metrics(self, dataloader, metric_key_prefix, super().compute_loss))
+        if is_beside:
+            output.metrics.update(self._evaluated.metrics(metric_key_prefix))
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
         if self._layers is not None:
@@ -304,7 +304,10 @@ class DescentMixin:
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None, **gen_kwargs):
         if not self._reads_layers:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+            prediction = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+            if isinstance(self._evaluated, LayersBeside):
+                self._evaluated.read(model, inputs)
+            return prediction
         ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if not self._is_labelled(inputs):
@@ -367,12 +370,11 @@ class DescentMixin:
         Raises:
             ValueError: no data, or as [`layer_profile`].
         """
-        dataset = self._held_out(eval_dataset)
         model, settings = evaluation.settings(self, self._given.readout)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         settings |= {"problem": self.problem} | kwargs
-        profile = layer_profile(model, dataset, **settings)
+        profile = layer_profile(model, self._held_out(eval_dataset), **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
             also_selected = holdout.is_of_training(self, eval_dataset, self._record)
@@ -485,10 +487,7 @@ class DescentMixin:
             super()._hp_search_setup(trial)
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """Write `README.md` and `model_card.json` into the output folder, from its files and this trainer.
-
-        Takes the arguments of the trainer that it is mixed into, `transformers.Trainer`'s or TRL's.
-        """
+        """Write `README.md` and `model_card.json`, from the files of the output folder; arguments as of the class."""
         if not self.is_world_process_zero():
             return
         given = inspect.signature(super().create_model_card).bind(*args, **kwargs).arguments

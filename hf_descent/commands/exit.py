@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -33,9 +32,7 @@ class ExitArguments:
     prompts: int = HfArg(default=8, help="Language models: texts whose beginnings are continued.")
     prompt_length: int = HfArg(default=16, help="Language models: tokens of each beginning.")
     max_new_tokens: int = HfArg(default=64, help="Language models: tokens generated for each.")
-    shortlist: int | None = HfArg(
-        default=None, help="Language models: let drafts choose from so many of the file's most frequent tokens, too."
-    )
+    shortlist: int | None = HfArg(default=None, help="Language models: draft from so many frequent tokens, too.")
 
     def __post_init__(self):
         counts = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "shortlist")
@@ -97,7 +94,7 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     shared = {"repeats": args.repeats, "progress": True}
     collator, tokens = DataCollatorForSeq2Seq(tokenizer), min(args.max_new_tokens, positions - args.prompt_length)
     results = {"exit_profile": exit_profile(model, rows, data_collator=collator, batch_size=args.batch_size, **shared)}
-    counts = Counter(chain(*(ids[args.prompts :] or ids)))  # of texts that are not continued, where there are any
+    counts = Counter(token for row in ids[args.prompts :] or ids for token in row)  # of texts that are not continued
     frequent = [token for token, _ in counts.most_common(args.shortlist or 0)]
     profile = partial(speculation_profile, model, prompts, max_new_tokens=tokens, **shared)
     try:

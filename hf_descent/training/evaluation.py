@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import DynamoBackend, find_batch_size
+from accelerate.utils import DynamoBackend, find_batch_size, slice_tensors
 from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer
 from transformers.utils import logging
@@ -16,12 +17,14 @@ from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
-from ..evaluation.profile import layer_profile
-from ..losses.constant import ConstantPredictor, chance_of
-from ..losses.layerwise import LayerLosses
+from ..losses.constant import ConstantPredictor, chance_of, find_predictor
+from ..losses.layerwise import LayerLosses, find_layer_losses
+from ..losses.task import TaskLoss
 from ..readout.replay import Readout, probing
 from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported
+from .preparation import shared_batch
+from .records import LayerTotals, reduced
 
 
 logger = logging.get_logger(__name__)
@@ -59,27 +62,63 @@ def readout_without_labels(
     return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
 
 
-def plain_metrics(trainer: Trainer, dataloader, prefix: str, loss_method: Callable) -> dict[str, float]:
-    """Layer losses, descent share and largest rise of plain training, from a pass over the evaluation's rows of its
-    own, so that Trainer's numbers and random draws stay; none where the layers cannot be read so.
+class LayersBeside:
+    """The layers of plain training, read on each batch of an evaluation after Trainer, whose numbers and random draws
+    stay; those below the last on a sample of the tokens, as in training. Where they cannot be read, the log says why.
 
-    Args:
-        loss_method: the `compute_loss` of the class that the mixin stands before.
+    `loss_method` is as for `check_supported`; `before` is what the last evaluation has read, perhaps of these layers.
     """
-    own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
-    is_compiled = trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
-    try:
-        model, found = settings(trainer, None)
-        if own_loss or is_compiled or (found["accelerator"] is None and trainer.args.world_size > 1):
-            raise ValueError("its loss is overridden, or its model compiled or sharded.")
-        check_supported(trainer, loss_method)
-        with probing(model):
-            measured = layer_profile(model, trainer._held_out(dataloader.dataset), **found).to_dict()
-    except Exception as error:  # of models and data of which plain training need not know
-        logger.info_once(f"The evaluation of plain training leaves the layers out: {error}")
-        return {}
-    kept = {name: value for name, value in measured.items() if LAYER_LOSS.match(name) or name in RELATIVE_METRICS}
-    return {f"{prefix}_{name}": value for name, value in kept.items()}
+
+    def __init__(self, trainer: Trainer, loss_method: Callable, before: "LayersBeside | LayerTotals"):
+        self._trainer, self._loss_method, self._totals = trainer, loss_method, LayerTotals()
+        self._found: tuple[LayerLosses | None, ConstantPredictor | None] | None = getattr(before, "_found", None)
+
+    def _find(self, model, inputs):
+        trainer, layers, constant = self._trainer, None, None
+        own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
+        try:
+            if own_loss or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+                raise ValueError("its loss is overridden, or its model compiled.")
+            check_supported(trainer, self._loss_method)
+            inputs, loss_fn = shared_batch(inputs, trainer), trainer.compute_loss_func or trainer.label_smoother
+            task = TaskLoss.probe(model, inputs, label_names=trainer.label_names, loss_fn=loss_fn)
+            sample = {"token_fraction": trainer.args.readout_token_fraction, "seed": trainer.args.seed}
+            layers = find_layer_losses(model, inputs, task, **sample)
+            inputs = task.short(inputs)
+            with suppress(ValueError):  # no least loss of a constant prediction is known
+                constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+        except Exception as error:  # of models and data of which plain training need not know
+            logger.info(f"The evaluation of plain training leaves the layers out: {error}")
+        return layers, constant
+
+    def read(self, model, inputs) -> None:
+        """Read a batch; every process calls it for each of its batches."""
+        trainer, own_rows = self._trainer, rows_counted_once(self._trainer, inputs)
+        if not trainer._is_labelled(inputs):
+            return
+        inputs, place = trainer._prepare_inputs(inputs), (trainer.args.process_index, self._totals.batches)
+        with probing(unwrapped(model)), trainer.compute_loss_context_manager():
+            layers, constant = self._found or (None, None)
+            if self._found is None or not (layers is None or layers.readout.fits(unwrapped(model))):
+                layers, constant = self._found = self._find(unwrapped(model), inputs)
+            if layers is None:
+                return
+            inputs = inputs if own_rows is None else slice_tensors(inputs, slice(max(own_rows, 1)))
+            measured = layers.measure(model, inputs, keep_logits=False, key=place)
+        if own_rows != 0:
+            labels = constant and constant.of_batch(layers.task, inputs)
+            self._totals = self._totals.plus(measured, place[0], trainer.args.world_size, labels)
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Layer losses, descent share and largest rise, over the rows of all processes."""
+        layers, _ = self._found or (None, None)
+        if layers is None:
+            return {}
+        args, labels = self._trainer.args, self._totals.labels
+        totals = reduced(self._trainer, self._totals.over(layers.num_layers, args.device))
+        dual = DescentState(args, layers.num_layers, 0, 0, chance_of(labels))
+        found, _ = layer_metrics(dual, totals, labels, prefix, 0)
+        return {name: found[name] for name in found if LAYER_LOSS.search(name) or name.endswith(RELATIVE_METRICS)}
 
 
 def layer_metrics(

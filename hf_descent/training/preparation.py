@@ -107,7 +107,7 @@ def make_dual(
     try:
         constant = find_predictor(task, inputs, outputs)
         if chance is None:
-            data = trainer.train_dataset if trainer.is_in_train or loader is None else loader.dataset
+            data = trainer.train_dataset if trainer.is_in_train or loader is None else getattr(loader, "dataset", None)
             chance = measure_chance(trainer, task, constant, data)
     except ValueError:
         is_constrained = trainer.is_in_train and args.objective not in UNCONSTRAINED

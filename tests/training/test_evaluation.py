@@ -27,6 +27,7 @@ from hf_descent.models import UTConfig, UTForVideoDenoising
 
 DATA = classification_data()
 DATA_TEST = classification_data(32, seed=1)
+Batches = type("Batches", (list,), {})  # a loader without a data set
 
 
 def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
@@ -117,22 +118,42 @@ class NoLayers(torch.nn.Module):
         return F.cross_entropy(logits, labels) + 0 * torch.rand(()), logits  # draws
 
 
-class Batches(list):
-    """A loader without a data set."""
-
-
-class OwnLoader(DescentTrainer):
-    def get_eval_dataloader(self, eval_dataset=None):
-        return Batches(super().get_eval_dataloader(eval_dataset))
-
-
 def test_plain_training_of_what_has_no_readable_layers_is_evaluated_as_by_trainer(tmp_path):
     args = config(tmp_path, objective="erm")
-    for kind, model, factor in ((Weighed, bert(), 2), (DescentTrainer, NoLayers(), 1), (OwnLoader, bert(), 1)):
+    for kind, model, factor in ((Weighed, bert(), 2), (DescentTrainer, NoLayers(), 1)):
         metrics, drawn = evaluated_and_drawn(kind(model, args, eval_dataset=DATA_TEST))
         expected, drawn_by_stock = evaluated_and_drawn(stock(tmp_path, model, DATA_TEST))
         assert (metrics["eval_loss"], drawn) == (factor * expected["eval_loss"], drawn_by_stock)
         assert not any("layer" in name or "rise" in name for name in metrics)
+
+
+class OwnLoader(DescentTrainer):  # every other row, with other labels than the data set has
+    def get_eval_dataloader(self, eval_dataset=None):
+        batches = list(super().get_eval_dataloader(eval_dataset))
+        return Batches({**batch, "labels": (batch["labels"] + 1) % 3} for batch in batches[::2])
+
+
+def test_the_layers_of_plain_training_are_those_of_the_rows_that_trainer_evaluates(tmp_path):
+    """Whatever loader gives them; with the numbers of an objective that reads the layers itself."""
+    found = []
+    for objective in ("erm", "deep_supervision"):
+        trainer = OwnLoader(spread(bert()), config(tmp_path, objective=objective), eval_dataset=DATA_TEST)
+        found.append(trainer.evaluate())
+    names = [name for name in found[0] if "layer" in name or "rise" in name]
+    assert len(names) == 4 and found[0]["eval_loss"] == pytest.approx(found[0]["eval_layer_loss_3"], rel=1e-4)
+    assert [found[0][name] for name in names] == [found[1][name] for name in names]
+
+
+def test_a_collator_that_draws_by_itself_draws_for_plain_training_as_for_trainer(tmp_path):
+    args = config(tmp_path, objective="erm", max_steps=4, eval_strategy="steps", eval_steps=2)
+    rows, found = classification_data(24, pad=False), []
+    for trainer_class in (Trainer, DescentTrainer):
+        own = {"size": (8,), "generator": torch.Generator().manual_seed(1)}
+        collate = lambda rows, own=own: default_data_collator(rows) | {"labels": torch.randint(3, **own)}  # noqa: E731
+        trainer = trainer_class(bert(), args, train_dataset=rows, eval_dataset=rows, data_collator=collate)
+        trainer.train()
+        found.append([log[name] for log in trainer.state.log_history for name in ("loss", "eval_loss") if name in log])
+    assert found[0] == found[1] and len(found[0]) == 6
 
 
 def test_batches_count_by_their_labels(tmp_path):

@@ -97,7 +97,7 @@ class Certificate(Result):
         if self.largest_rise is not None:
             summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
         if not self.has_learned:
-            summary += ".\nThe layers are not all shown to be better than a constant prediction"
+            summary += ". The layers are not all shown to be better than a constant prediction"
         return f"{format_table(table)}\n{summary}." + (f"\n{ALSO_SELECTED}" if self.also_selected else "")
 
 

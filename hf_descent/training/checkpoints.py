@@ -136,10 +136,10 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
     Trainer would leave such weights as they are (huggingface/transformers#48805).
     """
     model = getattr(trainer.model, "_orig_mod", trainer.model)  # of a compiled one
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    files = list(Path(folder).glob("model*.safetensors"))
+    is_whole = isinstance(model, PreTrainedModel) and not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    files = list(Path(folder).glob("model*.safetensors")) if is_whole else []
     saved = set().union(*(safe_open(file, framework="pt").keys() for file in files))
-    if is_sharded or not isinstance(model, PreTrainedModel) or saved <= model.state_dict().keys():
+    if not files or saved <= model.state_dict().keys():
         yield
         return
     weights = _weights_by_own_names(model, files)

@@ -67,8 +67,8 @@ def check_parts(trainer: Trainer, dual_dataset) -> dict[str, set | dict]:
     data has duplicates."""
     if dual_dataset is not None and trainer.args.dual_holdout is not None:
         raise ValueError("Give `dual_dataset` or `dual_holdout`, not both: either holds the rows of the multipliers.")
-    count = len(dual_dataset) if has_length(dual_dataset) else "no known number of"
-    if dual_dataset is not None and (isinstance(count, str) or count < LEAST_ROWS):
+    if dual_dataset is not None and not (has_length(dual_dataset) and len(dual_dataset) >= LEAST_ROWS):
+        count = len(dual_dataset) if has_length(dual_dataset) else "no known number of"
         raise ValueError(f"`dual_dataset` has {count} rows; give {LEAST_ROWS} or more, in a dataset with a length.")
     sets, dual = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}, row_keys(trainer, dual_dataset)
     keys = {name: row_keys(trainer, rows) for name, rows in sets.items()}

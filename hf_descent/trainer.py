@@ -39,7 +39,7 @@ from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.evaluation import LayersBeside
-from .training.preparation import find_layers, find_sigma, make_dual, shared_batch, takes_items
+from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
 from .training.records import Given, LayerTotals, RunRecord, StepSums, reduced
 from .training.search import default_objective, values_as_given
 
@@ -220,15 +220,7 @@ class DescentMixin:
         """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
         if self._task is None:
             inputs = inputs if is_shared else shared_batch(inputs, self)
-            self._task = TaskLoss.probe(
-                unwrapped(model),
-                inputs,
-                label_names=self.label_names,
-                loss_fn=self.compute_loss_func or self.label_smoother,
-                readout=self._given.readout,
-                shifts_labels=self._loss_shifts_labels,
-                accepts_items=self.model_accepts_loss_kwargs,
-            )
+            self._task = find_task(self, unwrapped(model), inputs, self._given.readout)
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._task.shifts_labels
         return self._task

@@ -19,11 +19,10 @@ from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
 from ..losses.constant import ConstantPredictor, chance_of, find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
-from ..losses.task import TaskLoss
 from ..readout.replay import Readout, probing
 from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported
-from .preparation import shared_batch
+from .preparation import find_task, shared_batch
 from .records import LayerTotals, reduced
 
 
@@ -80,8 +79,8 @@ class LayersBeside:
             if own_loss or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
                 raise ValueError("its loss is overridden, or its model compiled.")
             check_supported(trainer, self._loss_method)
-            inputs, loss_fn = shared_batch(inputs, trainer), trainer.compute_loss_func or trainer.label_smoother
-            task = TaskLoss.probe(model, inputs, label_names=trainer.label_names, loss_fn=loss_fn)
+            inputs = shared_batch(inputs, trainer)
+            task = find_task(trainer, model, inputs)
             sample = {"token_fraction": trainer.args.readout_token_fraction, "seed": trainer.args.seed}
             layers = find_layer_losses(model, inputs, task, **sample)
             inputs = task.short(inputs)

@@ -1,7 +1,7 @@
 """What a run finds out once, before its first step, on a batch that all processes share or on its training data."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,15 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
         "the masking, and to the length at which rows are cut."
     )
     return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
+
+
+def find_task(
+    trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], readout: Callable | None = None
+) -> TaskLoss:
+    """The task loss of a trainer's unwrapped model, found out on a batch that all processes share."""
+    given = {"loss_fn": trainer.compute_loss_func or trainer.label_smoother, "readout": readout}
+    given |= {"shifts_labels": trainer._loss_shifts_labels, "accepts_items": trainer.model_accepts_loss_kwargs}
+    return TaskLoss.probe(model, inputs, label_names=trainer.label_names, **given)
 
 
 def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> bool:

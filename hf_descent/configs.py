@@ -156,10 +156,10 @@ class DescentArguments:
     > Parameters that control the readout of large vocabularies
 
     readout_token_fraction (`float`, *optional*):
-        Share of the labelled tokens, in (0, 1], on which a language model's lower layers are read, each on tokens of
-        its own, unless constraints compare it with the one before (`descent_alpha`); where it has no weight and is
-        only logged, a quarter of that. The last layer is read on all. Where not given: 1/10 for a vocabulary of 8192
-        or more, else all. Estimates are unbiased; the penalties of "hinge" and "quadratic", convex in them, too high.
+        Share of the labelled tokens, in (0, 1], on which training and evaluations in its course read a language
+        model's lower layers, each on tokens of its own, unless constraints compare it with the one before
+        (`descent_alpha`). The last layer is read on all. Where not given: 1/10 for a vocabulary of 8192 or more, else
+        all. Estimates are unbiased; the penalties of "hinge" and "quadratic", convex in them, too high.
 
     > Parameters that control the noise
 

@@ -149,7 +149,8 @@ class DescentMixin:
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         self._prepare(model, inputs)
         if not is_step:
-            measured = self._layers.measure(model, inputs, keep_logits=return_outputs)
+            key = (self.args.process_index, self._evaluated.batches) if self.is_in_train else None
+            measured = self._layers.measure(model, inputs, keep_logits=return_outputs, key=key)
             labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
             self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size, labels)
             self._log_tokens(inputs, measured.outputs, measured.tokens)

@@ -166,13 +166,12 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     model, noise = task.model.to(best_device()), {"seed": args.noise_seed, "sigma": args.noise_sigma}
     shared = task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
 
-    results = {}
     run = RunFolder(folder)
     run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones
     if os.path.abspath(folder) != os.path.abspath(name):
         run.write_summary(summary)  # by which `hf-descent compare` tells seeds from settings
     settings = shared | {"draws": args.draws}
-    results["noise_curve"] = noise_curve(model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings)
+    results = {"noise_curve": noise_curve(model, task.rows, args.eval_gammas, gamma_train=gamma_train, **settings)}
     if args.perturbation_rates is not None:
         settings["perturbation"] = task.perturbation
         curve = noise_curve(model, task.perturbed_rows, args.perturbation_rates, **settings)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from transformers import DataCollatorForSeq2Seq
 from transformers.hf_argparser import HfArg
@@ -92,14 +91,13 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     tokenizer.padding_side = "right"
     rows = [{"input_ids": row, "labels": row} for row in ids]
     shared = {"repeats": args.repeats, "progress": True}
-    collator, tokens = DataCollatorForSeq2Seq(tokenizer), min(args.max_new_tokens, positions - args.prompt_length)
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    drafts = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length)}
     results = {"exit_profile": exit_profile(model, rows, data_collator=collator, batch_size=args.batch_size, **shared)}
     counts = Counter(token for row in ids[args.prompts :] or ids for token in row)  # of texts that are not continued
-    frequent = [token for token, _ in counts.most_common(args.shortlist or 0)]
-    profile = partial(speculation_profile, model, prompts, max_new_tokens=tokens, **shared)
+    drafts["shortlist"] = [token for token, _ in counts.most_common(args.shortlist or 0)] or None
     try:
-        profiles = [profile(shortlist=each) for each in ([None, frequent] if frequent else [None])]
-        results["speculation_profile"] = max(profiles, key=lambda profile: np.nanmax(profile.speedups, initial=0))
+        results["speculation_profile"] = speculation_profile(model, prompts, **drafts, **shared)
     except ValueError as error:  # as of a single layer; what was measured before is kept
         print(f"No speculation profile: {error}\n")
     return results

@@ -110,7 +110,7 @@ class SpeculationProfile(Result):
         tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
         greedy_tokens_per_second (`float`): of the whole model.
         equal (float64 `[L - 1]`): share of the prompts whose drafted text is the greedy one; below 1 by rounding.
-        shortlist (`list[int]`, *optional*): the tokens that drafts chose from, as of [`draft_with`].
+        shortlist (`list[int]`, *optional*): the tokens that drafts chose from, where that was faster.
     """
 
     acceptance: np.ndarray
@@ -159,7 +159,7 @@ def speculation_profile(
         prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each, continued one at a time.
         max_new_tokens (`int`): tokens generated for each.
         repeats (`int`): timings of each layer.
-        shortlist: as of [`draft_with`].
+        shortlist: as of [`draft_with`]; drafts are timed without and with it, and the way with the fastest is kept.
         progress (`bool`): show progress bars.
 
     ValueError as of [`draft_with`]; for no decoder, no prompts, or `repeats` below 1.
@@ -187,15 +187,19 @@ def speculation_profile(
         steps = np.arange(MAX_DRAFT)
         expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
         timed = np.argsort(-expected.max(1), kind="stable")[:TIMED_LAYERS]
-        calls = [generate, *(partial(generate, custom_generate=draft_with(layer + 1, shortlist)) for layer in timed)]
+        lists = [None] if shortlist is None else [None, torch.as_tensor(shortlist).tolist()]
+        drafts = [draft_with(layer + 1, each) for each in lists for layer in timed]
+        calls = [generate, *(partial(generate, custom_generate=draft) for draft in drafts)]
         texts = [call() for call in calls]
-        seconds = turns(calls, repeats, device, progress)  # [1 + timed]
+        seconds = turns(calls, repeats, device, progress)  # [1 + lists * timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
     speeds, equal = np.full((2, len(acceptance)), np.nan)
-    greedy_speed, *speeds[timed] = tokens / seconds  # [1 + timed]
-    equal[timed] = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
-    tokens = None if shortlist is None else torch.as_tensor(shortlist).tolist()
-    return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal, tokens)
+    greedy_speed, *drafted = tokens / seconds
+    same = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
+    found = np.reshape([drafted, same], (2, len(lists), len(timed)))
+    best = found[0].max(1, initial=0.0).argmax()
+    speeds[timed], equal[timed] = found[:, best]
+    return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal, lists[best])
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:

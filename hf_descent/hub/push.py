@@ -168,8 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def hub_id(name: str | None) -> str | None:
     """`name` if it may be an id on the Hub; `None` for a folder of this machine or of another."""
-    is_id = name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
-    return name if is_id else None
+    return name if name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:

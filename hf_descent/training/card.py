@@ -15,8 +15,7 @@ def card_facts(trainer: Trainer, given: dict[str, Any], trained: bool) -> dict[s
     model's only where this trainer `trained` it."""
     if "dataset_name" in given:
         given["dataset"] = given.pop("dataset_name")
-    tags = given.pop("tags", None) or []
-    tags = dict.fromkeys([*([tags] if isinstance(tags, str) else tags), *type(trainer)._tag_names])
+    tags = dict.fromkeys([*(listed(given.pop("tags", None)) or []), *type(trainer)._tag_names])
     summary = TrainingSummary.from_trainer(trainer, tags=list(tags), **given)
     # Each of a dict of data sets is logged by itself, under its own name.
     history = [entry for entry in trainer.state.log_history if any(name.endswith("_runtime") for name in entry)]

@@ -229,8 +229,7 @@ def test_the_log_of_a_constant_prediction_gives_no_verdict_and_no_share(tmp_path
 )  # fmt: skip
 def test_a_run_of_one_step_is_not_met(tmp_path, make, rows, problem):
     args = config(tmp_path, max_steps=1, learning_rate=1e-3, per_device_eval_batch_size=2, **problem)
-    trainer = trained(make(), args, train_dataset=rows, eval_dataset=rows)
-    metrics = trainer.evaluate()
+    metrics = trained(make(), args, train_dataset=rows, eval_dataset=rows).evaluate()
     assert metrics["eval_feasible"] == 0 > metrics["eval_feasible_score"] and "eval_descent_share" not in metrics
 
 

@@ -202,8 +202,7 @@ def test_numbers_of_any_kind_can_be_saved(tmp_path, objective):
         "max_grad_norm": np.float32(2), "max_steps": np.int64(-1),
     }  # fmt: skip
     args = config(tmp_path, objective=objective, save_strategy="steps", save_steps=1, **numbers)
-    trainer = trained(bert(), args, train_dataset=DATA[:16])
-    trainer.save_model()
+    trained(bert(), args, train_dataset=DATA[:16]).save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-2"):
         saved = RunFolder(folder).summary["arguments"]
         assert {name: saved[name] for name in numbers} == numbers

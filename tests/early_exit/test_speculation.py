@@ -10,12 +10,16 @@ from tiny import llama, spread
 from hf_descent.early_exit import SpeculationProfile, speculation_profile, truncate
 
 
-def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit():
+def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(monkeypatch):
     model = spread(llama(num_layers=3))
     model.generation_config.eos_token_id = None
     prompts = [torch.tensor([[3, 4, 5]]), torch.tensor([[7, 8, 9, 10]])]
-    profile = speculation_profile(model, prompts, max_new_tokens=12, repeats=1, shortlist=range(5, 25))
-    assert profile.equal.tolist() == [1.0, 1.0] and profile.shortlist == [*range(5, 25)]
+    for fastest, kept in ((3, [*range(5, 25)]), (1, None)):  # the first draft with a shortlist, and that without
+        seconds = 4.0 - 2 * np.eye(5)[fastest]
+        monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *_, seconds=seconds: seconds)
+        profile = speculation_profile(model, prompts, max_new_tokens=12, repeats=1, shortlist=range(5, 25))
+        assert profile.equal.tolist() == [1.0, 1.0] and profile.shortlist == kept
+        assert sorted(profile.speedups) == [1.0, 2.0]
     for layer in (1, 2):
         short, hits = truncate(model, layer, {"input_ids": prompts[0]}), 0
         for prompt in prompts:

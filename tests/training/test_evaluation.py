@@ -32,8 +32,7 @@ Batches = type("Batches", (list,), {})  # a loader without a data set
 
 def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
     args = config(tmp_path, per_device_eval_batch_size=7)
-    trainer = DescentTrainer(bert(), args, eval_dataset=DATA_TEST)
-    metrics = trainer.evaluate()
+    metrics = DescentTrainer(bert(), args, eval_dataset=DATA_TEST).evaluate()
     whole = next(batches(DATA_TEST, 32))
     model = bert().eval()
     with torch.no_grad():

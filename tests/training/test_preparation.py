@@ -286,8 +286,7 @@ def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_pa
 
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
     data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no best constant prediction
-    trainer = trained(tmp_path, bert(), data, initial_loss_bound=1.1)
-    assert trainer.problem.initial_loss_bound == 1.1
+    assert trained(tmp_path, bert(), data, initial_loss_bound=1.1).problem.initial_loss_bound == 1.1
 
 
 def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):

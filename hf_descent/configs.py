@@ -156,10 +156,10 @@ class DescentArguments:
     > Parameters that control the readout of large vocabularies
 
     readout_token_fraction (`float`, *optional*):
-        Share of the labelled tokens, in (0, 1], on which training and evaluations in its course read a language
-        model's lower layers, each on tokens of its own, unless constraints compare it with the one before
-        (`descent_alpha`). The last layer is read on all. Where not given: 1/10 for a vocabulary of 8192 or more, else
-        all. Estimates are unbiased; the penalties of "hinge" and "quadratic", convex in them, too high.
+        Share of the labelled tokens, in (0, 1], on which a language model's lower layers are read, by steps each on
+        tokens of its own, unless constraints compare it with the one before (`descent_alpha`), and without weight on a
+        quarter of that; by evaluations in training all on the same. The last layer is read on all. Default: 1/10 for a
+        vocabulary of 8192 or more, else all. Unbiased, but penalties ("hinge", "quadratic"), being convex, too high.
 
     > Parameters that control the noise
 

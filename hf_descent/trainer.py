@@ -382,7 +382,10 @@ class DescentMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         resume_from_checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.is_in_train = False  # which Trainer leaves where an error or an interruption ends it
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
@@ -405,6 +408,7 @@ class DescentMixin:
         if self._reads_layers and self._dual is None:
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
         self._training_noise(self.model)
+        self.is_in_train = False  # the model is whole for the callbacks that come now, and evaluated as such
         if self.args.load_best_model_at_end:
             checkpoints.on_first_process(self.args, checkpoints.check_complete, self.state.best_model_checkpoint or "")
         return super()._finalize_training(*args, **kwargs)

@@ -238,8 +238,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_measured(tm
 
 
 def test_no_module_imports_a_command_and_no_command_another():
-    package = Path(cli.__file__).parent
-    for path in package.rglob("*.py"):
+    for path in Path(cli.__file__).parent.rglob("*.py"):
         source = path.read_text(encoding="utf-8")
         if path.parent.name == "commands":
             assert set(re.findall(r"^ *from \.(\w+) import", source, re.MULTILINE)) <= {"training", "arguments"}, path

@@ -8,12 +8,8 @@ from ..evaluation.plots import save_comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser):
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="[GROUP=]RUN",
-        help="folders of evaluated runs; grouped by the names before `=`, or by their own without the seed at the end",
-    )
+    runs = "folders of evaluated runs; grouped by the names before `=`, or by their own without the seed at the end"
+    parser.add_argument("runs", nargs="+", metavar="[GROUP=]RUN", help=runs)
     parser.add_argument("--baseline", help="the group to compare with; the first one where not given")
     parser.add_argument("--confidence", type=float, default=0.95, help="level at which all outcomes hold together")
     curves = "the curve to compare: noise_curve, typos_curve or salt_and_pepper_curve"

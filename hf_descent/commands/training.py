@@ -30,9 +30,8 @@ def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
     """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
     ValueError where the output folder holds something, and the arguments say neither to resume nor to overwrite."""
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
-    resume = {"true": True, "false": None, "none": None}.get(
-        str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint
-    )
+    given = args.resume_from_checkpoint
+    resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
     if not (resume or overwrite) and os.path.isdir(args.output_dir) and os.listdir(args.output_dir):
         raise ValueError(
             f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "

@@ -26,8 +26,8 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     readout, or no config gives exactly the first layers.
     """
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` (of a PEFT model `merge_and_unload()`).")
+    if not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
+        raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` without adapters (`merge_and_unload()`).")
     inputs = example_inputs(model) if inputs is None else inputs
     plain = copy.copy(model)  # of the same weights
     if "_original_forward" in vars(model):  # the autocast that training in mixed precision leaves, which no cut has

@@ -113,7 +113,7 @@ class ReplayedLosses:
     ) -> MeasuredLosses:
         """The losses of a batch in evaluation; `score(outputs, inputs)` is called for each layer, with its outputs or,
         where none are made, its [`TokenStatistics`]. With a `key` (integers) layers are read on a sample of tokens,
-        as in training, drawn by that key."""
+        as in training, drawn by that key, the same for all layers, so that their differences are less noisy."""
         count, losses, scores = self.task.count(inputs), [], []
         items = count if self.task.loss_fn is not None else None  # as Trainer gives a custom loss those of the batch
 
@@ -189,7 +189,7 @@ class TiledLosses:
         return StepLosses(outputs["loss"], losses.sums / divisor, outputs, losses.tokens)
 
     def measure(self, model, inputs, score=None, keep_logits=True, key=None):
-        sample = () if key is None else (self.token_fraction, self._generator(key), self._same)
+        sample = () if key is None else (self.token_fraction, self._generator(key), True)
         tokens, found, scores = self._head.tokens(inputs, *sample), [], []
 
         def read_layers(read, outputs, hidden_states):

@@ -19,10 +19,10 @@ from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Worksp
 
 # A token's weight multiplies its hidden state in the dtype of the head: float16 ends at 65504.
 LARGEST_COEFFICIENT = 64.0
-# What a sample is off on the last layer, which is read on all tokens, it is off on another in part: this much is
-# taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`). Not
-# from the objective: its gradient would weigh the last layer's sampling errors by all multipliers.
-CORRECTION = 0.5
+# What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: so much of that
+# is taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`).
+# Not from the objective: its gradient would weigh the last layer's sampling errors by all multipliers.
+CORRECTION = 1.0
 # Layers without weight are only shown, and a quarter of a sample will do: of a deep model with two exits they would
 # cost more than all else that is read.
 SHOWN_PART = 4

@@ -125,8 +125,7 @@ def search(
     rate, last = rates[runs.index(best)], best
     while arm not in WITHOUT_COEFFICIENTS and not any(found["met"] for found in runs) and len(runs) < budget:
         coefficients.after(last["missed"], last["broke"])
-        last = run(coefficients.values, rate)
-        runs.append(last)
+        runs.append(last := run(coefficients.values, rate))
     if arm in (*WITHOUT_COEFFICIENTS, "ours") or not any(found["met"] for found in runs):
         return runs
     met = best if best["met"] else next(found for found in runs if found["met"])
@@ -354,8 +353,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> str:
     options = parse(argv)
     torch.set_num_threads(1)
-    answer = defaults if options.defaults else holds if options.holds else table
-    return answer(options)
+    return (defaults if options.defaults else holds if options.holds else table)(options)
 
 
 if __name__ == "__main__":

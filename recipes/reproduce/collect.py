@@ -56,8 +56,7 @@ def compared(panel: Panel, options: Options, folder: Path) -> dict[str, Any]:
     # The descent is compared at the greatest shared level at which a run was trained, or at the least.
     levels, trained = shared_levels(runs), {run.gamma_train for found in runs.values() for run in found}
     level = max((gamma for gamma in levels if gamma in trained), default=min(levels, default=None))
-    first = next(iter(panel.ways.values()))
-    summary, title = SUMMARIES[first.command]
+    summary, title = SUMMARIES[next(iter(panel.ways.values())).command]
     rows = {}
     for row, way in panel.ways.items():
         profiles = [run.profiles[level] for run in runs[row]]

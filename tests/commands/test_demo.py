@@ -14,8 +14,7 @@ def test_a_short_demo_trains_every_arm_and_writes_table_figures_and_runs(tmp_pat
         (run,) = runs
         assert len(run.profiles[GAMMA_TRAIN].losses) == NUM_LAYERS
         assert run.curve.mean.tolist() == sorted(run.curve.mean) and len(run.curve.gammas) == len(GAMMAS)
-    written = json.loads((tmp_path / "comparison.json").read_text())
-    assert list(written["groups"]) == list(ARMS.values())
+    assert list(json.loads((tmp_path / "comparison.json").read_text())["groups"]) == list(ARMS.values())
     assert {"metric_against_noise.png", "layer_losses.png"} <= {path.name for path in tmp_path.iterdir()}
     printed = capsys.readouterr().out
     losses = comparison.groups["constrained"][0].profiles[GAMMA_TRAIN].losses

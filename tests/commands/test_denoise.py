@@ -60,8 +60,7 @@ def test_smoke_recipes_run(smoke, recipe, capsys):
         curve = [results[f"{split}_rmse@{gamma}"] for gamma in ("0", "0.15", "0.5")]
         assert results[f"{split}_mean_rmse"] == pytest.approx(np.mean(curve))
         assert (f"{split}_feasible" in results) == is_constrained
-    printed = capsys.readouterr().out
-    assert f"{results['test_rmse@0.5']:.5g}" in printed
+    assert f"{results['test_rmse@0.5']:.5g}" in capsys.readouterr().out
 
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):

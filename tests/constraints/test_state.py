@@ -95,8 +95,7 @@ def test_a_layer_without_weight_cannot_spoil_the_objective(tmp_path):
 
 def test_auto_is_known_from_the_start_and_follows_the_loss_of_the_last_layer(tmp_path):
     args = config(tmp_path, descent_alpha="auto", initial_loss_bound=4.0, dual_warmup_steps=2, dual_optim="sgd")
-    trainer = trained(bert(), args, InOrder, train_dataset=DATA)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
+    logs = [log for log in trained(bert(), args, InOrder, train_dataset=DATA).state.log_history if "loss" in log]
     average, values = 0.0, [0.0, 0.0]
     for step, log in enumerate(logs, start=1):
         average = 0.98 * average + 0.02 * log["loss"]

@@ -122,15 +122,13 @@ def test_patches_are_cut_row_by_row():
 
 
 def test_rows_hold_every_pixel_once(tmp_path):
-    path = write_video(tmp_path / "video.avi", 30)
-    clips = load_clips(arguments(train_files=[path]))["train"]
+    clips = load_clips(arguments(train_files=[write_video(tmp_path / "video.avi", 30)]))["train"]
     frames = torch.from_numpy(np.stack(clips.with_format("numpy")["frames"][:]))
     patches = PatchTask(8).rows(clips)
     assert len(patches) == len(clips) * 16
     batch = PatchTask(8).collate(list(patches))
     assert batch["pixel_values"].dtype == torch.float32 and torch.equal(batch["pixel_values"], batch["labels"])
-    expected = to_patches(frames, 8).flatten(0, 1) / 255
-    torch.testing.assert_close(batch["labels"], expected)
+    torch.testing.assert_close(batch["labels"], to_patches(frames, 8).flatten(0, 1) / 255)
     images = ImageTask.rows(clips)
     assert torch.equal(torch.stack([row["pixel_values"] for row in images]).to(torch.uint8), frames.flatten(0, 1))
 

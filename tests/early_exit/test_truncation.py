@@ -131,12 +131,12 @@ def test_bad_arguments_to_truncate_are_named():
     for layers in (4, "2"):
         with pytest.raises(ValueError, match=f"`num_layers` is {layers!r}; BertForSequenceClassification has 1..3"):
             truncate(bert(), layers)
-    with pytest.raises(TypeError, match="`model` is a TwoStage"):
-        truncate(TwoStage(), 1)
     peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(task_type="CAUSAL_LM"))
-    with pytest.raises(TypeError, match="merge_and_unload"):
-        truncate(adapted, 1)
+    adapter, added = peft.LoraConfig(task_type="CAUSAL_LM"), llama()
+    added.add_adapter(adapter)
+    for model, name in ((TwoStage(), "TwoStage"), (added, "Llama"), (peft.get_peft_model(llama(), adapter), "Peft")):
+        with pytest.raises(TypeError, match=f"`model` is a {name}.*without adapters"):
+            truncate(model, 1)
     model = bert()
     model.main_input_name = "spectrogram"
     with pytest.raises(ValueError, match="give `inputs`"):

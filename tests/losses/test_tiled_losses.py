@@ -1,4 +1,5 @@
 import copy
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -190,7 +191,8 @@ def drawn_tokens(monkeypatch, made):
         return found
 
     monkeypatch.setattr(HeadReadout, "tokens", watch)
-    made.train()
+    with suppress(KeyboardInterrupt):
+        made.train()
     return seen
 
 
@@ -215,13 +217,28 @@ def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch
 def test_which_tokens_are_read(tmp_path, monkeypatch, fraction, large, share, rows, num_samples):
     """Layers that are compared, on the same ones."""
     monkeypatch.setattr(layerwise, "LARGE_VOCABULARY", VOCAB if large else VOCAB + 1)
-    made = trainer(tmp_path, readout_token_fraction=fraction, max_steps=1, descent_alpha=rows, eval_strategy="epoch")
+    settings = {"readout_token_fraction": fraction, "descent_alpha": rows, "eval_strategy": "steps", "eval_steps": 1}
+    seen = drawn_tokens(monkeypatch, trainer(tmp_path, max_steps=2, **settings))
+    drawn = [each for each in seen if each[0] is not None]
+    assert len(drawn) == 2 * (1 + 2) and drawn[1:3] == drawn[4:6]  # a step, and the batches of an evaluation, twice
+    for step, (_, count, sampled) in zip(2 * [num_samples, 1, 1], drawn):
+        assert sampled == (None if share is None else (step, round(share * count)))
+
+
+@pytest.mark.parametrize("event", ["on_step_end", "on_train_end"])
+def test_evaluations_read_all_tokens_once_training_has_ended_however_it_did(tmp_path, monkeypatch, event):
+    made, ends = trainer(tmp_path, readout_token_fraction=0.5, max_steps=1), TrainerCallback()
+
+    def end(*args, **kwargs):
+        if event == "on_train_end":
+            made.evaluate()
+        raise KeyboardInterrupt
+
+    setattr(ends, event, end)
+    made.add_callback(ends)
     seen = drawn_tokens(monkeypatch, made)
-    drawn = [found for seed, *found in seen if seed is not None]  # by the step, and by the batches of the evaluation
-    assert len(drawn) == 1 + 2
-    assert all(sampled == (None if share is None else (num_samples, round(share * count))) for count, sampled in drawn)
     made.evaluate()
-    assert seen[-1][2] is None
+    assert [sampled is not None for *_, sampled in seen].count(True) == 1  # the step's
 
 
 def test_sampled_losses_are_the_full_ones_on_average(tmp_path):

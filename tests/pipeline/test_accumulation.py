@@ -104,8 +104,7 @@ def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_pat
     for log in logs[:2]:
         with torch.no_grad():
             expected = naive_layer_losses(model, next(batches(rows, 16))).tolist()
-        losses = [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)]
-        assert losses == pytest.approx(expected, rel=0.02)
+        assert [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=0.02)
     trainer.save_model()
     seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)
     assert RunFolder(tmp_path).summary["step_seconds"] > 0.05 * seconds  # Trainer asks for batches after the last, too

@@ -235,8 +235,7 @@ def test_a_layer_loss_reads_attributes_or_keys(tmp_path):
             return F.cross_entropy(logits_of(outputs), labels)
 
         args = config(tmp_path, max_steps=3, initial_loss_bound="auto", dual_warmup_steps=1)
-        logs = trained(bert(), args, layer_loss_fn=loss).state.log_history
-        return [log["loss"] for log in logs if "loss" in log]
+        return [log["loss"] for log in trained(bert(), args, layer_loss_fn=loss).state.log_history if "loss" in log]
 
     own = losses(lambda outputs: outputs.logits)
     assert len(own) == 3 and own == losses(lambda outputs: outputs["logits"])
@@ -248,8 +247,7 @@ def test_a_layer_loss_of_ones_own_scores_every_layer(tmp_path):
     def weighted(outputs, labels, num_items_in_batch=None):
         return F.cross_entropy(outputs["logits"], labels, weight)
 
-    trainer = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST, layer_loss_fn=weighted)
-    metrics = trainer.evaluate()
+    metrics = DescentTrainer(bert(), config(tmp_path), eval_dataset=DATA_TEST, layer_loss_fn=weighted).evaluate()
     batch = next(batches(DATA_TEST, 32))
     for layer in (1, 2, 3):
         with torch.no_grad():

@@ -250,7 +250,7 @@ def test_sampled_losses_and_gradients_are_unbiased_with_the_stated_variance():
     def stated(values):
         return count**2 * (1 - size / count) * values.var(-1) / size
 
-    corrected = torch.cat([per_token[:-1] - 0.5 * per_token[-1], torch.zeros(1, count)])  # f_L is read on all tokens
+    corrected = torch.cat([per_token[:-1] - per_token[-1], torch.zeros(1, count)])  # f_L is read on all tokens
     torch.testing.assert_close(sums.var(0, correction=0), stated(corrected))
     violations = sums[:, 1:] - 0.9 * sums[:, :-1]
     torch.testing.assert_close(violations.var(0, correction=0), stated(corrected[1:] - 0.9 * corrected[:-1]))

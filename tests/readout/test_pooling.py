@@ -74,8 +74,7 @@ def test_layers_are_read_by_the_last_linear_layer_of_the_model_alone(tmp_path, n
         expected = [F.cross_entropy(find_head(model)(states), batch["labels"]).item() for states in pooled]
     metrics = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout=pooling).evaluate()
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)
-    profile = layer_profile(model, DATA, readout=pooling)
-    assert profile.losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert layer_profile(model, DATA, readout=pooling).losses.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):

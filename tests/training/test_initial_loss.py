@@ -71,8 +71,7 @@ def test_a_vocabulary_is_measured_on_many_labels(tmp_path):
     labels = np.where(np.arange(60) < 30, -100, tokens)
     data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels)]
     found, _ = measured(tmp_path, llama(num_layers=1, vocab_size=5_000), data)
-    truth = -(frequencies * np.log(frequencies)).sum()
-    assert found == pytest.approx(truth, rel=0.01)
+    assert found == pytest.approx(-(frequencies * np.log(frequencies)).sum(), rel=0.01)
 
 
 def test_data_that_can_be_read_only_once_needs_a_number(tmp_path):

@@ -212,8 +212,7 @@ def test_plain_training_with_a_readout_measures_nothing(tmp_path):
         return model.classifier(hidden[:, 0])
 
     data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no f_0: all are alike
-    trainer = trained(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0)
-    metrics = trainer.evaluate()
+    metrics = trained(tmp_path, bert(), data, readout=readout, objective="erm", dual_warmup_steps=0).evaluate()
     assert "eval_layer_loss_1" in metrics and metrics["eval_feasible"] == 0 and "eval_max_violation" not in metrics
 
 

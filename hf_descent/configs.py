@@ -158,8 +158,8 @@ class DescentArguments:
     readout_token_fraction (`float`, *optional*):
         Share of the labelled tokens, in (0, 1], on which a language model's lower layers are read, by steps each on
         tokens of its own, unless constraints compare it with the one before (`descent_alpha`), and without weight on a
-        quarter of that; by evaluations in training all on the same. The last layer is read on all. Default: 1/10 for a
-        vocabulary of 8192 or more, else all. Unbiased, but penalties ("hinge", "quadratic"), being convex, too high.
+        quarter of that; by evaluations of `eval_strategy` all on the same. The last is read on all. Default: 1/10 for
+        a vocabulary of 8192 or more, else all. Unbiased, but penalties ("hinge", "quadratic"), being convex, too high.
 
     > Parameters that control the noise
 

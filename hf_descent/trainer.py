@@ -149,7 +149,7 @@ class DescentMixin:
         # What is found out on the first batch comes before the noise, whose draws it must not use up.
         self._prepare(model, inputs)
         if not is_step:
-            key = (self.args.process_index, self._evaluated.batches) if self.is_in_train else None
+            key = (self.args.process_index, self._evaluated.batches) if self._record.by_strategy else None
             measured = self._layers.measure(model, inputs, keep_logits=return_outputs, key=key)
             labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
             self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size, labels)
@@ -277,6 +277,14 @@ class DescentMixin:
         self._record = replace(self._record, also_selected=holdout.is_of_training(self, test_dataset, self._record))
         return super().predict(test_dataset, *args, **kwargs)
 
+    def _evaluate(self, *args, **kwargs):
+        # By `eval_strategy`: those that others ask for read all tokens, also in training.
+        self._record = replace(self._record, by_strategy=True)
+        try:
+            return super()._evaluate(*args, **kwargs)
+        finally:
+            self._record = replace(self._record, by_strategy=False)
+
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
         is_beside = not self._reads_layers and description == "Evaluation"
         self._evaluated = LayersBeside(self, super().compute_loss, self._evaluated) if is_beside else LayerTotals()
@@ -382,10 +390,7 @@ class DescentMixin:
 
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         resume_from_checkpoint = checkpoints.resolve(resume_from_checkpoint, self.args)
-        try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self.is_in_train = False  # which Trainer leaves where an error or an interruption ends it
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # A new trial, or a new batch size, starts with fresh duals; its arguments were set one by one.
@@ -408,7 +413,6 @@ class DescentMixin:
         if self._reads_layers and self._dual is None:
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
         self._training_noise(self.model)
-        self.is_in_train = False  # the model is whole for the callbacks that come now, and evaluated as such
         if self.args.load_best_model_at_end:
             checkpoints.on_first_process(self.args, checkpoints.check_complete, self.state.best_model_checkpoint or "")
         return super()._finalize_training(*args, **kwargs)

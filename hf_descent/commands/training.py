@@ -90,10 +90,9 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
         scores += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
 
     # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
-    results = {}
-    for gamma in sorted({args.gamma_train, 0.0}, reverse=True):  # last without noise: metrics and card have that one
-        profile = trainer.evaluate_layers(dataset[split], gamma=gamma)
-        results[f"layer_profile{profile.ending}"] = profile
+    gammas = sorted({args.gamma_train, 0.0}, reverse=True)  # last without noise: metrics and card have that one
+    profiles = [trainer.evaluate_layers(dataset[split], gamma=gamma) for gamma in gammas]
+    results = {f"layer_profile{profile.ending}": profile for profile in profiles}
     if args.eval_gammas:
         results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
     trainer.save_metrics(prefix, metrics | metrics_of(results, prefix))

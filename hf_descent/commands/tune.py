@@ -56,13 +56,9 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     if command is None and not HELP & {*argv}:
         raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
     module = importlib.import_module(f"hf_descent.commands.{command or TRAINING_COMMANDS[0]}")
-    arguments = parse_recipe(
-        (TuneArguments, *module.argument_types),
-        argv[1:] if command else argv,
-        prog=prog,
-        usage=f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]",
-        description=description,
-    )
+    types, words = (TuneArguments, *module.argument_types), argv[1:] if command else argv
+    usage = f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]"
+    arguments = parse_recipe(types, words, prog=prog, usage=usage, description=description)
     return (module, *arguments)
 
 

@@ -97,6 +97,7 @@ class RunRecord:
     started: float | None = None  # time of day at which training started, in seconds; `None` before
     searched: bool = False  # whether a search chose settings by evaluations of this trainer
     certificate: Certificate | None = None  # of the last `evaluate`
+    by_strategy: bool = False  # whether the present evaluation is one that `eval_strategy` asks for
     also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]
     evaluated: dict[str, list[int]] = field(default_factory=dict)

@@ -43,8 +43,6 @@ def measure(options):
     plain = transformers.Trainer(model, transformers.TrainingArguments(**settings), eval_dataset=data)
     ours = DescentTrainer(model, DescentConfig(**settings, initial_loss_bound=10.0), eval_dataset=data)
     erm = DescentTrainer(model, DescentConfig(**settings, objective="erm"), eval_dataset=data)
-    during = DescentTrainer(model, ours.args, eval_dataset=data)
-    during.is_in_train = True
     clock = time.process_time if plain.model.device.type == "cpu" else time.perf_counter
 
     def seconds(evaluate, evaluations=1):
@@ -54,7 +52,7 @@ def measure(options):
 
     curve = partial(noise_curve, model, data, GAMMAS, draws=3, batch_size=options.batch)
     arms = {"plain evaluation": partial(seconds, plain.evaluate), "all layers": partial(seconds, ours.evaluate)}
-    arms["all layers, in training"] = partial(seconds, during.evaluate)
+    arms["all layers, by eval_strategy"] = partial(seconds, partial(ours._evaluate, None, None))
     arms["all layers, beside plain training"] = partial(seconds, erm.evaluate)
     arms["noise curve, an evaluation"] = partial(seconds, curve, 27)
     return take_turns(arms, options.rounds), {}

@@ -22,12 +22,13 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
         num_layers (`int`): layers to keep, 1..L.
         inputs (`dict`, *optional*): a batch as given to `model(**inputs)`; made up for models of token ids or images.
 
-    TypeError where `model` is no `PreTrainedModel`; ValueError where `num_layers` is out of range, there is no shared
-    readout, or no config gives exactly the first layers.
+    TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
+    of range, there is no shared readout, or no config gives exactly the first layers.
     """
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or model._hf_peft_config_loaded:
-        raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` without adapters (`merge_and_unload()`).")
+    is_bare = isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded
+    if not is_bare or any(weight.is_meta for weight in model.parameters()):
+        raise TypeError(f"`model` is a {name}; give a `PreTrainedModel` in memory (of adapters `merge_and_unload()`).")
     inputs = example_inputs(model) if inputs is None else inputs
     plain = copy.copy(model)  # of the same weights
     if "_original_forward" in vars(model):  # the autocast that training in mixed precision leaves, which no cut has

@@ -190,7 +190,7 @@ def speculation_profile(
         lists = [None] if shortlist is None else [None, torch.as_tensor(shortlist).tolist()]
         drafts = [draft_with(layer + 1, each) for each in lists for layer in timed]
         calls = [generate, *(partial(generate, custom_generate=draft) for draft in drafts)]
-        texts = [call() for call in calls]
+        texts = [greedy, *(call() for call in calls[1:])]
         seconds = turns(calls, repeats, device, progress)  # [1 + lists * timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
     speeds, equal = np.full((2, len(acceptance)), np.nan)

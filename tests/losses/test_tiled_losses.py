@@ -196,11 +196,13 @@ def drawn_tokens(monkeypatch, made):
     return seen
 
 
-def test_every_micro_batch_draws_its_own_tokens(tmp_path, monkeypatch):
+def test_every_micro_batch_draws_its_own_tokens_and_a_second_run_those_of_the_first(tmp_path, monkeypatch):
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
     made = trainer(tmp_path, readout_token_fraction=0.5, **settings)
     first = [seed for seed, *_ in drawn_tokens(monkeypatch, made) if seed is not None]
     assert len(first) == len(set(first)) == 4
+    monkeypatch.undo()
+    assert [seed for seed, *_ in drawn_tokens(monkeypatch, made) if seed is not None] == first
 
 
 def test_tokens_are_not_drawn_from_the_stream_of_the_noise(tmp_path, monkeypatch):

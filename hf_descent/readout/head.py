@@ -42,15 +42,9 @@ class HeadReadout:
     def probe(
         cls, model: nn.Module, inputs: Mapping[str, Any], shifts: bool, label_smoothing: float = 0.0
     ) -> "HeadReadout":
-        """Find norm and head of `model` on a real batch, and check the layer losses against those of the replay.
-
-        Args:
-            model, inputs: as for [`Readout.probe`], with labels.
-            shifts: whether position t predicts label t+1.
-            label_smoothing: see [`HeadLoss`].
-
-        ValueError where the tail is not norm and linear head, or the losses differ from the replay's.
-        """
+        """Find norm and head of `model` on a real batch with labels, and check the layer losses against those of the
+        replay; `shifts`: whether position t predicts label t+1. ValueError where the tail is not norm and linear head,
+        or the losses differ from the replay's."""
         if not are_token_labels(inputs.get("labels")):
             raise ValueError("It is for labels of tokens, [batch, seq].")
         replay = Readout.probe(model, inputs)

@@ -31,13 +31,21 @@ def set_torch_states(states, devices):
         torch.get_device_module(device).set_rng_state(state, device)
 
 
+def python_states() -> tuple:
+    """The states of python's and numpy's generators, comparable. Of numpy's it takes 0.2 ms to read or to set them."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), (name, keys.tolist(), *rest)
+
+
 @contextmanager
-def preserved(devices):
-    """Whatever is drawn inside, the generators continue afterwards as if nothing had been."""
-    states = random.getstate(), np.random.get_state(), torch_states(devices)  # noqa: NPY002
+def preserved(devices, torch_only=False):
+    """Whatever is drawn inside, the generators continue afterwards as if nothing had been; `torch_only` where python's
+    and numpy's are known not to be drawn from."""
+    states, others = torch_states(devices), None if torch_only else python_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        set_torch_states(states[2], devices)
+        set_torch_states(states, devices)
+        if others is not None:
+            random.setstate(others[0])
+            np.random.set_state(others[1])  # noqa: NPY002

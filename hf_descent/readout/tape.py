@@ -59,10 +59,13 @@ class Tape:
         self.layer_outputs = []
         self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
+        self.python_states = random_state.python_states()
         self._begin("record")
 
     def end_record(self):
         self.phase = "idle"
+        # A replay runs a part of the same code.
+        self.torch_only = random_state.python_states() == self.python_states
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "
@@ -77,7 +80,8 @@ class Tape:
         if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
         self._begin("replay")
-        with random_state.preserved(self.devices), switched_off(self.off_in_replay), noise_disabled():
+        states = random_state.preserved(self.devices, self.torch_only)
+        with states, switched_off(self.off_in_replay), noise_disabled():
             try:
                 return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
             finally:

@@ -11,14 +11,14 @@ __version__ = "0.2.0"
 
 _EXPORTS = {
     "DescentConfig": "configs",
-    "DescentObjective": "training.custom_loop",
+    "DescentObjective": "training.objective",
     "DescentProblem": "constraints.problem",
     "DescentTrainer": "trainer",
     "EmbeddingNoise": "noise.embedding_noise",
     "Multipliers": "constraints.multipliers",
     "SFTDescentConfig": "sft_config",
     "SFTDescentTrainer": "sft_trainer",
-    "Seq2SeqDescentConfig": "seq2seq_config",
+    "Seq2SeqDescentConfig": "configs",
     "Seq2SeqDescentTrainer": "seq2seq_trainer",
     "hp_space": "training.search",
     "layer_logits": "readout.replay",
@@ -35,6 +35,7 @@ INSTALL = "`pip install '.[{0}]'` in a clone of hf_descent, else 'hf_descent[{0}
 
 if TYPE_CHECKING:
     from .configs import DescentConfig as DescentConfig
+    from .configs import Seq2SeqDescentConfig as Seq2SeqDescentConfig
     from .constraints.multipliers import Multipliers as Multipliers
     from .constraints.problem import DescentProblem as DescentProblem
     from .evaluation import layer_profile as layer_profile
@@ -42,12 +43,11 @@ if TYPE_CHECKING:
     from .losses.layerwise import layer_losses as layer_losses
     from .noise.embedding_noise import EmbeddingNoise as EmbeddingNoise
     from .readout.replay import layer_logits as layer_logits
-    from .seq2seq_config import Seq2SeqDescentConfig as Seq2SeqDescentConfig
     from .seq2seq_trainer import Seq2SeqDescentTrainer as Seq2SeqDescentTrainer
     from .sft_config import SFTDescentConfig as SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer as SFTDescentTrainer
     from .trainer import DescentTrainer as DescentTrainer
-    from .training.custom_loop import DescentObjective as DescentObjective
+    from .training.objective import DescentObjective as DescentObjective
     from .training.search import hp_space as hp_space
 
 

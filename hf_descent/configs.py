@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from .constraints.objectives import OBJECTIVES
 from .constraints.problem import (
@@ -322,6 +322,11 @@ class DescentArguments:
 @dataclass
 class DescentConfig(DescentArguments, TrainingArguments):
     """Arguments of [`DescentTrainer`]: [`~transformers.TrainingArguments`] and the following."""
+
+
+@dataclass
+class Seq2SeqDescentConfig(DescentArguments, Seq2SeqTrainingArguments):
+    """Arguments of [`Seq2SeqDescentTrainer`]: [`~transformers.Seq2SeqTrainingArguments`] and the following."""
 
 
 def upper_level(noise_gamma: float | list[float] | None) -> float | None:

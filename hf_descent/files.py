@@ -18,6 +18,12 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     os.replace(f"{path}.tmp", path)
 
 
+def write_json(path: str | os.PathLike, value: Any, indent: int | None = 2, **options: Any) -> None:
+    """Write a json file, whole or not at all; `options` of `json.dump`."""
+    with atomic_write(path) as file:
+        json.dump(value, file, indent=indent, **options)
+
+
 def read_json(path: str | os.PathLike) -> dict:
     """What a json file holds; ValueError naming the file when it is missing or unreadable."""
     try:

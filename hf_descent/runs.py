@@ -1,7 +1,6 @@
 """The folder of a run: the names of its result files, which of them are of its last training, and what it records."""
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import hf_descent
 
 from .configs import DescentArguments
 from .constraints.problem import as_python
-from .files import atomic_write, find_json, read_json
+from .files import find_json, read_json, write_json
 
 
 logger = logging.get_logger(__name__)
@@ -78,8 +77,7 @@ class RunFolder:
         versions = {library.__name__: str(library.__version__) for library in libraries}
         # FSDP writes sharded weights later, and so makes no folder for whole ones.
         self.path.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.path / self.SUMMARY) as file:
-            json.dump({"versions": versions} | dict(summary), file, indent=2)
+        write_json(self.path / self.SUMMARY, {"versions": versions} | dict(summary))
 
     def fresh(self, pattern: str) -> list[Path]:
         """The files of that name (or pattern) that are results of the last training."""

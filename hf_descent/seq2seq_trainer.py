@@ -2,7 +2,7 @@
 
 from transformers import Seq2SeqTrainer
 
-from .seq2seq_config import Seq2SeqDescentConfig
+from .configs import Seq2SeqDescentConfig
 from .trainer import DescentMixin
 
 

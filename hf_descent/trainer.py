@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from accelerate.utils import slice_tensors
 from torch import nn
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from .configs import DescentConfig
@@ -29,16 +31,17 @@ from .constraints.state import STATE_NAME, DescentState
 from .evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
 from .hub.card import PAPER, TAGS
 from .hub.push import write_card
-from .losses.layerwise import LayerLosses
 from .losses.task import TaskLoss
 from .noise.embedding_noise import EmbeddingNoise
 from .readout.labels import labels_of
+from .readout.replay import Readout
 from .readout.stack import unwrapped
 from .runs import RunFolder
 from .training import checkpoints, checks, evaluation, holdout
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.evaluation import LayersBeside
+from .training.objective import DescentObjective
 from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
 from .training.records import Given, LayerTotals, RunRecord, StepSums, reduced
 from .training.search import default_objective, values_as_given
@@ -82,8 +85,7 @@ class DescentMixin:
             keywords["compute_loss_func"] = layer_loss_fn
         self._given = Given(readout, dual_dataset)
         self._task: TaskLoss | None = None
-        self._layers: LayerLosses | None = None
-        self._dual: DescentState | None = None
+        self._objective: DescentObjective | None = None
         self._noise: EmbeddingNoise | None = None
         self._step, self._evaluated, self._record = StepSums(), LayerTotals(), RunRecord()
         show_messages(args)
@@ -101,12 +103,16 @@ class DescentMixin:
     @property
     def multipliers(self) -> Multipliers | None:
         """The Lagrange multipliers; `multipliers.values` is `[rows]` ([`DescentProblem`]). `None` before training."""
-        return None if self._dual is None else self._dual.multipliers
+        return self._objective and self._objective.multipliers
 
     @property
     def problem(self) -> DescentProblem | None:
         """The [`DescentProblem`] being solved; `None` before training."""
-        return None if self._dual is None else self._dual.problem
+        return self._objective and self._objective.problem
+
+    @property
+    def _dual(self) -> DescentState | None:
+        return self._objective and self._objective.dual
 
     @property
     def _reads_layers(self) -> bool:
@@ -119,18 +125,19 @@ class DescentMixin:
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:  # of data without a length Trainer goes on asking
             self._record.step_starts.append(start)
-        if batches and self._reads_layers and self._layers is None and self._is_labelled(batches[0]):
+        if batches and self._reads_layers and self._objective is None and self._is_labelled(batches[0]):
             # Before anything is counted: what a label counts is found out here, too.
             self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
-        zeros = None if self._layers is None else torch.zeros(self._layers.num_layers, device=self.args.device)
-        self._step = StepSums(layer_losses=zeros)
+        self._step = StepSums()
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
             return [], None
         if not self._stock_scaling_is_right:
             counts = [c.to(device) for batch in batches if self._task and (c := self._task.count(batch)) is not None]
-            self._step = replace(self._step, items=reduced(self, sum(counts)) if counts else None)
+            self._step = StepSums(items=reduced(self, sum(counts)) if counts else None)
+        if self._objective is not None:
+            self._objective.begin(self.state.global_step, self._step)
         return batches, num_items
 
     def _get_num_items_in_batch(self, batch_samples, device):
@@ -150,16 +157,15 @@ class DescentMixin:
         self._prepare(model, inputs)
         if not is_step:
             key = (self.args.process_index, self._evaluated.batches) if self._record.by_strategy else None
-            measured = self._layers.measure(model, inputs, keep_logits=return_outputs, key=key)
+            measured = self._objective.layers.measure(model, inputs, keep_logits=return_outputs, key=key)
             labels = self._dual.constant and self._dual.constant.of_batch(self._task, inputs)
             self._evaluated = self._evaluated.plus(measured, self.args.process_index, self.args.world_size, labels)
             self._log_tokens(inputs, measured.outputs, measured.tokens)
             loss = torch.where(measured.items > 0, measured.means[-1], torch.nan)
             return (loss, measured.outputs) if return_outputs else loss
 
-        step, rank = self.state.global_step, self.args.process_index
         with self._training_noise(model):
-            losses = self._step.read(self._layers, self._dual, model, inputs, step, rank, keep_logits=return_outputs)
+            losses = self._objective.read(model, inputs, keep_logits=return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
         self.loss_is_scaled_for_ga = True
         objective = losses.objective * self.args.world_size  # DDP averages gradients over processes
@@ -200,17 +206,13 @@ class DescentMixin:
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
 
     def _after_optimizer_step(self) -> None:
-        if self._dual is None:
-            return
-        # Every process reduces, also for a step that the gradient scaler skips, so that none waits for another.
-        layer_losses = reduced(self, self._step.layer_losses)
-        if not self.accelerator.optimizer_step_was_skipped:
-            self._dual.dual_step(layer_losses, self.state.global_step, self._step.items, self._layers)
-            checks.report_layers_at_chance(self._layers.readout, self._dual, self.state.global_step)
+        if self._objective is not None:
+            self._objective.step(self.accelerator.optimizer_step_was_skipped)
+            checks.report_layers_at_chance(self._objective.layers.readout, self._dual, self.state.global_step)
 
     def _after_epoch(self) -> None:
-        if self._dual is not None and self.args.slack_restart:
-            self._dual.multipliers.restart_slacks()
+        if self._objective is not None and self.args.slack_restart:
+            self.multipliers.restart_slacks()
 
     def _log_tokens(self, inputs, outputs, tokens) -> None:
         """For a subclass that logs statistics of the last layer's tokens."""
@@ -229,16 +231,14 @@ class DescentMixin:
     def _prepare(self, model, inputs) -> None:
         """Find the layers on the first batch, anew where the model has become another; build or load the dual side."""
         model = unwrapped(model)
-        if self._layers is not None and not self._layers.readout.fits(model):
-            self._layers = self._task = None
-        if self._layers is not None and self._dual is not None:
-            return
+        if self._objective is not None:
+            if self._objective.layers.readout.fits(model):
+                return
+            self._task = None
         inputs = shared_batch(inputs, self)
-        if self._layers is None:
-            task = self._find_task(model, inputs, is_shared=True)
-            self._layers = find_layers(self, model, inputs, task, self._given)
-        if self._dual is None:
-            self._dual = make_dual(self, self._layers, inputs, self._given, self._record.resumed_from)
+        layers = find_layers(self, model, inputs, self._find_task(model, inputs, is_shared=True), self._given)
+        dual = self._dual or make_dual(self, layers, inputs, self._given, self._record.resumed_from)
+        self._objective = DescentObjective.of(layers, dual, self.state.global_step, self._step)
 
     def _training_noise(self, model):
         """The noise of a micro-batch as a context."""
@@ -293,8 +293,8 @@ class DescentMixin:
             output.metrics.update(self._evaluated.metrics(metric_key_prefix))
         if self._reads_layers and not output.num_samples:
             raise ValueError("The evaluation data has no rows: give some, or set `eval_strategy` to 'no'.")
-        if self._layers is not None:
-            totals = reduced(self, self._evaluated.over(self._layers.num_layers, self.args.device))
+        if self._dual is not None:
+            totals = reduced(self, self._evaluated.over(self._dual.num_layers, self.args.device))
             given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
             metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
             self._record.keep_certificate(certificate, self.state.global_step, self.state.best_global_step)
@@ -314,7 +314,9 @@ class DescentMixin:
         if not self._is_labelled(inputs):
             if self._given.readout is None:
                 return predict()
-            readout = evaluation.readout_without_labels(self, self._layers, self._given.readout, model, inputs)
+            readout, bare = self._objective and self._objective.layers.readout, unwrapped(model)
+            if readout is None or not readout.fits(bare):  # not kept: this batch does not show the labels' shift
+                readout = Readout.probe(bare, self._prepare_inputs(inputs), self._given.readout)
             with readout.attach(lambda *_: None, [readout.num_layers]):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
@@ -398,7 +400,7 @@ class DescentMixin:
         self._add_callbacks()
         checks.check_best_metric(self, self._reads_layers)
         seen = checks.check_data(self, self._given) if self._reads_layers else {}
-        self._task = self._layers = self._dual = self._noise = None
+        self._task = self._objective = self._noise = None
         # What was measured before is of another model.
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
         self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
@@ -453,7 +455,8 @@ class DescentMixin:
         super()._load_callback_state()
 
     def save_model(self, output_dir=None, _internal_call=False):
-        checkpoints.begin_save(self, output_dir if _internal_call else None)
+        if _internal_call and output_dir and self.args.should_save:  # the old one would stand for a complete save
+            Path(output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             RunFolder(output_dir or self.args.output_dir).write_summary(self._run_summary())

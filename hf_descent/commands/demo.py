@@ -40,15 +40,9 @@ PROBLEM = {
 def demo(output_dir: str, seeds: Sequence[int] = (0, 1, 2), max_steps: int = 1200, auto: bool = False) -> Comparison:
     """Train every arm with every seed, evaluate on held-out clips, compare the arms in a table and in figures.
 
-    Args:
-        output_dir (`str`): folder for the comparison, and for the run folders `<arm>-<seed>`.
-        seeds (sequence of `int`): one run of each arm per seed.
-        max_steps (`int`): optimizer steps of a run; a quarter of them is warm-up.
-        auto (`bool`): the constrained arm takes the package's default problem and dual settings, not the demo's.
-
-    Returns:
-        The [`Comparison`] of the arms; metrics are RMSE on the 0-255 scale, layer losses mean squared error divided
-        by the noise power at the training noise level.
+    Runs lie in `<output_dir>/<arm>-<seed>`; a quarter of the steps is warm-up. With `auto` the constrained arm takes
+    the package's default problem and dual settings, not the demo's. Metrics are RMSE on the 0-255 scale, layer losses
+    mean squared error divided by the noise power at the training noise level.
     """
     train, test = photo_pans(4096), photo_pans(512, held_out=True)  # [clips, frames, pixels]
     folders = {name: [f"{output_dir}/{arm}-{seed}" for seed in dict.fromkeys(seeds)] for arm, name in ARMS.items()}

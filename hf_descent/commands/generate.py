@@ -3,7 +3,6 @@
 The output is the file that the `alpaca_eval` package reads. Answers are greedy; batch and seed fix the noise.
 """
 
-import json
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from transformers.hf_argparser import HfArg
 
 from ..data.alpaca import PromptFormat, format_prompt
 from ..data.splits import check_arguments, check_texts, load_file
-from ..files import atomic_write
+from ..files import write_json
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
 from .arguments import parse_models
@@ -79,8 +78,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
             for row, text in zip(batch, texts):
                 record = {"instruction": row["instruction"], "output": text, "generator": generator}
                 answers.append(record | {"dataset": row.get("dataset") or "alpaca_eval"})
-    with atomic_write(args.output) as file:
-        json.dump(answers, file, indent=2, ensure_ascii=False)
+    write_json(args.output, answers, ensure_ascii=False)
     print(f"{len(answers)} answers of {generator} written to {args.output}")
 
 

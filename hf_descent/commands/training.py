@@ -1,6 +1,5 @@
 """What the commands that train have in common: where they start, what they save, and what they report."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
 from ..evaluation.scoring import Result
-from ..files import atomic_write
+from ..files import write_json
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
 from .arguments import absolute
@@ -65,8 +64,7 @@ def train_and_report(
         record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
         for data_args in arguments[-1:]:
             record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
-        with atomic_write(os.path.join(args.output_dir, RunFolder.DATA)) as file:
-            json.dump(record, file, indent=2)
+        write_json(os.path.join(args.output_dir, RunFolder.DATA), record)
     report()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()  # what was saved before is without the results

@@ -23,7 +23,7 @@ from transformers.hf_argparser import HfArg
 from ..constraints.problem import LARGEST
 from ..data.splits import check_arguments
 from ..evaluation.comparison import Run
-from ..files import atomic_write
+from ..files import write_json
 from ..runs import training_arguments
 from ..training.search import RANGES, hp_space
 from .arguments import HELP, parse_recipe
@@ -104,8 +104,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
         for trial in ranked
     ]
-    with atomic_write(os.path.join(args.output_dir, "study.json")) as file:
-        json.dump({"gamma": gamma, "search": "bayes", "trials": trials}, file, indent=1)
+    study_file = os.path.join(args.output_dir, "study.json")
+    write_json(study_file, {"gamma": gamma, "search": "bayes", "trials": trials}, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
         settings = trial["settings"].items()

@@ -14,17 +14,9 @@ MAX_SPEED = 1.0  # in either direction, in pixels per frame
 
 
 def photo_pans(num_clips: int, held_out: bool = False) -> torch.Tensor:
-    """Clips of a window that moves over a gray photograph at constant sub-pixel speed, by bilinear interpolation.
-
-    Training and held-out clips lie in separate regions of the photographs: no pixel is in both.
-
-    Args:
-        num_clips (`int`): number of clips.
-        held_out (`bool`): take them from the held-out region.
-
-    Returns:
-        Float32 tensor `[num_clips, NUM_FRAMES, PATCH_SIZE ** 2]` in [0, 1]; the same at every call.
-    """
+    """Clips of a window that moves over a gray photograph at constant sub-pixel speed, by bilinear interpolation:
+    float32 `[num_clips, NUM_FRAMES, PATCH_SIZE ** 2]` in [0, 1], the same at every call. Those for training and those
+    `held_out` lie in separate regions of the photographs: no pixel is in both."""
     photos = np.stack(load_sample_images().images) @ LUMA / 255  # [photos, height, width]
     height, width = photos.shape[1:]
     border = round(width * (1 - HELD_OUT_SHARE))

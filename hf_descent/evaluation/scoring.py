@@ -1,7 +1,6 @@
 """What every evaluation shares: batches, a model's loss and metric as sums over items, results on disk."""
 
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -21,7 +20,7 @@ from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 from transformers.utils import find_labels
 
-from ..files import atomic_write, read_json
+from ..files import read_json, write_json
 from ..losses.task import TaskLoss
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
@@ -171,8 +170,7 @@ class Result:
 
     def to_json(self, path: str):
         """Write the attributes, whole or not at all."""
-        with atomic_write(path) as file:
-            json.dump(asdict(self), file, default=np.ndarray.tolist)
+        write_json(path, asdict(self), indent=None, default=np.ndarray.tolist)
 
     @classmethod
     def from_json(cls, path: str):

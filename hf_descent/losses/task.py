@@ -60,7 +60,14 @@ class TaskLoss:
         """
         labels = inputs.get("labels")
         if self.loss_fn is not None:
-            return _checked_scalar(self.loss_fn(outputs, labels, num_items_in_batch=items))
+            loss = self.loss_fn(outputs, labels, num_items_in_batch=items)
+            if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
+                kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+                raise TypeError(
+                    f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
+                    "floating-point scalar tensor, such as the mean over the batch."
+                )
+            return loss
         if self.smoother is not None and labels is not None:
             return self.smoother(outputs, labels, shift_labels=self.shifts_labels, num_items_in_batch=items)
         if self.has_custom_readout:
@@ -202,16 +209,6 @@ class TaskLoss:
             f"{type(self.model).__name__} has {missing} for a batch with the keys {sorted(inputs)}; add one of "
             f"{self.label_names}, or give `layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
         )
-
-
-def _checked_scalar(loss) -> torch.Tensor:
-    if not (isinstance(loss, torch.Tensor) and loss.shape == () and loss.is_floating_point()):
-        kind = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise TypeError(
-            f"`layer_loss_fn` (or `compute_loss_func`) returned {kind} for the outputs of one layer; return a "
-            "floating-point scalar tensor, such as the mean over the batch."
-        )
-    return loss
 
 
 def loss_from_logits(

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from ..configs import DescentArguments
 from ..constraints.state import DescentState
-from ..files import atomic_write
+from ..files import write_json
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
@@ -95,13 +95,6 @@ def saved_summary(trainer: Trainer) -> dict[str, Any]:
     return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
 
 
-def begin_save(trainer: Trainer, folder: str | None) -> None:
-    """Remove the trainer state of an earlier save into the checkpoint `folder`, if it is one: it is written last, and
-    stands for a complete one."""
-    if folder and trainer.args.should_save:
-        Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
-
-
 def save_checksums(trainer: Trainer, folder: str) -> None:
     """Write down the step, and size and checksum of a checkpoint's files, once all but the trainer state are there."""
     if not trainer.args.should_save:
@@ -110,8 +103,7 @@ def save_checksums(trainer: Trainer, folder: str) -> None:
         path for path in sorted(Path(folder).rglob("*")) if path.suffix in CHECKED or path.name == RunFolder.SUMMARY
     ]
     files = {path.relative_to(folder).as_posix(): size_and_checksum(path) for path in paths}
-    with atomic_write(os.path.join(folder, CHECKSUMS_NAME)) as file:
-        json.dump({"step": trainer.state.global_step, "files": files}, file, indent=2)
+    write_json(os.path.join(folder, CHECKSUMS_NAME), {"step": trainer.state.global_step, "files": files})
 
 
 def check_agreement(trainer: Trainer, multipliers: torch.Tensor) -> None:
@@ -162,14 +154,8 @@ def run_summary(
     given: Given,
     state: DescentState | None,
 ) -> dict[str, Any]:
-    """What `descent_config.json` says of a run: the model, its way of training, what a step costs, the dual side.
-
-    Args:
-        record ([`RunRecord`]): of the run; one that never started says nothing of training.
-        command: what else makes this way of training another.
-        given ([`Given`]): what the trainer was given beside `Trainer`'s arguments.
-        state: the dual side, if any.
-    """
+    """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
+    step costs, the dual side. A `record` of a run that never started says nothing of training."""
     model, args, dual = trainer.model, trainer.args, {} if state is None else state.summary()
     trained = record.started is not None
     summary = {"model": type(inner_model(model)).__name__}

@@ -19,7 +19,7 @@ from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
 from ..losses.constant import ConstantPredictor, chance_of, find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
-from ..readout.replay import Readout, probing
+from ..readout.replay import probing
 from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported
 from .preparation import find_task, shared_batch
@@ -48,17 +48,6 @@ def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     config = getattr(model, "config", None)
     keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"]) if keys is None else keys
     return [*keys, *HIDDEN_OUTPUTS]
-
-
-def readout_without_labels(
-    trainer: Trainer, layers: LayerLosses | None, readout: Callable, model: nn.Module, inputs
-) -> Readout:
-    """The custom `readout` for a batch without labels: that of `layers` where they are known, else found on this batch
-    alone, which does not show what labels the loss predicts."""
-    model = unwrapped(model)
-    if layers is not None and layers.readout.fits(model):
-        return layers.readout
-    return Readout.probe(model, trainer._prepare_inputs(inputs), readout)
 
 
 class LayersBeside:

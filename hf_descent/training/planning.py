@@ -33,7 +33,7 @@ from ..noise.embedding_noise import EmbeddingNoise
 from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
 from ..readout.stack import LayerStack, errors_explained, inner_model
-from .records import StepSums
+from .objective import DescentObjective
 
 
 PARTS = ("weights", "gradients", "optimizer", "hidden states", "readout")
@@ -212,7 +212,7 @@ class PlannedModel:
                 if args.objective == "erm":
                     objective = output_loss(self.model(**batch))
                 else:
-                    objective = StepSums().read(layers, dual, self.model, batch, 0, 0).objective
+                    objective = DescentObjective.of(layers, dual)(self.model, batch)
             objective.backward()
             for hook in hooks:
                 hook.remove()

@@ -52,16 +52,11 @@ class StepSums:
         count = count.float()
         return count / (count if self.items is None else self.items.clamp(min=1))
 
-    def read(self, layers, dual, model, inputs, step, process_index, keep_logits=False) -> StepLosses:
-        """The layer losses of a micro-batch of optimizer step `step`, and its objective; adds it to the sums."""
-        share = self.share(layers.task.count(inputs))
-        items = share.new_ones(()) if self.items is None else self.items
-        key = (process_index, step, self.micro_batches)
-        losses = layers.step(model, inputs, dual.objective_at(step), share, items, key, keep_logits)
+    def add(self, losses: StepLosses) -> None:
+        """Count a micro-batch more."""
         self.layer_losses = losses.sums if self.layer_losses is None else self.layer_losses + losses.sums
         self.final = losses.sums[-1]
         self.micro_batches += 1
-        return losses
 
 
 @dataclass

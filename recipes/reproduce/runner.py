@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from hf_descent import cli
-from hf_descent.files import atomic_write
+from hf_descent.files import write_json
 from hf_descent.training.checkpoints import newest_complete_checkpoint
 
 from .experiments import ARMS, MODELS, Panel, Way, searched
@@ -130,8 +130,7 @@ class Job:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        with atomic_write(self.path) as file:
-            json.dump(record, file, indent=1)
+        write_json(self.path, record, indent=1)
 
 
 def facts() -> dict[str, Any]:

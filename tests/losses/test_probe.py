@@ -12,7 +12,7 @@ from hf_descent.configs import DescentArguments
 from hf_descent.losses.layerwise import find_layer_losses
 from hf_descent.losses.task import TaskLoss
 from hf_descent.models import ViTDenoiserConfig, ViTForDenoising
-from hf_descent.training.custom_loop import DescentObjective
+from hf_descent.training.objective import DescentObjective
 
 
 LAYERS, VOCAB, LENGTH = 3, 2048, 200

@@ -28,7 +28,7 @@ import torch
 import transformers
 from tiny import bert, classification_data, config
 
-from hf_descent import DescentTrainer, files, runs
+from hf_descent import DescentTrainer, files
 from hf_descent.constraints import state as descent_state
 from hf_descent.training import checkpoints
 
@@ -101,7 +101,7 @@ def arm(site, call, trainer):
             torch.save = Countdown(call // 2 + 1, half_saved)(torch.save)
         else:
             writing = Countdown(call // 3 + 1, half_written)(files.atomic_write)
-            descent_state.atomic_write = runs.atomic_write = writing
+            descent_state.atomic_write = files.atomic_write = writing
     elif site == "deletion":
         rmtree = transformers.trainer_utils.shutil.rmtree
 

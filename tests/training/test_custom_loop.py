@@ -128,6 +128,21 @@ def test_of_tokens_more_labels_are_read_since_those_of_a_text_are_alike():
     assert objective.problem.initial_loss_bound == pytest.approx(torch.special.entr(shares).sum().item(), rel=0.01)
 
 
+def test_an_optimizer_step_that_was_skipped_moves_no_multiplier():
+    """As a gradient scaler does where gradients are not finite; what was read in it is not counted later, either."""
+    skipping, taking = (prepared("classifier") for _ in range(2))
+    batches = list(loader(skipping[1]))[:5]
+    for model, _, objective, _ in (skipping, taking):
+        for step, batch in enumerate(batches):
+            if objective is skipping[2] or step != 3:
+                objective(model, batch)
+                objective.step(skipped=step == 3)
+    assert (skipping[2].global_step, taking[2].global_step) == (5, 4)
+    assert skipping[2].multipliers.values.tolist() == taking[2].multipliers.values.tolist()
+    assert taking[2].multipliers.values.max() > 0
+    assert skipping[2].logs() == taking[2].logs()
+
+
 def test_what_came_before_a_state_was_loaded_has_no_part_in_the_next_step():
     model, rows, objective, _ = prepared("classifier")
     batch = next(iter(loader(rows)))

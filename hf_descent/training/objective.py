@@ -1,4 +1,4 @@
-"""The objective of descent training for a training loop without Trainer."""
+"""The objective of descent training and its dual step, as the trainers and custom loops take them."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,9 +12,11 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from ..configs import DescentArguments
+from ..constraints.multipliers import Multipliers
+from ..constraints.problem import DescentProblem
 from ..constraints.state import DescentState
 from ..losses.constant import find_predictor
-from ..losses.layerwise import find_layer_losses
+from ..losses.layerwise import LayerLosses, StepLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
@@ -88,10 +90,39 @@ class DescentObjective:
         if _processes()[1] > 1:
             dist.broadcast_object_list(chances)
         fraction = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
-        self._layers = find_layer_losses(model, inputs, task, readout=readout, trains=True, seed=seed, **fraction)
-        self._dual = DescentState(args, self._layers.num_layers, max_steps, 0, *chances, self._device)
-        self.problem, self.multipliers = self._dual.problem, self._dual.multipliers
-        self.global_step, self._sums, self._parts = 0, StepSums(), 0
+        self.layers = find_layer_losses(model, inputs, task, readout=readout, trains=True, seed=seed, **fraction)
+        self.dual = DescentState(args, self.layers.num_layers, max_steps, 0, *chances, self._device)
+        self.begin(0)
+
+    @classmethod
+    def of(cls, layers: LayerLosses, dual: DescentState, step=0, sums: StepSums | None = None) -> "DescentObjective":
+        """That of layers and a dual side which a trainer has found in its own way; `step`, `sums` as of `begin`."""
+        objective = cls.__new__(cls)
+        objective.layers, objective.dual = layers, dual
+        objective.begin(step, sums)
+        return objective
+
+    @property
+    def problem(self) -> DescentProblem | None:
+        return self.dual.problem
+
+    @property
+    def multipliers(self) -> Multipliers:
+        return self.dual.multipliers
+
+    def begin(self, step: int, sums: StepSums | None = None) -> None:
+        """Begin optimizer step `step`, whose layer losses are added to `sums`."""
+        self.global_step, self._sums, self._means = step, StepSums() if sums is None else sums, 0
+
+    def read(self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False) -> StepLosses:
+        """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
+        share = self._sums.share(self.layers.task.count(batch))
+        items = share.new_ones(()) if self._sums.items is None else self._sums.items
+        key = (_processes()[0], self.global_step, self._sums.micro_batches)
+        objective = self.dual.objective_at(self.global_step)
+        losses = self.layers.step(model, batch, objective, share, items, key, keep_logits)
+        self._sums.add(losses)
+        return losses
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
         """The objective of a micro-batch, a scalar with its graph: the layer losses with the weights of this step.
@@ -100,40 +131,43 @@ class DescentObjective:
         them (Accelerate divides by its accumulation steps). Without, each is a mean: divide by these steps. Either
         way gradients are to be averaged over processes, as DDP does.
         """
-        if not self._layers.readout.fits(unwrapped(model)):
+        if not self.layers.readout.fits(unwrapped(model)):
             raise ValueError("The objective was made for another model, or another head of it: make a new one.")
-        rank, processes = _processes()
-        count = self._layers.task.count(batch)
+        count = self.layers.task.count(batch)
         self._sums = replace(self._sums, items=count if items is None else items)
-        # A micro-batch without labels has no mean.
-        self._parts = self._parts + (count > 0) if items is None else (items > 0) / processes
-        objective = self._sums.read(self._layers, self._dual, model, batch, self.global_step, rank).objective
-        return objective if items is None else objective * processes
+        if items is None:  # a micro-batch without labels has no mean
+            self._means = self._means + (count > 0)
+        objective = self.read(model, batch).objective
+        return objective if items is None else objective * _processes()[1]
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
         """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""
-        return _summed(sum(self._layers.task.count(batch).to(self._device) for batch in batches))
+        return _summed(sum(self.layers.task.count(batch).to(self._device) for batch in batches))
 
-    def step(self) -> None:
-        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step."""
-        parts = _summed(self._parts.float())
-        layer_losses = _summed(self._sums.layer_losses) / parts.clamp(min=1)
-        self._dual.dual_step(layer_losses, self.global_step, parts)
-        self.global_step, self._sums, self._parts = self.global_step + 1, StepSums(), 0
+    def step(self, skipped: bool = False) -> None:
+        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, and not
+        where a gradient scaler has `skipped` that (`accelerator.optimizer_step_was_skipped`)."""
+        # Every process adds up, also for a step that is skipped, so that none waits for another.
+        layer_losses, items = _summed(self._sums.layer_losses), self._sums.items
+        if isinstance(self._means, torch.Tensor):
+            items = _summed(self._means.float())
+            layer_losses = layer_losses / items.clamp(min=1)
+        if not skipped:
+            self.dual.dual_step(layer_losses, self.global_step, items, self.layers)
+        self.begin(self.global_step + 1)
 
     def logs(self) -> dict[str, float]:
         """Layer losses, violations, multipliers and weights of the steps since the last call, by name."""
-        return self._dual.logs(self.global_step)
+        return self.dual.logs(self.global_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint between two steps."""
-        return {"global_step": self.global_step, "dual": self._dual.state_dict()}
+        return {"global_step": self.global_step, "dual": self.dual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave; ValueError where the settings are others."""
-        self._dual.load_state_dict(*state["dual"])
-        self.global_step, self._sums, self._parts = state["global_step"], StepSums(), 0
-        self.problem = self._dual.problem
+        self.dual.load_state_dict(*state["dual"])
+        self.begin(state["global_step"])
 
 
 def _processes() -> tuple[int, int]:

@@ -2,8 +2,8 @@
 
 What happens in one optimizer step: `compute_loss` reads the layer losses of a micro-batch (`losses/layerwise.py`) and
 returns the objective, their weighted sum (`constraints/objectives.py`). After the optimizer's step the layer losses of
-all micro-batches and processes are added up, and the multipliers take one step (`constraints/state.py`). Everything
-else is Trainer's.
+all micro-batches and processes are added up (`training/objective.py`), and the multipliers take one step
+(`constraints/state.py`). Everything else is Trainer's.
 """
 
 import contextlib
@@ -208,6 +208,7 @@ class DescentMixin:
     def _after_optimizer_step(self) -> None:
         if self._objective is not None:
             self._objective.step(self.accelerator.optimizer_step_was_skipped)
+            self._step = self._objective.sums
             checks.report_layers_at_chance(self._objective.layers.readout, self._dual, self.state.global_step)
 
     def _after_epoch(self) -> None:
@@ -238,14 +239,14 @@ class DescentMixin:
         inputs = shared_batch(inputs, self)
         layers = find_layers(self, model, inputs, self._find_task(model, inputs, is_shared=True), self._given)
         dual = self._dual or make_dual(self, layers, inputs, self._given, self._record.resumed_from)
-        self._objective = DescentObjective.of(layers, dual, self.state.global_step, self._step)
+        self._objective = DescentObjective.of(layers, dual, (self.args.process_index, self.args.world_size))
+        self._objective.begin(self.state.global_step, self._step)
 
     def _training_noise(self, model):
         """The noise of a micro-batch as a context."""
         is_noisy = self.args.gamma_train > 0
         if self._noise is None and (is_noisy or self.args.eval_gammas):  # sigma is that before training
-            model = unwrapped(model)
-            self._noise = EmbeddingNoise(model, self.args.noise_gamma, self.args.seed, self.noise_sigma(model))
+            self._noise = EmbeddingNoise(unwrapped(model), self.args.noise_gamma, self.args.seed, self.noise_sigma())
         if not is_noisy:
             return contextlib.nullcontext()
         # Keyed by where training stands, the noise of a resumed run needs no saved generator.

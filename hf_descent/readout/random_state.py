@@ -1,5 +1,6 @@
 """The states of the random generators that a forward may draw from: python's, numpy's, torch's and the devices'."""
 
+import pickle
 import random
 from contextlib import contextmanager
 
@@ -31,10 +32,9 @@ def set_torch_states(states, devices):
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def python_states() -> tuple:
-    """The states of python's and numpy's generators, comparable. Of numpy's it takes 0.2 ms to read or to set them."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002
-    return random.getstate(), (name, keys.tolist(), *rest)
+def python_states() -> bytes:
+    """The states of python's and numpy's generators, comparable. It takes 0.1 ms and more to read or to set them."""
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))  # noqa: NPY002
 
 
 @contextmanager
@@ -47,5 +47,6 @@ def preserved(devices, torch_only=False):
     finally:
         set_torch_states(states, devices)
         if others is not None:
-            random.setstate(others[0])
-            np.random.set_state(others[1])  # noqa: NPY002
+            of_python, of_numpy = pickle.loads(others)
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)  # noqa: NPY002

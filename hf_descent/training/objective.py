@@ -74,11 +74,11 @@ class DescentObjective:
         if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
             remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
             raise ValueError(f"`slack_restart` is True, but a loop does not tell when an epoch ends: {remedy}")
-        model, chances = unwrapped(model), [None]
-        self._device = next(model.parameters()).device
+        model, chances, self._place = unwrapped(model), [None], _processes()
+        device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn
             batches = iter(batches)
-            inputs = send_to_device(next(batches, None), self._device)
+            inputs = send_to_device(next(batches, None), device)
             if not isinstance(inputs, Mapping):
                 raise ValueError(f"`batches` begins with {inputs!r}; give dicts for `model(**batch)`, with labels.")
             task = TaskLoss.probe(model, inputs, loss_fn=layer_loss_fn, readout=readout)
@@ -87,19 +87,20 @@ class DescentObjective:
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
                 predictor = find_predictor(task, short, outputs)
                 chances = [chance_of_batches(task, predictor, lambda _: chain([inputs], batches))]
-        if _processes()[1] > 1:
+        if self._place[1] > 1:
             dist.broadcast_object_list(chances)
         fraction = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
         self.layers = find_layer_losses(model, inputs, task, readout=readout, trains=True, seed=seed, **fraction)
-        self.dual = DescentState(args, self.layers.num_layers, max_steps, 0, *chances, self._device)
+        self.dual = DescentState(args, self.layers.num_layers, max_steps, 0, *chances, device)
         self.begin(0)
 
     @classmethod
-    def of(cls, layers: LayerLosses, dual: DescentState, step=0, sums: StepSums | None = None) -> "DescentObjective":
-        """That of layers and a dual side which a trainer has found in its own way; `step`, `sums` as of `begin`."""
+    def of(cls, layers: LayerLosses, dual: DescentState, place: tuple[int, int] = (0, 1)) -> "DescentObjective":
+        """That of layers and a dual side which a trainer has found in its own way; `place` is the rank of this process
+        and the number of those that train together."""
         objective = cls.__new__(cls)
-        objective.layers, objective.dual = layers, dual
-        objective.begin(step, sums)
+        objective.layers, objective.dual, objective._place = layers, dual, place
+        objective.begin(0)
         return objective
 
     @property
@@ -112,16 +113,16 @@ class DescentObjective:
 
     def begin(self, step: int, sums: StepSums | None = None) -> None:
         """Begin optimizer step `step`, whose layer losses are added to `sums`."""
-        self.global_step, self._sums, self._means = step, StepSums() if sums is None else sums, 0
+        self.global_step, self.sums, self._means = step, StepSums() if sums is None else sums, 0
 
     def read(self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False) -> StepLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
-        share = self._sums.share(self.layers.task.count(batch))
-        items = share.new_ones(()) if self._sums.items is None else self._sums.items
-        key = (_processes()[0], self.global_step, self._sums.micro_batches)
+        share = self.sums.share(self.layers.task.count(batch))
+        items = share.new_ones(()) if self.sums.items is None else self.sums.items
+        key = (self._place[0], self.global_step, self.sums.micro_batches)
         objective = self.dual.objective_at(self.global_step)
         losses = self.layers.step(model, batch, objective, share, items, key, keep_logits)
-        self._sums.add(losses)
+        self.sums.add(losses)
         return losses
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,23 +135,26 @@ class DescentObjective:
         if not self.layers.readout.fits(unwrapped(model)):
             raise ValueError("The objective was made for another model, or another head of it: make a new one.")
         count = self.layers.task.count(batch)
-        self._sums = replace(self._sums, items=count if items is None else items)
-        if items is None:  # a micro-batch without labels has no mean
-            self._means = self._means + (count > 0)
+        self.sums = replace(self.sums, items=count if items is None else items)
         objective = self.read(model, batch).objective
-        return objective if items is None else objective * _processes()[1]
+        if items is not None:
+            return objective * self._place[1]
+        self._means = self._means + (count > 0)  # a micro-batch without labels has no mean
+        return objective
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
         """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""
-        return _summed(sum(self.layers.task.count(batch).to(self._device) for batch in batches))
+        return self._summed(sum(self.layers.task.count(batch).to(self.dual.device) for batch in batches))
 
     def step(self, skipped: bool = False) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, and not
         where a gradient scaler has `skipped` that (`accelerator.optimizer_step_was_skipped`)."""
         # Every process adds up, also for a step that is skipped, so that none waits for another.
-        layer_losses, items = _summed(self._sums.layer_losses), self._sums.items
+        none = torch.zeros(self.layers.num_layers, device=self.dual.device)  # where this process read nothing
+        layer_losses = self._summed(none if self.sums.layer_losses is None else self.sums.layer_losses)
+        items = none[0] if self.sums.items is None else self.sums.items
         if isinstance(self._means, torch.Tensor):
-            items = _summed(self._means.float())
+            items = self._summed(self._means.float())
             layer_losses = layer_losses / items.clamp(min=1)
         if not skipped:
             self.dual.dual_step(layer_losses, self.global_step, items, self.layers)
@@ -169,13 +173,12 @@ class DescentObjective:
         self.dual.load_state_dict(*state["dual"])
         self.begin(state["global_step"])
 
+    def _summed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._place[1] > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
 
 def _processes() -> tuple[int, int]:
     """The rank of this process, and their number."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
-def _summed(tensor: torch.Tensor) -> torch.Tensor:
-    if _processes()[1] > 1:
-        dist.all_reduce(tensor)
-    return tensor

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from tiny import InOrder, bert, classification_data, config, language_data, llama
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
@@ -34,7 +35,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def by_trainer(folder, task):
+def by_trainer(folder, task, trainer_class=InOrder):
     make, data, asked = TASKS[task]
     model, rows = make(), data()
     args = config(
@@ -43,7 +44,7 @@ def by_trainer(folder, task):
     )  # fmt: skip
     optimizer = sgd(model)
     constant = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    trainer = InOrder(model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, constant))
+    trainer = trainer_class(model, args, train_dataset=rows, eval_dataset=rows, optimizers=(optimizer, constant))
     trainer.train()
     return trainer
 
@@ -141,6 +142,39 @@ def test_an_optimizer_step_that_was_skipped_moves_no_multiplier():
     assert skipping[2].multipliers.values.tolist() == taking[2].multipliers.values.tolist()
     assert taking[2].multipliers.values.max() > 0
     assert skipping[2].logs() == taking[2].logs()
+
+
+def test_a_step_in_which_nothing_was_read_moves_nothing(tmp_path):
+    _, _, objective, _ = prepared("classifier")
+    objective.step()
+    assert objective.global_step == 1 and objective.logs() == {}
+
+    class Passing(InOrder):
+        def training_step(self, model, inputs, *args, **kwargs):
+            passes = self.state.global_step == 3
+            return torch.zeros(()) if passes else super().training_step(model, inputs, *args, **kwargs)
+
+    trainer = by_trainer(tmp_path, "classifier", Passing)
+    assert trainer.state.global_step == 8 and trainer.multipliers.values.isfinite().all()
+
+
+def test_a_trainer_takes_a_training_step_by_itself_after_a_run(tmp_path):
+    trainer = by_trainer(tmp_path, "classifier")
+    batch = next(iter(loader(classification_data(64))))
+    loss = trainer.training_step(trainer.model, batch)
+    assert loss.item() == pytest.approx(trainer.training_step(trainer.model, batch).item())
+
+
+def test_a_group_of_processes_that_train_models_of_their_own_is_left_alone(tmp_path):
+    alone = by_trainer(tmp_path / "alone", "language model")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        grouped = by_trainer(tmp_path / "grouped", "language model")
+    finally:
+        dist.destroy_process_group()
+    assert grouped.args.world_size == 1
+    for parameter, other in zip(grouped.model.parameters(), alone.model.parameters()):
+        assert torch.equal(parameter, other)
 
 
 def test_what_came_before_a_state_was_loaded_has_no_part_in_the_next_step():

@@ -1,12 +1,12 @@
 """The states of the random generators that a forward may draw from: python's, numpy's, torch's and the devices'."""
 
-import pickle
 import random
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 
 def accelerators(model) -> list[torch.device]:
@@ -32,9 +32,10 @@ def set_torch_states(states, devices):
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def python_states() -> bytes:
+def python_states() -> tuple:
     """The states of python's and numpy's generators, comparable. It takes 0.1 ms and more to read or to set them."""
-    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))  # noqa: NPY002
+    of_numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    return random.getstate(), pytree.tree_map_only(np.ndarray, np.ndarray.tolist, of_numpy)
 
 
 @contextmanager
@@ -47,6 +48,5 @@ def preserved(devices, torch_only=False):
     finally:
         set_torch_states(states, devices)
         if others is not None:
-            of_python, of_numpy = pickle.loads(others)
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)  # noqa: NPY002
+            random.setstate(others[0])
+            np.random.set_state(others[1])  # noqa: NPY002

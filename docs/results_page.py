@@ -80,15 +80,17 @@ def denoisers(task: str) -> str:
 
 def imdb() -> str:
     header = [
-        "arm", "learning rate", "seeds", "accuracy", "at layer 3", "noise 1", "noise 2", "typos", "rt-polarity",
+        "arm", "learning rate", "seeds", "f_6", "f_3", "accuracy", "at layer 3", "noise 1", "noise 2", "typos",
+        "rt-polarity",
     ]  # fmt: skip
     rows = []
     for arm, (rate, runs) in controlled("imdb").items():
         tests = [run["test"] for run in runs]
+        losses = [spread([test["losses"][layer] for test in tests], 3) for layer in (-1, 2)]
         cells = [[test["accuracy"][layer] for test in tests] for layer in (-1, 2)]
         cells += [[test["noise"][index] for test in tests] for index in (2, 4)]
         cells += [[test["typos"][0] for test in tests], [run["rt-polarity"]["accuracy"][-1] for run in runs]]
-        rows.append([arm, f"{rate:g}", f"{len(runs)}", *(spread(cell, 1, 100) for cell in cells)])
+        rows.append([arm, f"{rate:g}", f"{len(runs)}", *losses, *(spread(cell, 1, 100) for cell in cells)])
     return markdown(header, rows)
 
 

@@ -37,6 +37,12 @@ class StepObjective:
     is_linear: bool = True  # whether the weights of the layer losses are known before the forward pass
 
 
+def penalty(objective: str, violations: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """What the `hinge` or `quadratic` objective adds to f_L for the violations `[rows]`; a scalar with their graph."""
+    excess = violations.clamp(min=0)
+    return coefficient * (excess.sum() if objective == "hinge" else 0.5 * excess.square().sum())
+
+
 def layerskip_enabled(layer: Any, num_layers: int, step: int, max_steps: int, rotation: int | None) -> Any:
     """Whether LayerSkip's curriculum C(t, l) enables the exit after a layer at step t = 0, 1, ... of T = `max_steps`.
 

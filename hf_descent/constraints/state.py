@@ -156,9 +156,9 @@ class DescentState:
         if self.args.objective in ("hinge", "quadratic"):
             # Divided by its share, a part is the micro-batch's own mean.
             own = layer_losses / torch.where(share > 0, share, 1.0)
-            excess = self._violations(own, detach=self.args.negative_weights == "detach").clamp(min=0)
-            penalty = excess.sum() if self.args.objective == "hinge" else 0.5 * excess.square().sum()
-            return share * (own[-1] + self.args.penalty_coefficient * penalty)
+            violations = self._violations(own, detach=self.args.negative_weights == "detach")
+            penalty = objectives.penalty(self.args.objective, violations, self.args.penalty_coefficient)
+            return share * (own[-1] + penalty)
         # Layers without weight are left out, so that a non-finite loss of theirs does not become 0 * inf. Mixed
         # precision around a custom loop's call would round a product by `@`.
         return (self.weights(step)[self._trained] * layer_losses[self._trained]).sum()

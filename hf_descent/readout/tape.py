@@ -46,6 +46,7 @@ class Tape:
         self.modules = stack.layers if layers_only else stack.neighbours
         # A mask depends on whether there is padding; were each replay to ask, it would wait for the device.
         self.mask_makers = {} if layers_only else dict(ALL_MASK_ATTENTION_FUNCTIONS)
+        self.replays = not layers_only
         self.layer_ids = {id(layer) for layer in stack.layers}
         # What a replay gets of an answer; apart for calls within the stack, of which a readout must not know.
         self.give = self.give_within_stack = clone if stack.clones else _rewrapped
@@ -59,13 +60,13 @@ class Tape:
         self.layer_outputs = []
         self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
-        self.python_states = random_state.python_states()
+        self.python_states = self.replays and random_state.python_states()
         self._begin("record")
 
     def end_record(self):
         self.phase = "idle"
         # A replay runs a part of the same code.
-        self.torch_only = random_state.python_states() == self.python_states
+        self.torch_only = self.replays and random_state.python_states() == self.python_states
         if self.layer_calls != self.stack.num_layers:
             raise ValueError(
                 f"{type(self.model).__name__} ran {self.layer_calls} layers of `{self.stack.name}`, the probe found "

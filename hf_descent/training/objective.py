@@ -113,7 +113,8 @@ class DescentObjective:
 
     def begin(self, step: int, sums: StepSums | None = None) -> None:
         """Begin optimizer step `step`, whose layer losses are added to `sums`."""
-        self.global_step, self.sums, self._means = step, StepSums() if sums is None else sums, 0
+        self.global_step, self.sums = step, StepSums() if sums is None else sums
+        self._means = torch.zeros((), device=self.dual.device)  # micro-batches whose losses are means of their own
 
     def read(self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False) -> StepLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
@@ -149,13 +150,13 @@ class DescentObjective:
     def step(self, skipped: bool = False) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, and not
         where a gradient scaler has `skipped` that (`accelerator.optimizer_step_was_skipped`)."""
-        # Every process adds up, also for a step that is skipped, so that none waits for another.
-        none = torch.zeros(self.layers.num_layers, device=self.dual.device)  # where this process read nothing
-        layer_losses = self._summed(none if self.sums.layer_losses is None else self.sums.layer_losses)
-        items = none[0] if self.sums.items is None else self.sums.items
-        if isinstance(self._means, torch.Tensor):
-            items = self._summed(self._means.float())
-            layer_losses = layer_losses / items.clamp(min=1)
+        read = self.sums.layer_losses
+        if read is None:  # by this process
+            read = torch.zeros(self.layers.num_layers, device=self.dual.device)
+        # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
+        totals = self._summed(torch.cat([read, self._means[None]]))  # [layers + 1]
+        layer_losses, means = totals[:-1] / totals[-1].clamp(min=1), totals[-1]
+        items = means if self.sums.items is None else torch.where(means > 0, means, self.sums.items)
         if not skipped:
             self.dual.dual_step(layer_losses, self.global_step, items, self.layers)
         self.begin(self.global_step + 1)

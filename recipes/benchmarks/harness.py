@@ -123,7 +123,8 @@ class Runs:
 
 
 def write(output: Path | None, **facts: Any) -> None:
-    """Writes the facts as JSON, with the device and the version of torch."""
+    """Writes the facts as JSON, with the device and the version of torch; of a path its last part."""
     if output is not None:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        output.write_text(json.dumps({"device": device, "torch": torch.__version__, **facts}, indent=1, default=str))
+        facts = {"device": device, "torch": torch.__version__, **facts}
+        output.write_text(json.dumps(facts, indent=1, default=lambda path: getattr(path, "name", str(path))))

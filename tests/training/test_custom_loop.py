@@ -2,9 +2,11 @@
 
 import inspect
 import os
+import random
 import re
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
-from transformers import default_data_collator
+from transformers import default_data_collator, set_seed
 
 from hf_descent import DescentObjective, layer_losses, layer_profile
 from hf_descent.configs import DescentArguments
@@ -142,6 +144,20 @@ def test_an_optimizer_step_that_was_skipped_moves_no_multiplier():
     assert skipping[2].multipliers.values.tolist() == taking[2].multipliers.values.tolist()
     assert taking[2].multipliers.values.max() > 0
     assert skipping[2].logs() == taking[2].logs()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_loop_draws_what_plain_training_draws(draws):
+    model, rows, objective, _ = prepared("classifier")
+    batch = next(iter(loader(rows)))
+    if draws:
+        model.classifier.register_forward_hook(lambda *_: (random.random(), np.random.randn(), None)[2])  # noqa: NPY002
+    found = []
+    for call in (lambda: model(**batch), lambda: objective(model, batch)):
+        set_seed(0)
+        call()
+        found.append((random.random(), np.random.randn(3).tolist(), torch.rand(1).item()))  # noqa: NPY002
+    assert found[0] == found[1]
 
 
 def test_a_step_in_which_nothing_was_read_moves_nothing(tmp_path):

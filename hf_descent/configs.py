@@ -228,9 +228,11 @@ class DescentArguments:
             elif name in JSON_ARGUMENTS:
                 setattr(self, name, _parse(name, value))
         is_alone = self.objective == "descent" and self.layer_rows is None and not self.resilience
+        filled = dict(vars(self).get("_filled", {}))  # what nobody gave is chosen anew where targets come later
         for name, (beside, alone) in DUAL_DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, alone if is_alone else beside)
+            if getattr(self, name) in (None, filled.get(name)):
+                vars(self)[name] = filled[name] = alone if is_alone else beside
+        self._filled = filled
         for name, choices in (
             ("objective", OBJECTIVES),
             ("dual_optim", ("adam", "pi", "sgd")),
@@ -310,7 +312,9 @@ class DescentArguments:
             return args
         own = {argument.name for argument in dataclasses.fields(cls) if argument.init}
         given = {argument.name: getattr(args, argument.name) for argument in dataclasses.fields(args) if argument.init}
-        config = cls(**{**{name: value for name, value in given.items() if name in own}, **fields})
+        filled = vars(args).get("_filled", {}).items()
+        given = {name: value for name, value in given.items() if name in own and (name, value) not in filled}
+        config = cls(**{**given, **fields})
         for name, value in vars(args).items():
             if not hasattr(config, name):
                 setattr(config, name, value)

@@ -287,6 +287,7 @@ class DescentMixin:
             self._record = replace(self._record, by_strategy=False)
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs):
+        self._objective = self._record.started and self._objective  # untrained: f_0 is that of these rows
         is_beside = not self._reads_layers and description == "Evaluation"
         self._evaluated = LayersBeside(self, super().compute_loss, self._evaluated) if is_beside else LayerTotals()
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -350,7 +351,7 @@ class DescentMixin:
         Raises:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
-        dataset = self._held_out(eval_dataset)
+        dataset = evaluation.chosen_dataset(self.eval_dataset, eval_dataset)
         gammas = self.args.eval_gammas if gammas is None else gammas
         if gammas is None:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
@@ -378,16 +379,13 @@ class DescentMixin:
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         settings |= {"problem": self.problem} | kwargs
-        profile = layer_profile(model, self._held_out(eval_dataset), **settings)
+        profile = layer_profile(model, evaluation.chosen_dataset(self.eval_dataset, eval_dataset), **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
             also_selected = holdout.is_of_training(self, eval_dataset, self._record)
             profile.facts = evaluation.facts_of(self._dual, profile.problem, also_selected)
             self._record = replace(self._record, certificate=profile.certificate())
         return profile
-
-    def _held_out(self, dataset):
-        return evaluation.chosen_dataset(self.eval_dataset, dataset)
 
     # ---- a run and its checkpoints ----
 

@@ -56,12 +56,17 @@ def test_a_command_line_s_numbers_need_no_digit_on_either_side_of_the_point(tmp_
     assert (args.descent_alpha, args.initial_loss_bound) == (0.1, 1.0)
 
 
-def test_numbers_of_any_kind_become_python_s_own(tmp_path):
+def test_numbers_and_paths_of_any_kind_become_python_s_own(tmp_path):
     alpha, levels, layers = torch.full((3,), 0.25), [np.float32(0.5)], range(2, 4)
-    given = {"descent_alpha": alpha, "eval_gammas": levels, "constrained_layers": layers}
-    args = DescentConfig(str(tmp_path), dual_learning_rate=1, **given)
+    given = {
+        "descent_alpha": alpha,
+        "eval_gammas": levels,
+        "constrained_layers": layers,
+        "fixed_multipliers": tmp_path,
+    }
+    args = DescentConfig(str(tmp_path), objective="fixed", dual_learning_rate=1, **given)
     assert repr([args.dual_learning_rate, *(getattr(args, name) for name in given)]) == (
-        "[1.0, [0.25, 0.25, 0.25], [0.5], [2, 3]]"
+        f"[1.0, [0.25, 0.25, 0.25], [0.5], [2, 3], {str(tmp_path)!r}]"
     )
 
 
@@ -77,8 +82,12 @@ def test_numbers_of_any_kind_become_python_s_own(tmp_path):
     ],
 )
 def test_targets_alone_have_dual_settings_of_their_own(tmp_path, given, expected):
-    args = DescentConfig(tmp_path, **given)
-    assert (args.dual_optim, args.dual_learning_rate, args.dual_warmup_steps, args.target_margin) == expected
+    later, before = DescentConfig(tmp_path), DescentConfig(tmp_path, loss_targets={1: 1.0})
+    vars(later).update(given)
+    later.check_descent_arguments()  # as for the trials of a search
+    converted = DescentConfig.from_training_arguments(before, **{"loss_targets": None} | given)
+    for args in (DescentConfig(tmp_path, **given), later, converted):
+        assert (args.dual_optim, args.dual_learning_rate, args.dual_warmup_steps, args.target_margin) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,6 +162,8 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"loss_targets": [0.4]}, "loss_targets"),
         ({"target_margin": 0.9}, "target_margin"),
         ({"exit_targets": {1.5: 0.1}}, "exit_targets"),
+        ({"descent_alpha": "three"}, "`descent_alpha` is 'three'.*'line' or 'steps'"),
+        ({"exit_targets": "three"}, "`exit_targets` is 'three'.*{3: 0.05}"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):
@@ -160,26 +171,15 @@ def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):
         DescentConfig(str(tmp_path), **arguments)
 
 
-def test_fixed_multipliers_may_be_a_path(tmp_path):
-    args = DescentConfig(str(tmp_path), objective="fixed", fixed_multipliers=tmp_path)
-    assert args.fixed_multipliers == str(tmp_path)
-
-
-def test_conversion_keeps_data_parallel_off(tmp_path, monkeypatch):
-    args = TrainingArguments(str(tmp_path))
-    args._n_gpu = 1
-    monkeypatch.setattr(DescentConfig, "n_gpu", 4)
-    assert DescentConfig.from_training_arguments(args)._n_gpu == 1
-
-
-def test_conversion_keeps_every_argument_and_a_subclass_s_own(tmp_path):
+def test_conversion_keeps_every_argument_and_a_subclass_s_own(tmp_path, monkeypatch):
     args = Seq2SeqTrainingArguments(
         str(tmp_path), learning_rate=3e-4, report_to="none", warmup_steps=7, generation_max_length=9, seed=5,
         lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=11, lr_scheduler_kwargs={"num_cycles": 2},
     )  # fmt: skip
-    args.mine = "set by hand"
+    args.mine, args._n_gpu = "set by hand", 1  # the latter keeps data parallelism off
+    monkeypatch.setattr(DescentConfig, "n_gpu", 4)
     config = DescentConfig.from_training_arguments(args, descent_alpha=0.2)
-    assert config.mine == "set by hand"
+    assert config.mine == "set by hand" and config._n_gpu == 1
     for field in dataclasses.fields(TrainingArguments):
         if field.init:
             assert getattr(config, field.name) == getattr(args, field.name), field.name
@@ -197,9 +197,3 @@ def test_smaller_losses_and_violations_are_better(tmp_path, metric, greater):
     assert args.greater_is_better is greater
     stock = TrainingArguments(str(tmp_path), metric_for_best_model=metric, use_cpu=True)
     assert DescentConfig.from_training_arguments(stock, **numbers).greater_is_better is greater
-
-
-@pytest.mark.parametrize(("name", "word"), [("descent_alpha", "'line' or 'steps'"), ("exit_targets", "{3: 0.05}")])
-def test_a_word_that_is_no_value_is_answered_with_what_is_taken(name, word, tmp_path):
-    with pytest.raises(ValueError, match=f"`{name}` is 'three'.*{re.escape(word)}"):
-        DescentConfig(str(tmp_path), **{name: "three"})

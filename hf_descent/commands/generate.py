@@ -36,7 +36,7 @@ class GenerateArguments:
         default=ALPACA_EVAL, help="csv, json or parquet file of `instruction` and perhaps `input` and `dataset`."
     )
     prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
-    batch_size: int = HfArg(default=8, help="Prompts in a batch; the noise depends on it.")
+    batch_size: int = HfArg(default=8, help="Prompts in a batch, on which noise and room for answers depend.")
     max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
     max_samples: int | None = HfArg(default=None, help="Answer only this many instructions, the first ones.")
 
@@ -62,20 +62,24 @@ def run(models: list[str], args: GenerateArguments) -> None:
     model = load_model(name).to(best_device())
     if not model.can_generate():
         raise ValueError(f"`model` is {name!r}, a {type(model).__name__}; give a causal language model.")
+    prompts = [format_prompt(row["instruction"], row.get("input"), as_chat) for row in rows]
+    if as_chat:
+        prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    encode = partial(tokenizer, add_special_tokens=not as_chat)  # a chat template has put them in
+    lengths = [len(ids) for ids in encode(prompts)["input_ids"]]
+    if (limit := position_limit(model)) and (longest := max(lengths)) >= limit:
+        raise ValueError(
+            f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: shorten it."
+        )
     answers = []
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     with EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else nullcontext() as noise:
         for start in tqdm(range(0, len(rows), args.batch_size), desc="Answering"):
-            batch = rows[start : start + args.batch_size]
-            prompts = [format_prompt(row["instruction"], row.get("input"), as_chat) for row in batch]
-            if as_chat:
-                prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-            # A chat template has put the special tokens in.
-            inputs = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not as_chat)
+            batch = slice(start, start + args.batch_size)
+            inputs = encode(prompts[batch], return_tensors="pt", padding=True)
             if noise is not None:
                 noise.reseed(start)
-            texts = answer(model, tokenizer, inputs.to(model.device), args)
-            for row, text in zip(batch, texts):
+            for row, text in zip(rows[batch], answer(model, tokenizer, inputs.to(model.device), args)):
                 record = {"instruction": row["instruction"], "output": text, "generator": generator}
                 answers.append(record | {"dataset": row.get("dataset") or "alpaca_eval"})
     write_json(args.output, answers, ensure_ascii=False)

@@ -34,7 +34,7 @@ DUAL_EVERY = 8  # steps from one reading of held-out rows to the next, which cos
 # The settings that a checkpoint must share with the run that resumes from it.
 SCHEDULE = (
     "objective", "initial_loss_bound", "descent_strength", "constrained_layers", "exit_targets", "loss_targets",
-    "dual_warmup_steps", "fixed_multipliers", "dual_holdout", "layerskip_rotation",
+    "dual_warmup_steps", "fixed_multipliers", "dual_holdout", "layerskip_rotation", "dual_optim",
 )  # fmt: skip
 # How often rows are checked, in the constrained part of a run, for whether they can be met.
 PROGRESS_CHECKS = 10
@@ -387,7 +387,7 @@ class DescentState:
     def load_state_dict(self, tensors: dict[str, torch.Tensor], meta: dict, path: str = "The state") -> None:
         """Take over what `state_dict` gave; ValueError where layer count or schedule do not match."""
         for name, value in self._schedule().items():
-            if meta["schedule"].get(name) != value:
+            if meta["schedule"].get(name, value if name == "dual_optim" else None) != value:  # older ones lack it
                 raise ValueError(
                     f"{path} was saved with {name}={meta['schedule'].get(name)!r} but this run has {value!r}; resume "
                     "with the saved setting, or start a new run from the checkpoint's weights with `from_pretrained`."

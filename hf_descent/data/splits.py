@@ -79,7 +79,7 @@ class SplitArguments(RowArguments):
     def __post_init__(self):
         super().__post_init__()
         if self.train_file is None and (self.validation_file or self.test_file):
-            raise ValueError("`validation_file` and `test_file` need `train_file`: files and Hub splits do not mix.")
+            raise ValueError("`validation_file` and `test_file` need `train_file`: give it, too, or Hub splits alone.")
 
 
 def load_splits(args: SplitArguments) -> dict[str, Dataset]:

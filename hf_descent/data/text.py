@@ -111,13 +111,14 @@ def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dat
 
 
 def _class_names(train: Dataset) -> list[str]:
-    feature = train.features["labels"]
-    if isinstance(feature, ClassLabel):
+    if isinstance(feature := train.features["labels"], ClassLabel):
         return feature.names
-    values = set(train["labels"])
+    values = sorted(set(train["labels"]))
     if len(values) < 2:
         raise ValueError(f"The labelled training rows are all of one class, {values}.")
-    return [str(value) for value in sorted(values)]
+    if fractions := [value for value in values if isinstance(value, float) and value % 1]:
+        raise ValueError(f"A label is {fractions[0]}: give classes; for numbers write a script with `num_labels=1`.")
+    return [str(value) for value in values]
 
 
 def _encode_labels(rows: Dataset, classes: Sequence[str], split: str, key: Callable[[str], str] = str) -> Dataset:

@@ -79,7 +79,7 @@ def draft_with(
         if [type(each) for each in getattr(cache, "layers", [])] != [DynamicLayer] * reader.num_layers:
             raise ValueError(
                 f"{type(model).__name__} has a {type(cache).__name__} that cannot be cropped in each of its "
-                f"{reader.num_layers} layers (sliding windows, recurrent states): decode without `draft_with`."
+                f"{reader.num_layers} layers (windows, recurrence, `cache_implementation`): leave that or drafts out."
             )
         if checked.get(model) is not reader.stack:
             _check_halves(model, halves, example)
@@ -269,7 +269,7 @@ def _check_options(model, config, processors, model_kwargs):
     if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
-            f"{type(model).__name__} cannot be decoded with {', '.join(asked) or 'it'}."
+            f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
         )
 
 

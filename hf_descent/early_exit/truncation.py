@@ -20,7 +20,7 @@ def truncate(model: PreTrainedModel, num_layers: int, inputs: Mapping[str, Any] 
     Args:
         model (`PreTrainedModel`): on any device, in any mode; it is left as it was. Merge a PEFT model first.
         num_layers (`int`): layers to keep, 1..L.
-        inputs (`dict`, *optional*): a batch as given to `model(**inputs)`; made up for models of token ids or images.
+        inputs (`dict`, *optional*): a batch for `model(**inputs)`; made up of images or tokens, none of them an eos.
 
     TypeError where `model` is no `PreTrainedModel`, has adapters or is offloaded; ValueError where `num_layers` is out
     of range, there is no shared readout, or no config gives exactly the first layers.

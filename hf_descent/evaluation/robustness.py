@@ -146,7 +146,8 @@ class NoiseCurve(Result):
         for gamma, value, error, spread, loss in zip(self.gammas, self.mean, radius, self.std, self.mean_losses):
             rows.append([f"{gamma:.4g}", f"{value:.5g}", f"{error:.2g}", f"{spread:.2g}", f"{loss:.5g}"])
         area, error = f"AUC {self.auc:.5g}, over the range {self.auc_over_range:.5g}", self.radius("auc_over_range")
-        return f"{format_table(rows)}\n{area}" + (f" +- {error:.2g} (95 %)" if np.isfinite(error) else "")
+        area += f" +- {error:.2g} (95 %)" if np.isfinite(error) else ""
+        return format_table(rows) + (f"\n{area}" if len(self.gammas) > 1 else "")
 
 
 def noise_curve(

@@ -96,8 +96,6 @@ class Evaluation:
             raise ValueError(f"`batch_size` is {self.batch_size}; give at least one sample a batch.")
         self._score = known[self.metric] if isinstance(self.metric, str) else self.metric
         self._inner = inner_model(self.model)
-        config = getattr(self._inner, "config", None)
-        self._is_multi_label = getattr(config, "problem_type", None) == "multi_label_classification"
         self._collate = self.data_collator
         if self._collate is None:
             can_pad = isinstance(self.processing_class, PreTrainedTokenizerBase | SequenceFeatureExtractor)
@@ -111,7 +109,7 @@ class Evaluation:
     @property
     def needs_logits(self) -> bool:
         """Whether the metric is more than [`TokenStatistics`] tell."""
-        return self._score is not _accuracy or self._is_multi_label
+        return self._score is not _accuracy
 
     def collate(self, rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The inputs that `batches` makes of these rows."""
@@ -149,7 +147,9 @@ class Evaluation:
         items = self.task.count(inputs)
         # As Trainer gives a custom loss the items of the batch. The mean over none is not a number.
         loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items) if items else 0.0
-        if self._score is _accuracy and self._is_multi_label:  # two classes for each label
+        config = getattr(self._inner, "config", None)  # whose `problem_type` the first forward may find out
+        if self._score is _accuracy and getattr(config, "problem_type", None) == "multi_label_classification":
+            # Two classes for each label.
             logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()
         total, count = self._score(logits, labels)
         return torch.tensor([float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64)

@@ -41,8 +41,8 @@ TASKS = {
 }
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 # Numbers of an evaluation that are no metrics of the whole model, or have a table of their own.
-NO_METRICS = ("runtime", "per_second", "samples", "epoch", "layer_", "violation", "feasible", "@", "ratio_")
-NO_METRICS += ("share", "rise", "steps", "num_", "preparation_time", "_radius")
+NO_METRICS = ("runtime", "per_second", "epoch", "layer_", "violation", "feasible", "@", "ratio_", "descent_share")
+NO_METRICS += ("largest_rise", "num_", "preparation_time", "_radius", "eval_samples", "test_samples", "_steps")
 # Tasks with a class in PEFT; `AutoPeftModel` reads the class of any other model from the adapter.
 PEFT_TASKS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 

@@ -151,7 +151,7 @@ class EmbeddingNoise:
             mask = self._calls[-1].mask  # FNet and RWKV do not pass it on
         has_signal = module is self._model and given.get(self._main_input) is not None
         cache = kwargs.get("cache", kwargs.get("past_key_values"))  # its name before transformers 5.24
-        self._calls.append(_Call(ids, mask, cache, has_signal))
+        self._calls.append(_Call(ids, mask, cache, has_signal, given.get("inputs_embeds") is not None))
         if not (is_outermost and self._is_active()):
             return None
 
@@ -182,8 +182,8 @@ class EmbeddingNoise:
             )
 
     def _perturb_lookup(self, module, args, output):
-        # Only the first lookup of a call counts: GPT-2 looks `token_type_ids` up in the same table, and a PEFT wrapper
-        # of the table calls the table.
+        # Only the first lookup of a call counts, and none where embeddings are given: GPT-2 looks `token_type_ids` up
+        # in the same table, and a PEFT wrapper of the table calls the table.
         if not self._calls or self._calls[-1].looked_up or not self._is_active() or not torch.is_tensor(output):
             return None
         call = self._calls[-1]

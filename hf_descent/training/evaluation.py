@@ -172,7 +172,7 @@ def chosen_dataset(known, dataset):
         return known[dataset]
     dataset = known if dataset is None else dataset
     if dataset is None or isinstance(dataset, dict | str):
-        raise ValueError(f"`eval_dataset` is {dataset!r}; give one dataset.")
+        raise ValueError("`eval_dataset` is missing, or a dict or a name; give one dataset.")
     return dataset
 
 

@@ -103,9 +103,10 @@ class RunRecord:
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def keep_certificate(self, certificate: Certificate | None, step: int, best_step: int | None) -> None:
-        """Keep the `certificate` of an evaluation as that of `step`, and beside it that of the best model alone."""
-        kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
-        self.certificate, self.certificates = certificate, kept | {step: certificate}
+        """Keep an evaluation's `certificate`, where it has one, for `step`, and beside it the best model's alone."""
+        if certificate is not None:
+            kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
+            self.certificate, self.certificates = certificate, kept | {step: certificate}
         self.also_selected = False  # what comes next may come by neither `evaluate` nor `predict`
 
     @property

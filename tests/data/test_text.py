@@ -223,6 +223,7 @@ def test_bad_arguments_are_named(train_file, arguments, message):
     [
         ([None, None, None], "no row with a value of `label`"),
         ([1, 1, 1], "all of one class"),
+        ([0.5, 1.0, 0.0], "A label is 0.5: give classes"),
         ([-1, 0, 1], "column `label` of the train split holds -1"),
         (["-1", "0", "1"], "holds -1"),
         ([-100, 0, 1], "holds -100"),

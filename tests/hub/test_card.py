@@ -197,8 +197,8 @@ def test_numpy_scalars_and_numbers_that_are_none_reach_neither_json_nor_the_inde
     assert json.loads((tmp_path / "model_card.json").read_text())["evaluation"]["eval_f1"] is None
     assert plain({1: (np.arange(2), float("inf"), np.bool_(True))}) == {"1": [[0, 1], None, True]}
     evaluation = {"eval_roc_auc": 0.9, "test_accuracy@0.5": 0.7, "eval_layer_loss_1": 2.0, "eval_runtime": 3.0}
-    evaluation["test_accuracy_auc_over_range_radius"] = 0.02  # half a width of an interval
-    assert metrics_of(evaluation) == {"roc_auc": 0.9}
+    evaluation |= {"test_accuracy_auc_over_range_radius": 0.02, "eval_samples": 8}  # half a width of an interval
+    assert metrics_of(evaluation | {"eval_f1_samples": 0.5}) == {"roc_auc": 0.9, "f1_samples": 0.5}
 
 
 def test_trl_writes_this_card_at_checkpoints_and_takes_its_own_arguments(tmp_path):
@@ -233,6 +233,8 @@ def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path)
         card, text = read(folder)
         assert "| `learning_rate` | 0.03 |" in text and results_of(card)["loss"] == pytest.approx(metrics["eval_loss"])
         assert ("mine" in card.data.tags) == (folder == run)
+    DescentTrainer(bert(), config(run), eval_dataset=classification_data(8)).save_model(tmp_path / "another model")
+    assert "multipliers" not in json.loads((tmp_path / "another model" / "descent_config.json").read_text())
 
 
 def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):

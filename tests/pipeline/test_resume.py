@@ -144,6 +144,7 @@ def test_a_resumed_run_goes_by_the_loss_at_chance_that_was_measured(tmp_path, st
         ({"objective": "deep_supervision"}, "objective"),
         ({"descent_strength": 0.9}, "descent_strength"),
         ({"dual_warmup_steps": 1}, "dual_warmup_steps"),
+        ({"dual_optim": "pi"}, "dual_optim"),
         ({"fixed_multipliers": [0.1] * 3}, "fixed_multipliers"),
     ],
 )

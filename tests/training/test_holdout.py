@@ -16,6 +16,7 @@ from tiny import (
     language_data,
     llama,
     naive_layer_losses,
+    spread,
     trained,
     word_tokenizer,
 )
@@ -211,6 +212,9 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
     assert not trainer._record.certificate.also_selected
     trainer.predict(chosen)
     assert trainer._record.certificate.also_selected
+    before = trainer._record.certificate
+    trainer.predict([{name: value for name, value in row.items() if name != "labels"} for row in FRESH])
+    assert trainer._record.certificate is before  # such rows say nothing
     for measure in (trainer.evaluate, trainer.evaluate_layers):
         caplog.clear()
         measure(DATA[:1] + FRESH[:29])
@@ -218,6 +222,21 @@ def test_evaluation_rows_that_were_trained_on_are_counted(tmp_path, caplog):
         assert trainer._record.certificate.also_selected
         measure()
         assert trainer._record.certificate.also_selected
+
+
+def test_a_model_that_is_only_evaluated_is_judged_by_each_set_alone(tmp_path):
+    """f_0 is that of the set's own labels, whichever came first."""
+    of_class = [[row for row in FRESH if row["labels"] == label] for label in (0, 1)]
+    sets = {"balanced": FRESH, "skewed": [*of_class[0], *of_class[1][:5]]}
+    found = []
+    for names in (["balanced", "skewed"], ["skewed", "balanced"]):
+        args = config(tmp_path, descent_alpha="line", initial_loss_bound="auto")
+        trainer = DescentTrainer(spread(bert()), args, eval_dataset={name: sets[name] for name in names})
+        found.append({name: trainer.evaluate(name) | {"f_0": trainer.problem.initial_loss_bound} for name in names})
+    for name, other in (("balanced", "skewed"), ("skewed", "balanced")):
+        bounds = [metrics[name]["f_0"] for metrics in found]
+        assert bounds[0] == bounds[1] != pytest.approx(found[0][other]["f_0"], rel=1e-3)
+        assert len({metrics[name]["eval_max_violation"] for metrics in found}) == 1
 
 
 @pytest.mark.parametrize("fresh", [300, 20])  # so that of the rows of both sets 1 % are of training, or many more

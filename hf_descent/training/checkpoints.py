@@ -91,8 +91,8 @@ def _report_changes(checkpoint: str, args: DescentArguments) -> None:
 
 def saved_summary(trainer: Trainer) -> dict[str, Any]:
     """What the training of a model that is only evaluated wrote of itself; empty where that is not found."""
-    is_adapted = hasattr(trainer.model, "peft_config")  # adapters do not say from where they were loaded
-    return RunFolder(os.path.abspath(trainer.args.output_dir) if is_adapted else loaded_from(trainer.model)).summary
+    folders = (loaded_from(trainer.model), os.path.abspath(trainer.args.output_dir))  # no name on the Hub
+    return next((summary for folder in folders if (summary := RunFolder(folder).summary)), {})
 
 
 def save_checksums(trainer: Trainer, folder: str) -> None:

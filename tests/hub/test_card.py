@@ -233,8 +233,6 @@ def test_a_trainer_that_only_evaluates_leaves_the_word_to_the_training(tmp_path)
         card, text = read(folder)
         assert "| `learning_rate` | 0.03 |" in text and results_of(card)["loss"] == pytest.approx(metrics["eval_loss"])
         assert ("mine" in card.data.tags) == (folder == run)
-    DescentTrainer(bert(), config(run), eval_dataset=classification_data(8)).save_model(tmp_path / "another model")
-    assert "multipliers" not in json.loads((tmp_path / "another model" / "descent_config.json").read_text())
 
 
 def test_a_card_names_a_custom_readout_and_the_noise_of_its_layers(tmp_path):

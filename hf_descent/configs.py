@@ -228,11 +228,10 @@ class DescentArguments:
             elif name in JSON_ARGUMENTS:
                 setattr(self, name, _parse(name, value))
         is_alone = self.objective == "descent" and self.layer_rows is None and not self.resilience
-        filled = dict(vars(self).get("_filled", {}))  # what nobody gave is chosen anew where targets come later
+        filled = self._filled = dict(vars(self).get("_filled", {}))  # what nobody gave, for targets that come later
         for name, (beside, alone) in DUAL_DEFAULTS.items():
             if getattr(self, name) in (None, filled.get(name)):
                 vars(self)[name] = filled[name] = alone if is_alone else beside
-        self._filled = filled
         for name, choices in (
             ("objective", OBJECTIVES),
             ("dual_optim", ("adam", "pi", "sgd")),

@@ -351,7 +351,6 @@ class DescentMixin:
         Raises:
             ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
         """
-        dataset = evaluation.chosen_dataset(self.eval_dataset, eval_dataset)
         gammas = self.args.eval_gammas if gammas is None else gammas
         if gammas is None:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
@@ -359,7 +358,7 @@ class DescentMixin:
         is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
-        curve = noise_curve(model, dataset, gammas, **{**settings, **kwargs})
+        curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         if is_noise:
             self._record = replace(self._record, noise_curve=curve)
@@ -379,13 +378,16 @@ class DescentMixin:
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         settings |= {"problem": self.problem} | kwargs
-        profile = layer_profile(model, evaluation.chosen_dataset(self.eval_dataset, eval_dataset), **settings)
+        profile = layer_profile(model, self._held_out(eval_dataset), **settings)
         self._record = replace(self._record, layer_profile=profile)
         if profile.problem is not None:
             also_selected = holdout.is_of_training(self, eval_dataset, self._record)
             profile.facts = evaluation.facts_of(self._dual, profile.problem, also_selected)
             self._record = replace(self._record, certificate=profile.certificate())
         return profile
+
+    def _held_out(self, dataset):
+        return evaluation.chosen_dataset(self.eval_dataset, dataset)
 
     # ---- a run and its checkpoints ----
 

@@ -149,8 +149,7 @@ class Evaluation:
         loss = self.task(outputs, inputs, None if self.task.loss_fn is None else items) if items else 0.0
         config = getattr(self._inner, "config", None)  # whose `problem_type` the first forward may find out
         if self._score is _accuracy and getattr(config, "problem_type", None) == "multi_label_classification":
-            # Two classes for each label.
-            logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()
+            logits, labels = torch.stack([-logits, logits], dim=-1), (labels > 0.5).long()  # two classes a label
         total, count = self._score(logits, labels)
         return torch.tensor([float(total), float(count), float(loss) * int(items), int(items)], dtype=torch.float64)
 

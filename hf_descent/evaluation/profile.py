@@ -62,7 +62,7 @@ class LayerProfile(Result):
         """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`], in place
         of the profile's. ValueError without a problem."""
         if self.problem is None:
-            raise ValueError("The profile has no constraints to judge: give `problem`, or call `evaluate` before it.")
+            raise ValueError("Measured without `problem`, nothing can be judged: give it, or call `evaluate` first.")
         problem, blocks, facts = DescentProblem(**self.problem), self.blocks[..., 2:], (self.facts or {}) | facts
         return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
 

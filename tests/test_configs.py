@@ -163,7 +163,7 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"target_margin": 0.9}, "target_margin"),
         ({"exit_targets": {1.5: 0.1}}, "exit_targets"),
         ({"descent_alpha": "three"}, "`descent_alpha` is 'three'.*'line' or 'steps'"),
-        ({"exit_targets": "three"}, "`exit_targets` is 'three'.*{3: 0.05}"),
+        ({"exit_targets": "three"}, r"`exit_targets` is 'three'.*\{3: 0\.05\}"),
     ],
 )
 def test_bad_values_are_named_with_a_remedy(tmp_path, arguments, match):

@@ -134,8 +134,8 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
     narrow = save_generator(tmp_path / "narrow", max_position_embeddings=length + 2)
     short, whole = (answers(f"{len(given)}.json", max_samples=1, **given) for given in ({"model": narrow}, {}))
     assert len(short[0]["output"]) <= 2 < len(whole[0]["output"])
-    with pytest.raises(ValueError, match=f"Prompt 2 has {length + 2} tokens, .*full {length + 1} positions"):
-        answers("z.json", model=save_generator(tmp_path / "full", max_position_embeddings=length + 1), batch_size=1)
+    with pytest.raises(ValueError, match=f"Prompt 2 has {length + 2} tokens, .*full {length + 2} positions"):
+        answers("z.json", model=save_generator(tmp_path / "full", max_position_embeddings=length + 2), batch_size=1)
     bert().save_pretrained(tmp_path / "classifier")
     tokenizer(False).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ValueError, match="a BertForSequenceClassification; give a causal language model"):

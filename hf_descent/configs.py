@@ -167,8 +167,8 @@ class DescentArguments:
         Noise on the input embeddings (or pixels) in training, in units of the clean signal's standard deviation: one
         level, or [low, high] for a level drawn uniformly per sample.
     noise_sigma (`float`, *optional*):
-        The standard deviation of the clean signal. Where not given it is estimated once, from 2,048 rows spread over
-        the training data (the first ones of a stream), and saved in the model's config as `noise_sigma`.
+        The standard deviation of the clean signal. Where not given that of the model's config, which a trained model
+        has, or else estimated from 2,048 rows spread over the training data (the first of a stream), and saved there.
     eval_gammas (`list[float]`, *optional*):
         Noise levels of `evaluate_robustness`.
     """
@@ -264,10 +264,8 @@ class DescentArguments:
         for name, levels in (("noise_gamma", self.noise_gamma), ("eval_gammas", self.eval_gammas or [])):
             if not all(0 <= level < math.inf for level in levels_of(name, levels)):
                 raise ValueError(f"`{name}` is {levels}; noise levels must be numbers, not negative.")
-        if isinstance(self.noise_gamma, list) and (
-            len(self.noise_gamma) != 2 or sorted(self.noise_gamma) != self.noise_gamma
-        ):
-            raise ValueError(f"`noise_gamma` is {self.noise_gamma}; a range is [low, high] with low <= high.")
+        if isinstance(gamma := self.noise_gamma, list) and (len(gamma) != 2 or gamma[0] > gamma[1]):
+            raise ValueError(f"`noise_gamma` is {gamma}; a range is [low, high] with low <= high.")
         kinds = str | list if self.objective == "fixed" else str | list | None
         if not isinstance(self.fixed_multipliers, kinds):
             raise ValueError(f"`fixed_multipliers` is {self.fixed_multipliers!r}; give a constrained run or a list.")

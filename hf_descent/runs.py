@@ -102,9 +102,9 @@ class RunFolder:
         for name, result in results.items():
             result.to_json(str(self.path / f"{name}.json"))
 
-    def remove_evaluations(self) -> None:
-        """Remove the results of an earlier evaluation, perhaps of other rows or weights."""
-        for path in (path for pattern in self.EVALUATIONS for path in self.path.glob(pattern)):
+    def remove_evaluations(self, *others: str) -> None:
+        """Remove the results of an earlier evaluation, perhaps of other rows or weights, and files of `others`."""
+        for path in (path for pattern in (*self.EVALUATIONS, *others) for path in self.path.glob(pattern)):
             path.unlink()
 
 

@@ -12,15 +12,8 @@ class Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer):
     With `predict_with_generate=True`, `evaluate` and `predict` give what the whole model generates, and beside it the
     losses of all layers under teacher forcing, as without it.
 
-    Args:
-        model, args, ...:
-            As for [`~transformers.Seq2SeqTrainer`]; plain `Seq2SeqTrainingArguments` and `TrainingArguments` get the
-            defaults of [`Seq2SeqDescentConfig`].
-        readout, layer_loss_fn:
-            As for [`DescentTrainer`].
-
-    Raises:
-        ValueError, TypeError: as [`DescentTrainer`].
+    The arguments are those of [`~transformers.Seq2SeqTrainer`], and `readout` and `layer_loss_fn` of
+    [`DescentTrainer`]; errors are as there. Other training arguments get the defaults of [`Seq2SeqDescentConfig`].
 
     Example:
 

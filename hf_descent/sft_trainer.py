@@ -30,12 +30,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     With `objective="erm"` and no noise it is [`~trl.SFTTrainer`], bit for bit, and `evaluate` adds layer losses.
     Otherwise `loss` is the token loss f_L, and TRL's `mean_token_accuracy` and `entropy` are of the last layer.
 
-    Args:
-        model, args, ...:
-            As for [`~trl.SFTTrainer`]; plain `SFTConfig` and `TrainingArguments` get the defaults of
-            [`SFTDescentConfig`].
-        readout, layer_loss_fn:
-            As for [`DescentTrainer`].
+    The arguments are those of [`~trl.SFTTrainer`], and `readout` and `layer_loss_fn` of [`DescentTrainer`]; plain
+    `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
 
     Raises:
         ValueError: a data set has no token with a label, or a sequence longer than a table of positions; `loss_type`

@@ -167,7 +167,7 @@ class DescentMixin:
         with self._training_noise(model):
             losses = self._objective.read(model, inputs, keep_logits=return_outputs)
         self._log_tokens(inputs, losses.outputs, losses.tokens)
-        self.loss_is_scaled_for_ga = True
+        self.loss_is_scaled_for_ga = self._step.items is not None  # else each micro-batch is a mean
         objective = losses.objective * self.args.world_size  # DDP averages gradients over processes
         return (objective, losses.outputs) if return_outputs else objective
 

@@ -16,11 +16,7 @@ from safetensors.torch import load_file
 from smoke import ROOT, results_of, smoke_command
 from tiny import bert, llama
 from tiny_files import save_tiny_model, write_rows
-from transformers import (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_descent import cli
 from hf_descent.commands.launch import launch_arguments

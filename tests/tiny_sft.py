@@ -6,12 +6,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 from trl import SFTConfig
 
 from hf_descent import SFTDescentConfig, SFTDescentTrainer

@@ -51,7 +51,7 @@ argument_types = (ModelArguments, DataArguments, DescentConfig)
 
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
-    resume = resume_choice(args, model_args.overwrite_output_dir)
+    resume = resume_choice(args, model_args)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
     tokenizer = load_tokenizer(model_args.model_name_or_path)
     with args.main_process_first(desc="loading"):

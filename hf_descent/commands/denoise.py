@@ -67,7 +67,7 @@ def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConf
     mean, layer losses). Of the test rows where there are any, else of the validation rows, there are
     `layer_profile.json` (at the training level) and `noise_curve.json`.
     """
-    resume = resume_choice(args, model_args.overwrite_output_dir)
+    resume = resume_choice(args, model_args)
     set_seed(args.seed)
     name = model_args.model_name_or_path
     task = PatchTask(data_args.patch_size) if name is None else ImageTask(name)

@@ -17,6 +17,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, PreTrainedModel
 from transformers.hf_argparser import HfArg
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ..configs import upper_level
 from ..constraints.problem import LARGEST, SMALLEST, DescentProblem
@@ -94,6 +95,8 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
     rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
+    if RunFolder(name).summary.get("arguments", {}).get("completion_only_loss") is False:
+        rows = rows.map(lambda row: {"labels": row["input_ids"]})
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
     return Task(model, rows, is_test, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
 
@@ -165,6 +168,8 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     gamma_train = upper_level(summary.get("noise_gamma"))
     model, noise = task.model.to(best_device()), {"seed": args.noise_seed, "sigma": args.noise_sigma}
     shared = task.settings | noise | {"batch_size": args.per_device_eval_batch_size, "progress": True}
+    if epsilon := summary.get("arguments", {}).get("label_smoothing_factor"):
+        shared["layer_loss_fn"] = LabelSmoother(epsilon)  # as in training, whose targets the verdict is about
 
     run = RunFolder(folder)
     run.remove_evaluations()  # before anything is written: a killed call would leave them beside new ones

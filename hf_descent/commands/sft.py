@@ -27,7 +27,7 @@ def run(model_args: ModelArguments, data_args: AlpacaArguments, args: SFTDescent
     kind = "" if args.trust_remote_code else architecture_of(name)
     if kind and not kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise ValueError(f"`model_name_or_path` is {name!r}, a {kind}; give a language model.")
-    resume = resume_choice(args, model_args.overwrite_output_dir)
+    resume = resume_choice(args, model_args)
     hub = {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
     tokenizer = load_tokenizer(name, **hub)
     with args.main_process_first(desc="loading"):

@@ -10,7 +10,8 @@ from transformers.hf_argparser import HfArg
 
 from ..configs import CONSTRAINT_METRICS, LAYER_LOSS, DescentConfig
 from ..evaluation.scoring import Result
-from ..files import write_json
+from ..files import find_json, write_json
+from ..loading import ADAPTER
 from ..runs import RunFolder, json_value, tables
 from ..trainer import DescentMixin
 from .arguments import absolute
@@ -21,17 +22,22 @@ class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
 
     overwrite_output_dir: bool = HfArg(
-        default=False, help="Train from scratch into a folder that is not empty; nothing in it is deleted."
+        default=False, help="Train from scratch into a folder that is not empty; its checkpoints are not deleted."
     )
 
 
-def resume_choice(args: DescentConfig, overwrite: bool) -> str | bool | None:
+def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | bool | None:
     """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
-    ValueError where the output folder holds something, and the arguments say neither to resume nor to overwrite."""
+    ValueError for an adapter, or where the output folder holds something, and nothing says to resume or overwrite."""
+    if (name := model_args.model_name_or_path) and find_json(name, ADAPTER):
+        raise ValueError(
+            f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes of it."
+        )
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
-    if not (resume or overwrite) and os.path.isdir(args.output_dir) and os.listdir(args.output_dir):
+    is_used = os.path.isdir(args.output_dir) and os.listdir(args.output_dir)
+    if is_used and not (resume or model_args.overwrite_output_dir):
         raise ValueError(
             f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "
             "afresh in it with `--overwrite_output_dir`, or name another."
@@ -51,20 +57,24 @@ def train_and_report(
     if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
         raise ValueError(f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'.")
     trainer.command = json_value({name: value for each in arguments for name, value in vars(each).items()})
+    args, folder = trainer.args, RunFolder(trainer.args.output_dir)
+    record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
+    record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
+    for data_args in arguments[-1:]:
+        record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
+    if trainer.is_world_process_zero():
+        write_json(folder.path / folder.DATA, record)  # for the checkpoints of a killed run
     metrics = trainer.train(resume_from_checkpoint=resume).metrics
     if trainer.is_fsdp_enabled:
         # Checkpoints are sharded for speed; of the model in this form Trainer would save nothing.
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    if trainer.is_world_process_zero():
+        # Of the weights that are overwritten now.
+        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json")
+        write_json(folder.path / folder.DATA, record)
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("train", metrics)
-    if trainer.is_world_process_zero():
-        args = trainer.args
-        record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
-        record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
-        for data_args in arguments[-1:]:
-            record |= {name: absolute(name, value) for name, value in vars(data_args).items()}
-        write_json(os.path.join(args.output_dir, RunFolder.DATA), record)
     report()
     if trainer.args.push_to_hub:
         trainer.push_to_hub()  # what was saved before is without the results

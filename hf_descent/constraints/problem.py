@@ -171,11 +171,7 @@ class DescentProblem:
         return self
 
     def violations(
-        self,
-        layer_losses: torch.Tensor,
-        level: torch.Tensor | None = None,
-        margin: float = 0.0,
-        detach: bool = False,
+        self, layer_losses: torch.Tensor, level: torch.Tensor | None = None, margin: float = 0.0, detach: bool = False
     ) -> torch.Tensor:
         """g = f_l - c f_ref of the losses f `[L]`; `[rows]`.
 

@@ -78,6 +78,7 @@ class SplitArguments(RowArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_arguments(self, {"validation_split_percentage": (0.1, 99)})
         if self.train_file is None and (self.validation_file or self.test_file):
             raise ValueError("`validation_file` and `test_file` need `train_file`: give it, too, or Hub splits alone.")
 

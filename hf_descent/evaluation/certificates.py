@@ -81,7 +81,7 @@ class Certificate(Result):
             "row": self.rows,
             "asked": [f"{loss:.4g}" for loss in self.asked],
             "reached": [f"{loss:.4g}" for loss in self.reached],
-            f"+- ({self.confidence:.0%})": [f"{error:.2g}" for error in self.radii],
+            f"+- ({100 * self.confidence:.6g}%)": [f"{error:.2g}" for error in self.radii],
             "tolerance": [f"{tolerance:.2g}" for tolerance in self.tolerances],
             "multiplier": [f"{multiplier:.3g}" for multiplier in self.multipliers or []],
             "verdict": self.verdicts,

@@ -67,10 +67,7 @@ class PatchDenoiser:
 
 
 def symmetric_attention(
-    projected: torch.Tensor,
-    tokens: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    self_weight: float = 0.0,
+    projected: torch.Tensor, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None, self_weight: float = 0.0
 ) -> torch.Tensor:
     """Softmax attention of a projection with itself, a descent step on energies of W:
 

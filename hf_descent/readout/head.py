@@ -20,7 +20,7 @@ from .labels import are_token_labels, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
-from .tape import Tape, taped
+from .tape import Tape, _NormBase, taped
 from .tiles import HeadLoss, Workspace
 
 
@@ -54,7 +54,7 @@ class HeadReadout:
             # In train mode, so that dropout by a function in the tail shows as a difference; by a module it is a part.
             model.train()
             for module in model.modules():
-                module.training &= not isinstance(module, nn.Dropout)
+                module.training &= not isinstance(module, nn.Dropout | _NormBase)
             norm, head, head_loss, dtype = _find_tail(model, replay.stack, inputs)
         self = cls(replay, norm, head, head_loss, shifts)
         with probing(model):
@@ -203,8 +203,8 @@ def _find_tail(model, stack, inputs) -> tuple[nn.Module, nn.Linear, HeadLoss, to
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         # An adapter may keep its parameters in a container, which is never called.
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        if not own | trained <= known:
-            raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head.")
+        if isinstance(module, _NormBase) or not own | trained <= known:
+            raise ValueError(f"{name}: `{type(module).__name__}` acts beside norm and head, or across positions.")
 
     # ZeRO-3, which gathers parameters for the call of their module alone, is to keep these for `model`. This comes
     # before the call below, out of turn, which has it forget an order of calls that it recorded without them.
@@ -228,8 +228,11 @@ def _logit_transform(model, inputs, head, dtype) -> HeadLoss:
     with (
         errors_explained(f"{name} fails when its head is given one position:"),
         intercepted([head], lambda module, call, x: scores.expand(*x.shape[:-2], 1, -1)),
+        torch.enable_grad(),
     ):
         logits = output_logits(model(**_without_labels(model, inputs))).to(scores.device, torch.float32)
+    if logits.requires_grad:
+        raise ValueError(f"{name}: a parameter acts on the outputs of its head.")
     scores = scores.float()
     config = getattr(_text_config(model), "__dict__", {})
     numbers = {float(number) for number in config.values() if type(number) in (int, float) and number}

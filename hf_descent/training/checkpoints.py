@@ -148,11 +148,7 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
 
 
 def run_summary(
-    trainer: Trainer,
-    record: RunRecord,
-    command: Mapping[str, Any],
-    given: Given,
-    state: DescentState | None,
+    trainer: Trainer, record: RunRecord, command: Mapping[str, Any], given: Given, state: DescentState | None
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
     step costs, the dual side. A `record` of a run that never started says nothing of training."""

@@ -75,7 +75,9 @@ def chance_of_batches(
     `enough`; of a denoiser with noise of `noise_variance`."""
     predictor, missing = replace(predictor, noise_variance=noise_variance), predictor.enough
     for batch in batches(missing):
-        missing -= predictor.update(task.answers(batch), batch.get(predictor.signal))
+        if (answers := task.answers(batch)) is None:
+            raise unmeasurable("batches that get their labels later")
+        missing -= predictor.update(answers, batch.get(predictor.signal))
         if missing <= 0:
             break
     return predictor.loss()

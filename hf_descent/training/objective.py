@@ -114,7 +114,8 @@ class DescentObjective:
     def begin(self, step: int, sums: StepSums | None = None) -> None:
         """Begin optimizer step `step`, whose layer losses are added to `sums`."""
         self.global_step, self.sums = step, StepSums() if sums is None else sums
-        self._means = torch.zeros((), device=self.dual.device)  # micro-batches whose losses are means of their own
+        # Of the micro-batches: together 1 or, where each is a mean, the number of those with labels.
+        self._shares = torch.zeros((), device=self.dual.device)
 
     def read(self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False) -> StepLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
@@ -124,6 +125,7 @@ class DescentObjective:
         objective = self.dual.objective_at(self.global_step)
         losses = self.layers.step(model, batch, objective, share, items, key, keep_logits)
         self.sums.add(losses)
+        self._shares = self._shares + share
         return losses
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
@@ -140,7 +142,6 @@ class DescentObjective:
         objective = self.read(model, batch).objective
         if items is not None:
             return objective * self._place[1]
-        self._means = self._means + (count > 0)  # a micro-batch without labels has no mean
         return objective
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
@@ -154,11 +155,11 @@ class DescentObjective:
         if read is None:  # by this process
             read = torch.zeros(self.layers.num_layers, device=self.dual.device)
         # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
-        totals = self._summed(torch.cat([read, self._means[None]]))  # [layers + 1]
-        layer_losses, means = totals[:-1] / totals[-1].clamp(min=1), totals[-1]
-        items = means if self.sums.items is None else torch.where(means > 0, means, self.sums.items)
+        totals = self._summed(torch.cat([read, self._shares[None]]))  # [layers + 1]
+        shares = totals[-1]
         if not skipped:
-            self.dual.dual_step(layer_losses, self.global_step, items, self.layers)
+            layer_losses = totals[:-1] / torch.where(shares > 0, shares, 1.0)
+            self.dual.dual_step(layer_losses, self.global_step, shares, self.layers)
         self.begin(self.global_step + 1)
 
     def logs(self) -> dict[str, float]:

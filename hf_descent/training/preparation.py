@@ -88,11 +88,7 @@ def find_layers(
 
 
 def make_dual(
-    trainer: Trainer,
-    layers: LayerLosses,
-    inputs: Mapping[str, Any],
-    given: Given,
-    checkpoint: str | None,
+    trainer: Trainer, layers: LayerLosses, inputs: Mapping[str, Any], given: Given, checkpoint: str | None
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
     on, where it is only evaluated. The multipliers move on rows `given`, on rows held out, or on those of training."""
@@ -125,7 +121,9 @@ def make_dual(
     rows = None
     if trainer.is_in_train and args.objective == "descent":
         own = given.dual_dataset
-        rows = split(trainer.train_dataset, args)[1] if own is None else shuffled(own, args)
+        trained, rows = split(trainer.train_dataset, args) if own is None else (None, shuffled(own, args))
+        if own is None and rows is not None and len(trainer.callback_handler.train_dataloader.dataset) > len(trained):
+            raise ValueError("`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead.")
     held_out = None if rows is None else HeldOutRows(trainer, rows)
     start = 0 if saved else state.global_step
     dual = DescentState(args, layers.num_layers, state.max_steps, start, chance, args.device, held_out, constant)

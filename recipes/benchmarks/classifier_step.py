@@ -20,11 +20,7 @@ from hf_descent import DescentConfig, DescentTrainer
 from hf_descent.models import DustConfig, DustForVideoDenoising, UTConfig, UTForVideoDenoising
 
 
-NOISE = {
-    "bert": {"noise_gamma": 1.0, "noise_sigma": 0.02},
-    "ut": {"noise_gamma": 0.15},
-    "dust": {"noise_gamma": 0.15},
-}
+NOISE = {"bert": {"noise_gamma": 1.0, "noise_sigma": 0.02}, "ut": {"noise_gamma": 0.15}, "dust": {"noise_gamma": 0.15}}
 OBJECTIVES = ("erm", "descent", "deep_supervision", "hinge", "quadratic", "fixed")
 ARMS = {
     "stock Trainer": None,

@@ -67,10 +67,7 @@ def arms(task: str) -> dict[str, dict]:
     if task == "imdb":
         # The paper's form and, of its DistilBERT, f_0; a strong alpha, which asks for 0.40 of the last layer.
         form = {"negative_weights": "keep", "normalize_violations": False, "resilience": 0.05}
-        return {
-            **found,
-            "paper": {"objective": "descent", "descent_alpha": 0.15, "initial_loss_bound": 1.07, **form},
-        }
+        return {**found, "paper": {"objective": "descent", "descent_alpha": 0.15, "initial_loss_bound": 1.07, **form}}
     found["paper"] = {"objective": "descent", **demo.PROBLEM}
     for name in ("keep", "detach"):
         found[f"alpha 0.3, {name}"] = {**steps, "negative_weights": name}

@@ -32,7 +32,7 @@ VIDEO = {"num_frames": 0, "split_gap": -1, "split_by": "frame"}
         (denoise.ModelArguments, {"architecture": "ut"}, DENOISER),
         (VideoArguments, {"train_files": ["x"]}, VIDEO),
         (DataArguments, {}, {"max_train_samples": 0, "max_eval_samples": 0, "max_seq_length": 0}),
-        (AlpacaArguments, {}, {"prompt_format": "llama"}),
+        (AlpacaArguments, {}, {"prompt_format": "llama", "validation_split_percentage": 0.05}),
     ],
 )
 def test_what_is_out_of_range_is_refused(arguments, given, refused):

@@ -10,11 +10,7 @@ from datasets import Dataset
 from tiny import bert, llama, word_tokenizer
 from tiny_files import WORDS, save_tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_descent import cli, noise_curve
 from hf_descent.data.alpaca import completion_labels, format_prompt

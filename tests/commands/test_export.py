@@ -127,3 +127,10 @@ def test_onnx_runtime_gives_the_logits_of_the_first_layers(kind, language_model,
         whole = auto_class.from_pretrained(folder, dtype=torch.float32)
         expected = layer_logits(whole, {name: torch.tensor(rows) for name, rows in named.items()})[1]
     assert logits.shape == expected.shape and np.abs(logits - expected.numpy()).max() < 1e-4
+
+
+def test_an_adapter_is_no_start_of_a_training_but_what_is_made_of_it_is(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "SEQ_CLS"}')
+    argv = ["classify", "--model_name_or_path", str(tmp_path), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(ValueError, match=f"`model_name_or_path` '{tmp_path}' is an adapter: start from what"):
+        cli.main(argv)

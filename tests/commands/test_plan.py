@@ -11,10 +11,7 @@ from hf_descent import cli
 from hf_descent.commands import plan
 
 
-CONFIGS = {
-    "llama": {"num_key_value_heads": 2},
-    "bert": {},
-}
+CONFIGS = {"llama": {"num_key_value_heads": 2}, "bert": {}}
 RECIPES = {
     "llama": {"objective": "descent", "max_length": 24, "completion_only_loss": True, "dtype": "float32"},
     "bert": {"pooling": "cls_linear", "max_seq_length": 24, "text_column": "text"},

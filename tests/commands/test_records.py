@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_descent import cli
+from hf_descent.commands.arguments import record_of
 from hf_descent.early_exit import ExitProfile
 from hf_descent.evaluation import LayerProfile, NoiseCurve
 
@@ -106,7 +107,8 @@ def test_runs_that_were_read_differently_are_not_compared_unasked(run, tmp_path)
     assert found.losses[-1] == pytest.approx(direct(run, rows, 5), rel=1e-5)
 
 
-def test_a_language_model_is_measured_at_the_length_of_its_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [[], ["--completion_only_loss", "false", "--label_smoothing_factor", "0.2"]])
+def test_a_language_model_is_measured_as_in_its_training(tmp_path, monkeypatch, more):
     monkeypatch.chdir(tmp_path)
     tok = tokenizer(chat=True)
     torch.manual_seed(0)
@@ -117,7 +119,7 @@ def test_a_language_model_is_measured_at_the_length_of_its_training(tmp_path, mo
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     words = ["--model_name_or_path", "base", "--train_file", "rows.json", "--validation_file", "rows.json", *QUIET]
     words += ["--prompt_format", "alpaca", "--max_length", "190", "--output_dir", "run", "--learning_rate", "1e-3"]
-    cli.main(["sft", *words, "--eos_token", "</s>", "--bf16", "false"])
+    cli.main(["sft", *words, "--eos_token", "</s>", "--bf16", "false", *more])
     trained = LayerProfile.from_json("run/layer_profile.json")
     cli.main(["evaluate", "run", "--draws", "1", "--eval_gammas", "0"])
     np.testing.assert_allclose(LayerProfile.from_json("run/layer_profile.json").losses, trained.losses, rtol=1e-5)
@@ -126,3 +128,18 @@ def test_a_language_model_is_measured_at_the_length_of_its_training(tmp_path, mo
     ids = AutoTokenizer.from_pretrained("run")("A long text. " * 30, return_tensors="pt")["input_ids"][:, :190]
     loss = AutoModelForCausalLM.from_pretrained("run")(ids, labels=ids).loss.item()
     assert ExitProfile.from_json("run/exit_profile.json").losses[-1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_killed_run_in_the_folder_of_another_has_its_own_record(run, monkeypatch):
+    folder = shutil.copytree(run, run.parent / "killed")
+    monkeypatch.chdir(run.parent)
+    argv = ["classify", "--model_name_or_path", "base", "--train_file", "other.csv", *READ, *QUIET]
+    argv += ["--output_dir", "killed", "--overwrite_output_dir", "true", "--save_steps", "4"]
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.Trainer.save_state", lambda trainer: 1 / 0)  # after its last checkpoint
+        with pytest.raises(ZeroDivisionError):
+            cli.main(argv)
+    assert record_of(str(folder / "checkpoint-4"))["train_file"] == str(run.parent / "other.csv")
+    cli.main(argv)
+    assert not {"test_results.json", "noise_curve.json"} & {path.name for path in folder.iterdir()}
+    assert "test_accuracy" not in json.loads((folder / "all_results.json").read_text())

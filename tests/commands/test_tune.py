@@ -69,6 +69,8 @@ def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path):
     cli.main([*argv, str(tmp_path / "descent")])
     trial = json.loads((tmp_path / "descent" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is Run.load(str(tmp_path / "descent" / "trial-0")).feasible is False
+    with pytest.raises(ValueError, match="holds the trials of another search: name another folder"):
+        cli.main([*argv, str(tmp_path / "descent"), "--max_steps", "5"])
     problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]
     cli.main([*argv, str(tmp_path / "supervised"), "--objective", "deep_supervision", *problem])
     trial = json.loads((tmp_path / "supervised" / "study.json").read_text())["trials"][0]

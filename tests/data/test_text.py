@@ -88,8 +88,7 @@ def test_pairs_and_column_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "names"),
-    [(["pos", "neg", "neutral"], ["neg", "neutral", "pos"]), ([10, 9, 1], ["1", "9", "10"])],
+    ("labels", "names"), [(["pos", "neg", "neutral"], ["neg", "neutral", "pos"]), ([10, 9, 1], ["1", "9", "10"])]
 )
 def test_classes_are_sorted_and_shared_by_all_splits(tmp_path, labels, names):
     train = write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in labels])

@@ -110,6 +110,9 @@ def test_a_card_without_evaluations_says_so(tmp_path):
     bert().save_pretrained(tmp_path / "bare")
     cli.main(["card", str(tmp_path / "bare")])
     assert "The settings of this run were not recorded" in read(tmp_path / "bare")[1]
+    evaluation = {"eval_loss": 3.0, "eval_largest_rise": -0.1, "eval_layer_loss_1": 1.0, "eval_layer_loss_2": 0.9}
+    write_card(tmp_path / "bare", evaluation=evaluation)
+    assert "f_L = 0.9," in read(tmp_path / "bare")[1]
     with pytest.raises(ValueError, match="neither `config.json` nor"):
         cli.main(["card", str(tmp_path)])
     (tmp_path / "bare" / "eval_results.json").write_text("{")

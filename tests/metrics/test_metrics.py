@@ -58,10 +58,7 @@ def test_bad_values_are_refused(metric, values, match):
 
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
-    [
-        ("rmse", ([1.0, 2.0], [1.0, 4.0]), np.sqrt(2)),
-        ("token_accuracy", ([[1, 2]], [[1, 3]]), 0.5),
-    ],
+    [("rmse", ([1.0, 2.0], [1.0, 4.0]), np.sqrt(2)), ("token_accuracy", ([[1, 2]], [[1, 3]]), 0.5)],
 )
 def test_evaluate_loads_a_metric_from_its_folder_without_a_download(name, values, expected):
     metric = evaluate.load(str(Path(metrics.__file__).parent / name), keep_in_memory=True)

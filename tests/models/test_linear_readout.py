@@ -1,13 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AlbertConfig,
-    AutoModel,
-    BertConfig,
-    DistilBertConfig,
-    RobertaConfig,
-)
+from transformers import AlbertConfig, AutoModel, BertConfig, DistilBertConfig, RobertaConfig
 
 from hf_descent import layer_logits
 from hf_descent.models import LinearReadoutConfig, LinearReadoutForSequenceClassification

@@ -208,11 +208,11 @@ class Biased(transformers.LlamaForCausalLM):
 class Plain(nn.Module):
     """Not from transformers: no config, no class of outputs."""
 
-    def __init__(self, returns=dict):
+    def __init__(self, returns=dict, norm=nn.LayerNorm, scaled=False):
         super().__init__()
         torch.manual_seed(0)
-        self.returns = returns
-        self.embed, self.norm = nn.Embedding(VOCAB, 8), nn.LayerNorm(8)
+        self.returns, self.scale = returns, nn.Parameter(torch.ones(())) if scaled else 1.0
+        self.embed, self.norm = nn.Embedding(VOCAB, 8), norm(8)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(LAYERS))
         self.head = nn.Linear(8, VOCAB)
 
@@ -220,9 +220,22 @@ class Plain(nn.Module):
         hidden = self.embed(input_ids)
         for layer in self.layers:
             hidden = layer(hidden)
-        logits = self.head(self.norm(hidden))
+        logits = self.head(self.norm(hidden)) * self.scale
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits} if self.returns is dict else (logits, loss)
+
+
+class OverTokens(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.flatten(0, -2)).view_as(x)
+
+
+def test_running_statistics_are_left_as_they_were():
+    model = Plain()
+    model.layers[0].append(OverTokens(8))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    probe(model, batch())
+    assert len(before) == 3 and all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
 def test_a_model_without_a_config():
@@ -279,6 +292,8 @@ def hooked(name, hook):
         (lambda: hooked("model.norm", lambda x: 2 * x), "replay"),
         (lambda: hooked("lm_head", lambda x: x + torch.arange(VOCAB)), "replay"),
         (lambda: Plain(tuple), "no loss by name"),
+        (lambda: Plain(scaled=True), "a parameter acts on the outputs of its head"),
+        (lambda: Plain(norm=OverTokens), "across positions"),
         # Its loss leaves out labels that the attention mask hides; this batch hides none.
         (lambda: build("BioGptForTokenClassification", num_labels=VOCAB), "replay"),
         (lambda: Biased(transformers.LlamaConfig(**SIZES)), "scaled or capped"),

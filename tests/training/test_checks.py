@@ -6,10 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
-from transformers import (
-    DataCollatorForLanguageModeling,
-    default_data_collator,
-)
+from transformers import DataCollatorForLanguageModeling, default_data_collator
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_descent import DescentTrainer
@@ -36,10 +33,7 @@ def fit(folder, model, data, eval_dataset=None, **keywords):
 @pytest.mark.parametrize("kind", [list, Dataset.from_list])
 @pytest.mark.parametrize(
     ("change", "found"),
-    [
-        (lambda index, label: label + 3, r"has [345], .*num_labels"),
-        (lambda index, label: -1, r"has -1, .*-100"),
-    ],
+    [(lambda index, label: label + 3, r"has [345], .*num_labels"), (lambda index, label: -1, r"has -1, .*-100")],
 )
 def test_labels_that_are_no_classes_of_the_model_are_refused(tmp_path, kind, change, found):
     with pytest.raises(ValueError, match=f"`labels`.* {found}") as error:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from tiny import InOrder, bert, classification_data, config, language_data, llama
+from tiny import InOrder, bert, classification_data, config, language_data, llama, trained
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -111,6 +111,40 @@ def test_a_loop_and_the_trainer_are_bit_equal(tmp_path, readouts, task, loop):
     logged = [log for log in trainer.state.log_history if "lagrangian" in log][-1]
     assert {"multiplier_bound_1", "weight_1", "layer_loss_1"} <= objective.logs().keys() <= logged.keys()
     assert set(readouts()) == {"tiles" if task == "language model" else "replay"}
+
+
+class TwiceRead(InOrder):
+    """As for two draws of dropout."""
+
+    def compute_loss(self, *args, **kwargs):
+        return (super().compute_loss(*args, **kwargs) + super().compute_loss(*args, **kwargs)) / 2
+
+
+class LateLabels(InOrder):
+    """Labels that Trainer does not see when it counts."""
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        return inputs | ({"labels": inputs.pop("answers")} if "answers" in inputs else {})
+
+
+def with_answers(rows):
+    batch = default_data_collator(rows)
+    return {("answers" if name == "labels" else name): value for name, value in batch.items()}
+
+
+@pytest.mark.parametrize(("kind", "collate"), [(TwiceRead, default_data_collator), (LateLabels, with_answers)])
+def test_losses_are_means_however_often_and_late_a_batch_is_read(tmp_path, kind, collate):
+    rows = classification_data(64)
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 4, "max_steps": 3, "logging_steps": 1}
+    args = config(tmp_path, descent_alpha=0.1, initial_loss_bound=1.0, dual_learning_rate=0.1, **settings)
+    expected = trained(bert(), args, InOrder, train_dataset=rows)
+    found = trained(bert(), args, kind, train_dataset=rows, data_collator=collate)
+    torch.testing.assert_close(found.multipliers.values, expected.multipliers.values)
+    assert expected.multipliers.values.max() > 0.1
+    for ours, reference in zip(found.state.log_history[:3], expected.state.log_history):
+        for name in ("layer_loss_1", "violation_1", "grad_norm"):
+            assert ours[name] == pytest.approx(reference[name], rel=1e-4)
 
 
 def test_a_micro_batch_without_labels_has_no_part_in_the_mean():

@@ -22,6 +22,7 @@ from tiny import (
 )
 from tiny_sft import TOKENIZER, texts
 from tiny_sft import llama as tuned_llama
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -80,6 +81,16 @@ def test_held_out_rows_are_not_trained_on_and_cost_one_forward_in_several_steps(
     trained, held_out = ({row for batch in rows[mode] for row in batch} for mode in (True, False))
     assert not trained & held_out and len(trained) == len(held_out) == 210  # each turn reads other rows
     assert trained | held_out == {key(row["input_ids"]) for row in DATA}
+
+
+def test_a_data_loader_of_ones_own_may_not_train_on_held_out_rows(tmp_path):
+    class Own(DescentTrainer):
+        def get_train_dataloader(self):
+            return self.accelerator.prepare(DataLoader(DATA, 42, collate_fn=default_data_collator))
+
+    trainer = Own(bert(), config(tmp_path, dual_holdout=0.5, max_steps=2), train_dataset=DATA)
+    with pytest.raises(ValueError, match="`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dat"):
+        trainer.train()
 
 
 def test_held_out_rows_cost_less_than_a_twentieth_of_a_step(tmp_path):

@@ -13,7 +13,6 @@ import importlib
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -88,7 +87,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     os.makedirs(args.output_dir, exist_ok=True)
     storage, name = f"sqlite:///{os.path.join(args.output_dir, 'study.db')}", f"bayes {Hasher.hash(setup)[:12]}"
     study = optuna.create_study(storage=storage, study_name=name, direction="maximize", load_if_exists=True)
-    if not study.trials and any(map(re.compile(r"trial-\d").match, os.listdir(args.output_dir))):
+    if not study.trials and any(name.startswith("trial-") for name in os.listdir(args.output_dir)):
         raise ValueError(f"`output_dir` {args.output_dir!r} holds the trials of another search: name another folder.")
     state = optuna.trial.TrialState
     for killed in study.get_trials(deepcopy=False, states=(state.RUNNING,)):

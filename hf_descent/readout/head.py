@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase
 
 from .labels import are_token_labels, with_decoder_inputs
 from .linear_cross_entropy import LabelledTokens, LayerLossSums, labelled_tokens, tiled_layer_losses
 from .replay import Readout, output_logits, probing
 from .stack import errors_explained, intercepted, logged, present_autocast, share_storage
-from .tape import Tape, _NormBase, taped
+from .tape import Tape, taped
 from .tiles import HeadLoss, Workspace
 
 

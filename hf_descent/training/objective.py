@@ -114,8 +114,6 @@ class DescentObjective:
     def begin(self, step: int, sums: StepSums | None = None) -> None:
         """Begin optimizer step `step`, whose layer losses are added to `sums`."""
         self.global_step, self.sums = step, StepSums() if sums is None else sums
-        # Of the micro-batches: together 1 or, where each is a mean, the number of those with labels.
-        self._shares = torch.zeros((), device=self.dual.device)
 
     def read(self, model: nn.Module, batch: Mapping[str, Any], keep_logits: bool = False) -> StepLosses:
         """The layer losses of a micro-batch, and the objective; they are added to those of the step."""
@@ -124,8 +122,7 @@ class DescentObjective:
         key = (self._place[0], self.global_step, self.sums.micro_batches)
         objective = self.dual.objective_at(self.global_step)
         losses = self.layers.step(model, batch, objective, share, items, key, keep_logits)
-        self.sums.add(losses)
-        self._shares = self._shares + share
+        self.sums.add(losses, share)
         return losses
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], items: torch.Tensor | None = None) -> torch.Tensor:
@@ -151,11 +148,11 @@ class DescentObjective:
     def step(self, skipped: bool = False) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, and not
         where a gradient scaler has `skipped` that (`accelerator.optimizer_step_was_skipped`)."""
-        read = self.sums.layer_losses
+        read = self.sums.read
         if read is None:  # by this process
-            read = torch.zeros(self.layers.num_layers, device=self.dual.device)
+            read = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)
         # Every process adds up, also where it read nothing or the step is skipped, so that none waits for another.
-        totals = self._summed(torch.cat([read, self._shares[None]]))  # [layers + 1]
+        totals = self._summed(read)  # [layers + 1]
         shares = totals[-1]
         if not skipped:
             layer_losses = totals[:-1] / torch.where(shares > 0, shares, 1.0)

@@ -43,7 +43,9 @@ class StepSums:
     """The sums of one optimizer step over its micro-batches, in this process."""
 
     items: torch.Tensor | None = None  # of the step, over micro-batches and processes, where counted; a scalar
-    layer_losses: torch.Tensor | None = None  # [layers], this process's part of f_1..f_L
+    # [layers + 1], this process's part of f_1..f_L, and the shares of what was read: over all processes they are 1 or,
+    # where each micro-batch is a mean, the number of those with labels.
+    read: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # that were read so far
 
@@ -52,9 +54,10 @@ class StepSums:
         count = count.float()
         return count / (count if self.items is None else self.items.clamp(min=1))
 
-    def add(self, losses: StepLosses) -> None:
-        """Count a micro-batch more."""
-        self.layer_losses = losses.sums if self.layer_losses is None else self.layer_losses + losses.sums
+    def add(self, losses: StepLosses, share: torch.Tensor) -> None:
+        """Count a micro-batch more, with its `share`."""
+        read = torch.cat([losses.sums, share.to(losses.sums)[None]])
+        self.read = read if self.read is None else self.read + read
         self.final = losses.sums[-1]
         self.micro_batches += 1
 

@@ -39,7 +39,7 @@ def find_json(name: str, file: str) -> dict:
         path = cached_file(name, file)
     except OSError:  # also where a model was loaded from a folder that is gone
         return {}
-    return read_json(path)
+    return {} if path is None else read_json(path)
 
 
 def plain(value: Any) -> Any:

@@ -5,10 +5,13 @@ the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 from unittest import mock
 
@@ -51,18 +54,13 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
         raise ValueError(f"The recipes are {recipes or 'missing'}: `{usage}`.")
     with open(recipes[0], "rb") if recipes else nullcontext("") as file:  # an error in it names the file
         names = {*(yaml.safe_load(file) or ())}
-    missing = None
-    for command in ("sft", "classify"):
-        try:
-            module = importlib.import_module(f"hf_descent.commands.{command}")
-        except ModuleNotFoundError as error:  # TRL, which a classifier does not need
-            missing = error
-            continue
-        if names <= {field.name for each in module.argument_types for field in fields(each)}:
-            break
-    else:
-        if missing is not None:
-            raise missing
+
+    def unknown(module) -> int:
+        return len(names - {field.name for each in module.argument_types for field in fields(each)})
+
+    module = importlib.import_module("hf_descent.commands.classify")
+    if unknown(module):
+        module = min(module, importlib.import_module("hf_descent.commands.sft"), key=unknown)  # which needs TRL
     flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true", "--tf32", "false"] if recipes else argv
     return module, *parse_recipe(
         (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description
@@ -90,23 +88,31 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     def planned(model_args: Any) -> PlannedModel:
         return PlannedModel(partial(load, module, model_args), batch(rows), token_statistics=is_lm)
 
+    def cost_of(setting: tuple[str, Any]) -> StepCost | None:
+        name, value = setting
+        with nullcontext() if name == "objective" else suppress(ValueError):  # not every model can have every setting
+            if name == "use_peft":
+                return planned(replace(model_args, use_peft=value)).step(batch(rows), args)
+            other = replace(args, **{name: value})
+            return model.step(batch(other.per_device_train_batch_size), other)
+
     model = planned(model_args)
     probe = model.probe()
-    cost, plain = (model.step(batch(rows), each) for each in (args, replace(args, objective="erm")))
     size, micro_batches = f"{rows} x {length} tokens", args.gradient_accumulation_steps
     size = f"{micro_batches} micro-batches of {size}" if micro_batches > 1 else size
-    costs = {f"as configured ({size})": cost, "plain training (`objective: erm`)": plain}
     changes = {"activation_checkpointing": not args.activation_checkpointing}
     if (fraction := getattr(model.layers, "token_fraction", None)) is not None:
         changes["readout_token_fraction"] = 1.0 if (args.readout_token_fraction or fraction) < 1 else DEFAULT
     changes |= {"per_device_train_batch_size": 2 * rows, "use_peft": not model_args.use_peft}
-    for name, value in changes.items():
-        with suppress(ValueError):  # not every model can have every setting
-            if name == "use_peft":
-                costs[f"`{name}: {value}`"] = planned(replace(model_args, use_peft=value)).step(batch(rows), args)
-            else:
-                other = replace(args, **{name: value})
-                costs[f"`{name}: {value}`"] = model.step(batch(other.per_device_train_batch_size), other)
+    settings = {f"as configured ({size})": ("objective", args.objective)}
+    settings["plain training (`objective: erm`)"] = "objective", "erm"
+    settings |= {f"`{name}: {value}`": (name, value) for name, value in changes.items()}
+    forks = sys.platform == "linux" and not torch.accelerator.is_available()  # else autograd fails in a forked process
+    _forked.cost_of = cost_of  # cannot be pickled
+    with ProcessPoolExecutor(2, get_context("fork")) if forks else nullcontext() as pool:
+        # From the last one on: those take the longest.
+        cost, plain, *_ = found = [*(pool.map if forks else map)(_forked, [*settings.values()][::-1])][::-1]
+    costs = {name: each for name, each in zip(settings, found) if each is not None}
     for name, launched in model.launched(cost, plan_args.processes).items():
         costs[f"`--launch {name}`, {plan_args.processes} processes"] = launched
 
@@ -122,6 +128,11 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         "The `--launch` rows are for bf16 and float32 shards of what is trained; hidden states and readout are in the "
         "recipe's precision. Rows held out for the multipliers are not planned: forward passes without gradients."
     )
+
+
+def _forked(setting):
+    torch.set_num_threads(1)  # the others were left behind
+    return _forked.cost_of(setting)
 
 
 def table(costs: dict[str, StepCost], gpu_memory: str) -> str:

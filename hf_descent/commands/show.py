@@ -1,7 +1,4 @@
-"""`hf-descent show MODEL`: a local page with every layer's prediction of a text, the exit, and what noise does.
-
-A language model predicts the next token.
-"""
+"""`hf-descent show MODEL`: a local page with every layer's prediction of a text, the exit, and what noise does."""
 
 import argparse
 from collections.abc import Callable

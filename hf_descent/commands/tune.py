@@ -4,9 +4,6 @@ Every trial is a whole run of the command (`classify`, ...) in its own folder, j
 on the VALIDATION rows; test rows are never read. Optuna keeps the trials in `study.db` in the output folder, under a
 name made of their settings: the same search goes on after an interruption (one process at a time), another one starts
 from the beginning. Feasible trials rank before infeasible ones; baselines have no constraints.
-
-The paper searched with 5 runs for language (Bayesian, section 4). For other searches there is
-`Trainer.hyperparameter_search`.
 """
 
 import importlib
@@ -38,7 +35,7 @@ PENALTIES = ("hinge", "quadratic")
 class TuneArguments:
     """How settings are searched."""
 
-    n_trials: int = HfArg(default=5, help="Runs to make in all; a resumed study makes the rest.")
+    n_trials: int = HfArg(default=5, help="Runs to make in all (5 in the paper); a resumed study makes the rest.")
     search_space: str | None = HfArg(
         default=None, help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one."
     )
@@ -106,8 +103,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
         for trial in ranked
     ]
-    study_file = os.path.join(args.output_dir, "study.json")
-    write_json(study_file, {"gamma": gamma, "search": "bayes", "trials": trials}, indent=1)
+    write_json(os.path.join(args.output_dir, "study.json"), {"gamma": gamma, "trials": trials}, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
         settings = trial["settings"].items()

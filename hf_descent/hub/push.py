@@ -21,7 +21,8 @@ from ..evaluation import Certificate, LayerProfile, NoiseCurve
 from ..evaluation.comparison import Run
 from ..evaluation.plots import plot_curves, plot_layers, save_figure
 from ..evaluation.scoring import Result
-from ..files import atomic_write, plain, read_json
+from ..files import atomic_write, find_json, plain
+from ..loading import ADAPTER
 from ..runs import RunFolder
 from .card import PAPER, TAGS, benchmark_entry, metrics_of, render
 
@@ -72,14 +73,14 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     Raises:
         ValueError: the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """
-    folder, run = Path(folder), RunFolder(folder)
-    config, adapter = _read(folder / CONFIG_NAME), _read(folder / "adapter_config.json")
+    folder, run = Path(folder).absolute(), RunFolder(folder)  # a name on the Hub is no folder
+    config, adapter = (find_json(str(folder), name) for name in (CONFIG_NAME, ADAPTER))
     if not (config or adapter or facts.get("architecture")):  # TRL's trainers ask before they save a model
         raise ValueError(f"{folder} holds neither `{CONFIG_NAME}` nor `adapter_config.json`: give a run's folder.")
     descent = run.summary
     left_out = (*RESULTS, "baseline", "evaluated")
     known = {name: value for name, value in run.read(run.CARD).items() if name not in left_out}
-    known |= {name: value for name, value in _read(folder / run.CARD).items() if name in GIVEN}
+    known |= {name: value for name, value in find_json(str(folder), run.CARD).items() if name in GIVEN}
     architecture = (config.get("architectures") or [descent.get("model", "AutoModel")])[0]
     card = {"model_name": folder.resolve().name, "architecture": architecture, "tags": TAGS, "paper": PAPER}
     card |= known | {name: value for name, value in facts.items() if value is not None}
@@ -162,16 +163,11 @@ def _shown(result: Result) -> dict[str, Any]:
     return shown
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
 def hub_id(name: str | None) -> str | None:
     """`name` if it may be an id on the Hub; `None` for a folder of this machine or of another."""
     return name if name and not os.path.isdir(name) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
 
 
 def listed(value: str | list[str] | None) -> list[str] | None:
-    """The names in `value` as a list; `None` without any."""
-    # `TrainingSummary` gives None for a data set in memory.
+    """The names in `value` as a list; `None` without any, as `TrainingSummary` has for a data set in memory."""
     return [value] if isinstance(value, str) else [item for item in value or [] if item] or None

@@ -4,7 +4,7 @@ The recipe is one of `sft` or `classify`, whose flags the command takes as well.
 the Hub or a folder; no weights and no GPU are needed (`training/planning.py`).
 """
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -59,8 +59,8 @@ def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
         return len(names - {field.name for each in module.argument_types for field in fields(each)})
 
     module = importlib.import_module("hf_descent.commands.classify")
-    if unknown(module):
-        module = min(module, importlib.import_module("hf_descent.commands.sft"), key=unknown)  # which needs TRL
+    if unknown(module) or importlib.util.find_spec("trl"):  # a recipe that suits both is taken for one of `sft`
+        module = min(importlib.import_module("hf_descent.commands.sft"), module, key=unknown)
     flags = ["--config", *recipes, *argv[1:], "--use_cpu", "true", "--tf32", "false"] if recipes else argv
     return module, *parse_recipe(
         (PlanArguments, *module.argument_types), flags, prog=prog, usage=usage, description=description
@@ -109,9 +109,9 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     settings |= {f"`{name}: {value}`": (name, value) for name, value in changes.items()}
     forks = sys.platform == "linux" and not torch.accelerator.is_available()  # else autograd fails in a forked process
     _forked.cost_of = cost_of  # cannot be pickled
+    jobs = [*settings.values()][::-1]  # the last ones take the longest
     with ProcessPoolExecutor(2, get_context("fork")) if forks else nullcontext() as pool:
-        # From the last one on: those take the longest.
-        cost, plain, *_ = found = [*(pool.map if forks else map)(_forked, [*settings.values()][::-1])][::-1]
+        cost, plain, *_ = found = [*(pool.map(_forked, jobs) if forks else map(cost_of, jobs))][::-1]
     costs = {name: each for name, each in zip(settings, found) if each is not None}
     for name, launched in model.launched(cost, plan_args.processes).items():
         costs[f"`--launch {name}`, {plan_args.processes} processes"] = launched

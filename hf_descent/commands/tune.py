@@ -103,7 +103,8 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
         for trial in ranked
     ]
-    write_json(os.path.join(args.output_dir, "study.json"), {"gamma": gamma, "trials": trials}, indent=1)
+    study_file = os.path.join(args.output_dir, "study.json")
+    write_json(study_file, {"gamma": gamma, "search": "bayes", "trials": trials}, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
         settings = trial["settings"].items()

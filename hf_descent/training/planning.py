@@ -82,8 +82,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        given = [each for each in args if type(each) is fake_tensor.FakeTensor and each.constant is None]
-        if len(given) == QUICK.get(func._overloadpacket):
+        given = args[: QUICK.get(func._overloadpacket, 0)]
+        if given and all(type(each) is fake_tensor.FakeTensor and each.constant is None for each in given):
             with fake_tensor.in_kernel_invocation_manager(given[0].fake_mode):
                 out = func(*args, **(kwargs or {}))
             out = fake_tensor.FakeTensor(given[0].fake_mode, out, given[0].fake_device)

@@ -101,6 +101,12 @@ def test_a_classifier_is_planned_without_trl(tmp_path, monkeypatch):
         plan.parse([recipe("llama", tmp_path)], "hf-descent plan", "")
 
 
+def test_a_recipe_that_suits_both_commands_is_one_of_sft(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model_name_or_path": "model", "output_dir": "run"}))
+    module, *_ = plan.parse([str(tmp_path / "recipe.yaml")], "hf-descent plan", "")
+    assert module.__name__ == "hf_descent.commands.sft"
+
+
 def test_one_recipe_is_needed():
     with pytest.raises(ValueError, match="recipes are missing"):
         plan.parse([], "hf-descent plan", "")

@@ -137,6 +137,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_table_is_run_interrupted_resumed_and_collected(tmp_path, monkeypatch, capsys):
     write_rows(tmp_path)
     rows, out = str(tmp_path / "train.csv"), tmp_path / "out"

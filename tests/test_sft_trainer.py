@@ -369,6 +369,7 @@ def test_a_collator_that_flattens_is_tried_too(tmp_path, name):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_importing_the_package_needs_neither_trl_nor_peft():
     code = (
         "import sys\n"

@@ -260,6 +260,7 @@ def test_the_progress_bar_leaves_single_layers_out_and_ones_own_stays(tmp_path, 
     assert kinds(DescentTrainer(bert(), args)) == kinds(Trainer(bert(), args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "data"), [(bert, DATA), (llama, language_data())])
 def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, model, data):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "dual_learning_rate": 0.1}

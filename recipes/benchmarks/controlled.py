@@ -8,9 +8,7 @@ For each arm the first seed is trained at three learning rates, a factor of 2 ap
 lies between two others (8 at most). The best is that of the lowest loss of the last layer on rows (select) that are
 neither trained on nor reported. The other seeds train at it; where their mean is no longer the lowest (a run broke
 down), the next best takes its place. What is reported is measured once, on the test rows.
-
-Finished runs are kept in `--output`, a JSON line each, and are not repeated; `docs/results_page.py` makes tables of
-them.
+Finished runs are kept in `--output`, a JSON line each, and are not repeated; `docs/results_page.py` shows them.
 """
 
 import argparse

@@ -3,9 +3,8 @@
     python recipes/benchmarks/evaluation_cost.py [--layers 6 --hidden 192 --samples 256]
     python recipes/benchmarks/evaluation_cost.py --model llama --vocab 8192
 
-A plain evaluation is `Trainer.evaluate` on texts that are tokenised beforehand. The noise curve has 9 levels and 3
-draws; its time is divided by these 27 evaluations. All take turns in one process; on a CPU its processor time is
-counted, which leaves out what other programs take.
+A plain evaluation is `Trainer.evaluate` on tokenised texts. The time of the noise curve, of 9 levels and 3 draws, is
+divided by these 27 evaluations. All take turns in one process; on a CPU its processor time is counted.
 """
 
 import tempfile

@@ -7,13 +7,11 @@
         --arms erm naive exact                                          # a trained model on real text
     python recipes/benchmarks/lm_step.py --classes 2 --vocab 1000       # a BERT classifier, its layers read by replay
 
-All figures come from one run. Every arm trains the same model, of random weights where none is given, in a process of
-its own, so that its peak memory is its own; the arms take turns round by round, so that a noisy machine slows all of
-them. A time is the median over all timed steps: forward, backward, optimizer and dual step; a ratio is one of medians
-within a round. Processor time of the same steps stands below wall time: a busy machine disturbs it less (with
-`--threads 1` least). The floor is the count of operations in matrix products divided by the rate of the largest one,
-measured in the same rounds. The start is the first step beyond the others, in steps, less that of the stock Trainer
-where it takes part.
+Every arm trains the same model, of random weights where none is given, in a process of its own: its peak memory
+is its own. Arms take turns, so that a noisy machine slows all of them. A time is the median over all timed steps; a
+ratio is one of medians within a round. Processor time stands below: a busy machine disturbs it less. The floor is the
+operations in matrix products at the rate of the largest one, measured in the same rounds. The start is the first step
+beyond the others, in steps, less that of the stock Trainer where it takes part.
 """
 
 import argparse

@@ -15,9 +15,8 @@ The coefficients start at 1. Those of exits that are missed grow tenfold, and a 
 down is bisected on a log scale, each exit's by itself (the penalty has one for all). Each arm begins with one run per
 learning rate, which count, and goes on at the better one. Learning rate and coefficients are chosen on rows (select)
 that are neither trained on nor certified; only the end of the search is read off the certify rows. `--refine` runs
-then look for the least coefficients (a common factor) that still meet it.
-
-Finished runs are kept in `--output`, one JSON line each, and are not repeated.
+then look for the least coefficients (a common factor) that still meet it. Finished runs are kept in `--output`, one
+JSON line each, and are not repeated.
 """
 
 import argparse

@@ -32,6 +32,7 @@ def cells(printed):
     return {row[0]: row[1:] for row in rows[1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
     cli.main(["plan", recipe(kind, tmp_path), "--gpu_memory", "1GiB", "--per_device_train_batch_size", "4"])

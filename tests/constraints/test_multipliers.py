@@ -42,7 +42,7 @@ def test_slack_steps_equal_two_torch_optimizers(optim, given, taken):
 
 
 @pytest.mark.parametrize("form", ["weight_decay", "slack"])
-@pytest.mark.parametrize("optim", ["sgd", "adam"])
+@pytest.mark.parametrize("optim", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
 def test_a_constant_violation_settles_at_its_positive_part_over_the_resilience(form, optim):
     multipliers = Multipliers(3, 0.02, optim=optim, resilience=0.5, resilience_form=form, slack_learning_rate=0.02)
     for _ in range(20000 if optim == "adam" else 4000):

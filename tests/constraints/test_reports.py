@@ -156,7 +156,7 @@ MASKED = [
     ("make", "rows", "given", "loss"),
     [
         (bert, DATA, AUTO, None),
-        (partial(bert, 24), DATA, AUTO, None),
+        pytest.param(partial(bert, 24), DATA, AUTO, None, marks=pytest.mark.slow),
         (bert, DATA, AUTO | {"descent_alpha": "steps"}, None),
         (bert, DATA, EXIT, None),
         # Rounded, the loss of a constant prediction of 13 classes is a little below ln 13.

@@ -176,6 +176,7 @@ def test_drafts_get_short_where_they_are_refused_and_long_where_they_are_accepte
     assert sum(lengths[1.0]) / len(lengths[1.0]) < 2 < sum(lengths[0.0]) / len(lengths[0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shortlist", [None, [0, 2, 3]])
 def test_samples_are_distributed_as_the_model_says(shortlist):
     """Three tokens of a vocabulary of five, against the product of the model's own probabilities."""

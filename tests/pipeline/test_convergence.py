@@ -85,7 +85,7 @@ ROOT = np.sqrt(2) * np.array([1, 1.5])
         ({"loss_targets": {1: 0.32}, "target_margin": 0.36}, 0.64),
     ],
 )
-@pytest.mark.parametrize("scheme", ["keep", "detach"])
+@pytest.mark.parametrize("scheme", ["keep", pytest.param("detach", marks=pytest.mark.slow)])
 def test_rows_with_fixed_references_rest_where_each_holds_the_other_losses_fixed(
     tmp_path, constraint, expected, scheme
 ):

@@ -69,6 +69,7 @@ def one_step(folder, model, batch):
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("language", [False, True], ids=["classification", "language"])
 def test_any_batch_gives_a_right_step_or_an_error(tmp_path, language):
     outcomes, said = {"step": 0, "error": 0}, []

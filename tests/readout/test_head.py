@@ -358,7 +358,7 @@ def test_mixed_precision_casts_the_weight_of_the_head_once_in_a_forward():
 @pytest.mark.parametrize(
     ("name", "overrides", "dropout"),
     [
-        ("MT5ForConditionalGeneration", {}, "decoder.dropout"),  # behind a norm
+        pytest.param("MT5ForConditionalGeneration", {}, "decoder.dropout", marks=pytest.mark.slow),  # behind a norm
         ("BertForTokenClassification", MODELS["BertForMaskedLM"] | {"num_labels": VOCAB}, "dropout"),  # with no norm
     ],
 )

@@ -99,6 +99,7 @@ print(json.dumps(SQLiteStorage.get_logs("layers", "one"), default=str))
 """
 
 
+@pytest.mark.slow
 def test_trackio_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path):
     pytest.importorskip("trackio")
     tests = Path(__file__).parents[1]

@@ -93,6 +93,7 @@ def test_a_data_loader_of_ones_own_may_not_train_on_held_out_rows(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_held_out_rows_cost_less_than_a_twentieth_of_a_step(tmp_path):
     """By the floating-point operations of 16 steps, without what a run does once."""
 

@@ -78,6 +78,7 @@ def measured(kind, args):
     return live.peak + sum(storage.nbytes() for storage in weights), trainer.operations / STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

@@ -205,9 +205,9 @@ class DescentMixin:
         dataset = holdout.split(dataset, self.args)[0] if is_training else dataset
         return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
 
-    def _after_optimizer_step(self) -> None:
+    def _after_optimizer_step(self, skipped: bool) -> None:
         if self._objective is not None:
-            self._objective.step(self.accelerator.optimizer_step_was_skipped)
+            self._objective.step(skipped or self.accelerator.optimizer_step_was_skipped)
             self._step = self._objective.sums
             checks.report_layers_at_chance(self._objective.layers.readout, self._dual, self.state.global_step)
 

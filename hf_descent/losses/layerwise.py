@@ -149,9 +149,7 @@ class TiledLosses:
         token_fraction (`float`): share of the labelled tokens on which the layers below the last are read in training.
     """
 
-    def __init__(
-        self, head: HeadReadout, task: TaskLoss, token_fraction: float, token_statistics=False, seed=0, same=False
-    ):
+    def __init__(self, head: HeadReadout, task: TaskLoss, token_fraction, token_statistics=False, seed=0, same=False):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay
         self.token_fraction, self._token_statistics = token_fraction, token_statistics
         self._head, self._seed, self._same = head, seed, same

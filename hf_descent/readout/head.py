@@ -64,9 +64,7 @@ class HeadReadout:
         self.head_loss = replace(self.head_loss, label_smoothing=label_smoothing)
         return self
 
-    def tokens(
-        self, inputs: Mapping[str, Any], fraction: float = 1.0, generator: torch.Generator | None = None, same=False
-    ) -> LabelledTokens:
+    def tokens(self, inputs, fraction=1.0, generator: torch.Generator | None = None, same=False) -> LabelledTokens:
         """The labelled tokens of a batch, with the samples on which its layers are read; `same`: one for all."""
         shifted = inputs.get("shift_labels")
         labels, shift = (inputs["labels"], self.shifts_labels) if shifted is None else (shifted, False)

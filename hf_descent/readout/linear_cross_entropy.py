@@ -59,8 +59,8 @@ def labelled_tokens(
     size = min(count, max(1, round(fraction * count)))
     samples = None
     if size < count:
-        places = torch.arange(num_samples * size) % count
-        samples = torch.randperm(count, generator=generator)[places].view(num_samples, size).to(rows.device)
+        drawn, needed = torch.randperm(count, generator=generator), num_samples * size
+        samples = drawn.repeat(-(-needed // count))[:needed].view(num_samples, size).to(rows.device)
     return LabelledTokens(rows, labels[rows], samples)
 
 

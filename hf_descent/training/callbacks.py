@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.integrations.integration_utils import TensorBoardCallback, TrackioCallback, rewrite_logs
@@ -37,26 +38,27 @@ def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
         trainer.add_callback(DescentProgressCallback)
 
 
+@dataclass(eq=False)
 class DescentCallback(TrainerCallback):
     """Calls back after the optimizer's step and after every epoch, and gives TensorBoard and Trackio a figure of the
-    layer losses with every evaluation, beside the scalars; no state is kept here.
+    layer losses with every evaluation, beside the scalars. `after_step` takes whether float16's scaler skipped a step.
 
     Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
     still may meet them, at first at the price of the score. `certificate` gives that of the last evaluation; `others`
     are the callbacks of the trainer.
     """
 
-    def __init__(
-        self,
-        after_step: Callable[[], None],
-        after_epoch: Callable[[], None],
-        certificate: Callable[[], Certificate | None],
-        others: list[TrainerCallback],
-    ):
-        self.after_step, self.after_epoch, self.certificate, self.others = after_step, after_epoch, certificate, others
+    after_step: Callable[[bool], None]
+    after_epoch: Callable[[], None]
+    certificate: Callable[[], Certificate | None]
+    others: list[TrainerCallback]
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.after_step()
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.scale = optimizer.scaler and optimizer.scaler.get_scale()
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        # accelerate does not see it where a fused optimizer itself leaves the weights as they are.
+        self.after_step(self.scale is not None and optimizer.scaler.get_scale() < self.scale)
 
     def on_step_end(self, args, state, control, **kwargs):
         # Not on_epoch_end, which comes after the checkpoint of the epoch's last step.

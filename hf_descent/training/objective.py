@@ -147,7 +147,7 @@ class DescentObjective:
 
     def step(self, skipped: bool = False) -> None:
         """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, and not
-        where a gradient scaler has `skipped` that (`accelerator.optimizer_step_was_skipped`)."""
+        where a gradient scaler has `skipped` that: its scale has fallen (accelerate misses it of fused optimizers)."""
         read = self.sums.read
         if read is None:  # by this process
             read = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)

@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
 from ..constraints.state import DescentState
@@ -41,13 +41,19 @@ HEAD_WIDTH = 8  # of an attention head in the narrow copy
 _aten = torch.ops.aten
 # How many tensors the most frequent operations take, for whose results fake tensors need three times as long as torch.
 QUICK = {_aten.mm: 2} | dict.fromkeys((_aten._unsafe_view, _aten.detach, _aten.expand, _aten.t, _aten.view), 1)
+
+
+def _attention(formula, count, *args, **kwargs):
+    """Of `count` tensors; torch before 2.13 has no formula where heads share keys and values."""
+    heads = max(each.shape[1] for each in args[:count])
+    return formula(*((each.shape[0], heads, *each.shape[2:]) for each in args[:count]))
+
+
 # torch counts neither products that are added in place nor attention on a CPU.
 OPERATIONS = flop_registry | {
     _aten.addmm_: flop_registry[_aten.addmm],
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention, sdpa_flop_count, 3),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_attention, sdpa_backward_flop_count, 4),
 }
 
 
@@ -144,9 +150,7 @@ class PlannedModel:
         ValueError: the layers cannot be read, or not be found on a narrow copy of the model.
     """
 
-    def __init__(
-        self, build: Callable[[Callable], nn.Module], batch: Mapping[str, Any], token_statistics: bool = False
-    ):
+    def __init__(self, build: Callable, batch: Mapping[str, Any], token_statistics: bool = False):
         with (
             errors_explained("The plan looks for the layers in a narrow copy of the model, which failed:"),
             mock.patch.object(task_loss, "PROBED_TOKENS", 8),  # enough; memory is counted below, on all

@@ -77,9 +77,7 @@ class LayerTotals:
         """The sums and the number, zeros where no batch was read."""
         return torch.zeros(BLOCKS, num_layers + 1, device=device) if self.sums is None else self.sums
 
-    def plus(
-        self, measured: MeasuredLosses, process_index=0, num_processes=1, labels: ConstantPredictor | None = None
-    ) -> "LayerTotals":
+    def plus(self, measured: MeasuredLosses, process_index=0, num_processes=1, labels=None) -> "LayerTotals":
         """These, with a batch more."""
         sums = torch.cat([measured.means * measured.items, measured.items.to(measured.means)[None]])  # [layers + 1]
         blocks = self.over(len(measured.means), sums.device).clone()

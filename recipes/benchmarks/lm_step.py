@@ -28,6 +28,7 @@ import torch.nn.functional as F
 import transformers
 from datasets import Dataset, load_dataset
 from harness import Clock, parser, quartiles, ratios, take_turns, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -206,14 +207,14 @@ def run_arm(name, options):
 
 def run_floor(options):
     """Operations of the plain step and of the largest product (with a language model's head), and its seconds."""
-    model = build_model(options)
-    ids = torch.randint(options.vocab, (options.batch, options.length), device=model.device)
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, labels=ids[:, 0] % options.classes if options.classes else ids).loss.backward()
+    model = build_model(options, "meta")
+    ids = torch.zeros(options.batch, options.length, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
+        model(input_ids=ids, labels=ids[:, 0] if options.classes else ids).loss.backward()
     tokens = options.batch * (options.length - 1)
-    rows = torch.randn(tokens, options.hidden, device=model.device, dtype=model.dtype)
     largest = model.bert.encoder.layer[0].intermediate.dense if options.classes else model.get_output_embeddings()
-    weight = largest.weight.detach()
+    place = {"device": "cuda" if torch.cuda.is_available() else "cpu", "dtype": model.dtype}
+    rows, weight = (torch.randn(*shape, **place) for shape in ((tokens, options.hidden), largest.weight.shape))
     scores, clock = rows @ weight.t(), Clock()
     for _ in range(10):
         clock.on_step_begin(None, None, None)

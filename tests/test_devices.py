@@ -94,7 +94,8 @@ def test_an_accelerator_gives_the_numbers_of_the_cpu(kind, spread, child, tmp_pa
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
 @pytest.mark.parametrize(("make", "data"), [(bert, classification_data()), (llama, language_data())])
 def test_steps_that_the_scaler_of_float16_skips_are_none_of_the_multipliers(make, data, optim, tmp_path):
-    args = config(tmp_path, use_cpu=not ON_GPU, fp16=ON_GPU, max_steps=40, max_grad_norm=0.0, optim=optim)
+    settings = {"max_steps": 40, "max_grad_norm": float(ON_GPU), "optim": optim}
+    args = config(tmp_path, use_cpu=not ON_GPU, fp16=ON_GPU, **settings)
     trainer = DescentTrainer(make(), args, train_dataset=data)
     # Too much at first, for float16 or, on a CPU, for float32.
     trainer.accelerator.scaler = torch.amp.GradScaler(*(("cuda", 2.0**32) if ON_GPU else ("cpu", 2.0**90)))

@@ -38,23 +38,23 @@ def add_callbacks(trainer: Trainer, callback: "DescentCallback") -> None:
         trainer.add_callback(DescentProgressCallback)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DescentCallback(TrainerCallback):
     """Calls back after the optimizer's step and after every epoch, and gives TensorBoard and Trackio a figure of the
-    layer losses with every evaluation, beside the scalars. `after_step` takes whether float16's scaler skipped a step.
+    layer losses with every evaluation, beside the scalars.
 
     Early stopping by `feasible_score` does not end a run before its constraints are met: multipliers that are rising
-    still may meet them, at first at the price of the score. `certificate` gives that of the last evaluation; `others`
-    are the callbacks of the trainer.
+    still may meet them, at first at the price of the score.
     """
 
-    after_step: Callable[[bool], None]
+    after_step: Callable[[bool], None]  # of whether the gradient scaler of float16 skipped the step
     after_epoch: Callable[[], None]
-    certificate: Callable[[], Certificate | None]
-    others: list[TrainerCallback]
+    certificate: Callable[[], Certificate | None]  # that of the last evaluation
+    others: list[TrainerCallback]  # the trainer's
+    scale: float | None = None  # of the gradients, before the optimizer's step
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-        self.scale = optimizer.scaler and optimizer.scaler.get_scale()
+        self.scale = scaler.get_scale() if (scaler := getattr(optimizer, "scaler", None)) else None
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         # accelerate does not see it where a fused optimizer itself leaves the weights as they are.

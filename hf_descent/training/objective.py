@@ -146,8 +146,8 @@ class DescentObjective:
         return self._summed(sum(self.layers.task.count(batch).to(self.dual.device) for batch in batches))
 
     def step(self, skipped: bool = False) -> None:
-        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, and not
-        where a gradient scaler has `skipped` that: its scale has fallen (accelerate misses it of fused optimizers)."""
+        """One step of the multipliers, on the layer losses since the last one; after the optimizer's step, unless that
+        was `skipped`: a gradient scaler's `get_scale()` fell. Of fused optimizers accelerate's flag does not tell."""
         read = self.sums.read
         if read is None:  # by this process
             read = torch.zeros(self.layers.num_layers + 1, device=self.dual.device)

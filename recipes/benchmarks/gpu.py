@@ -57,7 +57,7 @@ LORA |= {"batch": 1, "length": 2048, "steps": 10, "rounds": 2, "bf16": True, "lo
 CHECKPOINTED = LORA | {"batch": 2, "steps": 6, "checkpointing": True}
 COMPILED = LORA | {"layers": 4}  # the stock Trainer compiles all layers as one
 BERT = {"model": "bert", "layers": 12, "hidden": 768, "batch": 32, "length": 128, "vocab": 30522}
-REPLAYED = BERT | {"steps": 6, "rounds": 20, "arms": ["descent"]}  # python is the slower one here
+REPLAYED = BERT | {"steps": 6, "rounds": 20, "arms": ["descent"]}
 UT = {"model": "ut", "layers": 7, "batch": 64, "steps": 6, "rounds": 20, "arms": ["erm+noise", "descent+noise"]}
 EVALUATED = BERT | {"samples": 128, "rounds": 2}
 EVALUATED_LM = EVALUATED | {"model": "llama", "vocab": 8192, "samples": 64}
@@ -130,7 +130,7 @@ def planned_peaks(options):
 def language_steps(options, arms):
     """Steps of a language model: time, memory as measured and as planned, share of the rate of products, and start."""
     planned = planned_peaks(options)
-    turns = take_turns({name: partial(attempt, name, options) for name in ("floor", *arms)}, options.rounds, 0)
+    turns = take_turns({name: partial(attempt, name, options) for name in ("floor", *arms)}, options.rounds)
     failed = {name: error for name, found in turns.items() for error in found if isinstance(error, str)}
     print(*(f"{ARMS.get(name, name)} failed: {error}" for name, error in failed.items()), sep="\n")
     runs = {name: found for name, found in turns.items() if name not in failed}

@@ -17,7 +17,7 @@ from transformers import (
 
 from hf_descent import DescentTrainer
 from hf_descent.losses.layerwise import ReplayedLosses, TiledLosses
-from hf_descent.training.planning import PlannedModel, narrow
+from hf_descent.training.planning import OPERATIONS, PlannedModel, narrow
 
 
 ROWS, LENGTH, VOCAB, STEPS, OPTIMIZER = 4, 48, 700, 2, "adamw_torch_fused"
@@ -153,3 +153,17 @@ def test_a_model_that_goes_by_values_is_named():
     config = AutoConfig.for_model("deberta-v2", num_hidden_layers=2, vocab_size=VOCAB, **WIDTHS)
     with pytest.raises(ValueError, match="DebertaV2ForSequenceClassification cannot be planned"):
         PlannedModel(lambda shape: DebertaV2ForSequenceClassification(shape(config)), batch("bert")).probe()
+
+
+@pytest.mark.parametrize(("ending", "products"), [("", 2), ("_backward", 5)])
+def test_heads_that_share_keys_are_counted_by_a_torch_that_does_not_know_them(ending, products):
+    counted = OPERATIONS[getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{ending}")]
+    formula, count = counted.args
+
+    def before_2_13(*shapes):
+        assert len({heads for _, heads, *_ in shapes}) == 1
+        return formula(*shapes)
+
+    query, key = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
+    tensors = [query] * (count - 2) + [key, key]
+    assert counted.func(before_2_13, count, *tensors, 0.0) == counted(*tensors, 0.0) == products * 2**3 * 2 * 6 * 6 * 8

@@ -44,7 +44,7 @@ QUICK = {_aten.mm: 2} | dict.fromkeys((_aten._unsafe_view, _aten.detach, _aten.e
 
 
 def _attention(formula, count, *args, **kwargs):
-    """Of `count` tensors; torch before 2.13 has no formula where heads share keys and values."""
+    """`formula` of the first `count` shapes; torch before 2.13 has none where heads share keys and values."""
     heads = max(each.shape[1] for each in args[:count])
     return formula(*((each.shape[0], heads, *each.shape[2:]) for each in args[:count]))
 

@@ -45,7 +45,7 @@ def main():
             accelerator.backward(objective(model, batch))
             optimizer.step()
             optimizer.zero_grad()
-            objective.step(accelerator.optimizer_step_was_skipped)  # the flag is wrong of a fused AdamW
+            objective.step(accelerator.optimizer_step_was_skipped)  # after the weights; never true of a fused AdamW
             if objective.global_step % 50 == 0:
                 accelerator.print(objective.global_step, objective.logs())
 

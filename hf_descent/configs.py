@@ -137,9 +137,9 @@ class DescentArguments:
 
     negative_weights (`str`, *optional*, defaults to `"clip"`):
         A constraint on two layers lowers its own layer's loss and, in the Lagrangian, pushes the other's up, by a
-        negative weight: "keep" it (the paper's form), "clip" the weights at 0, or "detach": take the other layer's
-        loss as a constant in the primal step. Training then rests at an equilibrium rather than at the constrained
-        optimum. Line and exit rows are always taken so.
+        negative weight: "keep" it (the paper's form), "clip" the weights at 0 (those of "hinge" and "quadratic" are
+        kept), or "detach": take the other layer's loss as a constant in the primal step. Training then rests at an
+        equilibrium rather than at the constrained optimum. Line and exit rows are always taken so.
     normalize_weights (`bool`, *optional*, defaults to `False`):
         Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
         act as a larger learning rate; not for "hinge" and "quadratic".
@@ -249,6 +249,8 @@ class DescentArguments:
         if self.initial_loss_bound != "auto":
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)
+        if self.constrained_layers and self.layer_rows is None and self.objective == "descent":
+            raise ValueError("`constrained_layers` is for `descent_alpha`: add descent_alpha='line' to your targets.")
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             # Between 0 and the smallest number nothing can be divided or squared.

@@ -42,8 +42,8 @@ from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
-from .training.preparation import find_layers, find_sigma, find_task, make_dual, shared_batch, takes_items
-from .training.records import Given, LayerTotals, RunRecord, StepSums, reduced
+from .training.preparation import find_layers, find_sigma, find_task, make_dual, prepared, shared_batch, takes_items
+from .training.records import Given, LayerTotals, RunRecord, StepSums, counted_step, reduced
 from .training.search import default_objective, values_as_given
 
 
@@ -127,15 +127,14 @@ class DescentMixin:
             self._record.step_starts.append(start)
         if batches and self._reads_layers and self._objective is None and self._is_labelled(batches[0]):
             # Before anything is counted: what a label counts is found out here, too.
-            self._prepare(self.model_wrapped, self._prepare_inputs(batches[0]))
+            self._prepare(self.model_wrapped, prepared(self, batches[0]))
         self._step = StepSums()
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
             self.control.should_training_stop = True
             return [], None
         if not self._stock_scaling_is_right:
-            counts = [c.to(device) for batch in batches if self._task and (c := self._task.count(batch)) is not None]
-            self._step = StepSums(items=reduced(self, sum(counts)) if counts else None)
+            self._step = counted_step(self, self._task, batches)
         if self._objective is not None:
             self._objective.begin(self.state.global_step, self._step)
         return batches, num_items
@@ -144,7 +143,7 @@ class DescentMixin:
         if batch_samples and self._task is None and not self._reads_layers and self._is_labelled(batch_samples[0]):
             custom = self.compute_loss_func is not None or self.label_smoother is not None
             if self.model_accepts_loss_kwargs or custom or not self._stock_scaling_is_right:
-                self._find_task(self.model_wrapped, self._prepare_inputs(batch_samples[0]))
+                self._find_task(self.model_wrapped, prepared(self, batch_samples[0]))
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

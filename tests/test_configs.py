@@ -157,6 +157,7 @@ def test_help_is_the_docstring_and_defaults_are_the_documented_ones():
         ({"objective": "fixed", "fixed_multipliers": 0.5}, "fixed_multipliers.*0.5"),
         ({"metric_for_best_model": "eval_descent_share"}, "a worse last layer improves: choose by 'feasible_score'"),
         ({"descent_strength": 1.5}, "descent_strength"),
+        ({"exit_targets": {1: 0.1}, "constrained_layers": [2]}, "add descent_alpha='line' to your targets"),
         *(({"readout_token_fraction": value}, "readout_token_fraction") for value in (0.0, 1.5, float("nan"))),
         ({"exit_targets": {1: -0.1}}, "exit_targets"),
         ({"loss_targets": [0.4]}, "loss_targets"),

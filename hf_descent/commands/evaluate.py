@@ -32,7 +32,7 @@ from ..evaluation.sums import check_confidence
 from ..loading import architecture_of, best_device, load_model, load_tokenizer, position_limit
 from ..readout.labels import IGNORE_INDEX
 from ..runs import RunFolder, tables
-from .arguments import models_of, parse_models, record_of
+from .arguments import absolute, models_of, parse_models, record_of
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Task:
 
     model: PreTrainedModel
     rows: Dataset
-    is_test: bool  # or they are those of validation, which may have chosen the checkpoint
+    also_selected: bool  # see `Certificate`
     settings: dict[str, Any]  # of `noise_curve` and `layer_profiles`
     perturbed_rows: Dataset | None = None  # as a perturbation takes them
     perturbation: Any = None
@@ -83,31 +83,31 @@ def classification_task(name: str, args: DataArguments) -> Task:
     tokenizer, model = load_tokenizer(name), load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
-    rows, is_test = _held_out(tokenize(texts, tokenizer, limit))
-    settings, perturbed_rows = {"processing_class": tokenizer}, _held_out(texts)[0]
-    return Task(model, rows, is_test, settings, perturbed_rows, Typos(tokenizer, limit))
+    rows, also_selected = _held_out(tokenize(texts, tokenizer, limit), name, args)
+    settings, perturbed_rows = {"processing_class": tokenizer}, _held_out(texts, name, args)[0]
+    return Task(model, rows, also_selected, settings, perturbed_rows, Typos(tokenizer, limit))
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
     tokenizer, model = load_tokenizer(name), load_model(name)
-    rows, is_test = _held_out(load_alpaca(args, tokenizer))
+    rows, also_selected = _held_out(load_alpaca(args, tokenizer), name, args)
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
     rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
     if RunFolder(name).summary.get("arguments", {}).get("completion_only_loss") is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
-    return Task(model, rows, is_test, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
+    return Task(model, rows, also_selected, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
 
 
 def denoising_task(name: str, args: VideoArguments) -> Task:
     """RMSE of a denoiser on the 0-255 scale."""
     model, task = load_denoiser(name)
-    clips, is_test = _held_out(load_clips(args))
+    clips, also_selected = _held_out(load_clips(args), name, args)
     rows = args.draw("test", task.rows(clips))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
-    return Task(model, rows, is_test, settings, rows, salt_and_pepper)
+    return Task(model, rows, also_selected, settings, rows, salt_and_pepper)
 
 
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
@@ -125,9 +125,7 @@ def task_of(model: str) -> tuple[type, Any]:
     for ending, task in TASKS.items():
         if architecture.endswith(ending):
             return task
-    raise ValueError(
-        f"{model} is a {architecture}; give architectures that end in {', '.join(TASKS)}, or use a script."
-    )
+    raise ValueError(f"{model} is a {architecture}; give architectures that end in {', '.join(TASKS)}, or a script.")
 
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple[list[str], EvaluateArguments, Any]:
@@ -187,8 +185,7 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     profiles = layer_profiles(model, task.rows, gammas, problem=problem, **shared)
     warmup, multipliers = map(summary.get, ("warmup_layer_losses", "multipliers"))
     share = None if problem is None or warmup is None else problem.descent_share(torch.tensor(warmup))
-    also_selected = not task.is_test and "select_rows" in summary
-    facts = {"warmup_share": share, "multipliers": multipliers, "also_selected": also_selected}
+    facts = {"warmup_share": share, "multipliers": multipliers, "also_selected": task.also_selected}
     for profile in profiles:
         results[f"layer_profile{profile.ending}"] = profile
         if problem is not None:
@@ -198,5 +195,16 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     return tables(results)
 
 
-def _held_out(splits) -> tuple[Dataset, bool]:
-    return (splits["test"], True) if "test" in splits else (splits["validation"], False)
+def _held_out(splits, name: str, args: Any) -> tuple[Dataset, bool]:
+    """The rows to measure on, and whether they may have trained the model, or chosen its checkpoint or settings."""
+    split, record = "test" if "test" in splits else "validation", record_of(name)
+    selected = "select_rows" in RunFolder(name).summary
+    given = {argument: absolute(argument, value) for argument, value in vars(args).items()}
+    if file := given.get(f"{split}_file"):
+        chosen_by = record.get("validation_file", file if split == "validation" else None)
+        of_training = file == record.get("train_file") or (selected and file == chosen_by)
+    else:  # those of validation are drawn from those of training, perhaps by another draw
+        drawn = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"} & given.keys()
+        of_training = selected or any(record.get(each, given[each]) != given[each] for each in drawn)
+        of_training = of_training and split == "validation"
+    return splits[split], of_training

@@ -68,9 +68,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
     encode = partial(tokenizer, add_special_tokens=not as_chat)  # a chat template has put them in
     lengths = [len(ids) for ids in encode(prompts)["input_ids"]]
     if (limit := position_limit(model)) and (longest := max(lengths)) >= limit:
-        raise ValueError(
-            f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: shorten it."
-        )
+        raise ValueError(f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: cut it.")
     answers = []
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     with EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else nullcontext() as noise:

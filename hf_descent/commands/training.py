@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from datasets import DatasetDict
 from transformers.hf_argparser import HfArg
@@ -21,6 +21,8 @@ from .arguments import absolute
 class OutputArguments:
     """Whether a training may start in a folder that is not empty."""
 
+    searched: ClassVar[bool] = False  # whether the validation rows choose between this run and others
+
     overwrite_output_dir: bool = HfArg(
         default=False, help="Train from scratch into a folder that is not empty; its checkpoints are not deleted."
     )
@@ -30,9 +32,7 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
     """What `Trainer.train` takes: a checkpoint folder, True (the newest of the output folder) or None (from scratch);
     ValueError for an adapter, or where the output folder holds something, and nothing says to resume or overwrite."""
     if (name := model_args.model_name_or_path) and find_json(name, ADAPTER):
-        raise ValueError(
-            f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes of it."
-        )
+        raise ValueError(f"`model_name_or_path` {name!r} is an adapter: start from what `hf-descent export` makes.")
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
@@ -57,6 +57,7 @@ def train_and_report(
     if chosen_by not in ("loss", score, *CONSTRAINT_METRICS) and not LAYER_LOSS.match(chosen_by):
         raise ValueError(f"`metric_for_best_model` is {chosen_by!r}; choose {score!r}, 'feasible_score' or 'loss'.")
     trainer.command = json_value({name: value for each in arguments for name, value in vars(each).items()})
+    trainer._record = replace(trainer._record, searched="searched" in trainer.command)
     args, folder = trainer.args, RunFolder(trainer.args.output_dir)
     record = {"max_seq_length": getattr(args, "max_length", None), "eval_gammas": args.eval_gammas}
     record |= {"per_device_eval_batch_size": args.per_device_eval_batch_size}
@@ -70,7 +71,7 @@ def train_and_report(
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_world_process_zero():
         # Of the weights that are overwritten now.
-        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json")
+        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json", "README.md")
         write_json(folder.path / folder.DATA, record)
     trainer.save_model()
     trainer.save_state()
@@ -88,6 +89,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     given, `noise_curve.json`.
     """
     args = trainer.args
+    args.dataloader_drop_last = False  # of training: Trainer would leave out rows of evaluations as well
     scores = f"{'':10} {'accuracy':>10} {'loss':>10}"
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
@@ -103,7 +105,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     results = {f"layer_profile{profile.ending}": profile for profile in profiles}
     if args.eval_gammas:
         results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
-    trainer.save_metrics(prefix, metrics | metrics_of(results, prefix))
+    trainer.save_metrics(prefix, metrics | metrics_of(results, prefix) | {f"{prefix}_data": profiles[-1].data})
     if trainer.is_world_process_zero():
         RunFolder(args.output_dir).write(results)
         print("\n\n".join([scores, f"Of the {split} rows:", tables(results), f"Written to {args.output_dir}"]))

@@ -71,7 +71,9 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     def objective(trial) -> float:
         folder = os.path.join(args.output_dir, f"trial-{trial.number}")
         settings = hp_space(trial, ranges) | {"output_dir": folder, "eval_gammas": sorted({0.0, gamma})}
-        module.run(replace(model_args, overwrite_output_dir=True), data_args, replace(args, **settings))
+        trial_args = replace(model_args, overwrite_output_dir=True)
+        trial_args.searched = True
+        module.run(trial_args, data_args, replace(args, **settings))
         value, facts = judge(folder, gamma)
         for name, fact in facts.items():
             trial.set_user_attr(name, fact)

@@ -105,7 +105,7 @@ class DescentProblem:
     ):
         self.num_layers = num_layers
         self.follows = isinstance(alpha, str) and alpha in PATHS
-        self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")
+        self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers)
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
         self.chance_loss = None if chance_loss is None else check_initial_loss_bound(chance_loss)
@@ -116,8 +116,8 @@ class DescentProblem:
         self.rows = [*self._layer_rows(), *self._target_rows()]
         if not self.rows:
             raise ValueError(
-                f"No layer has a constraint: `constrained_layers` is {constrained_layers} and there are no targets; "
-                "give `exit_targets`, `loss_targets` or other layers."
+                f"No layer has a constraint, of {num_layers}: `constrained_layers` is {constrained_layers}, a line "
+                "leaves the last one free, and there are no targets; give targets or other layers."
             )
         self.num_rows = (0 if self.alpha is None else num_layers) + len(self.exit_targets) + len(self.loss_targets)
         self.layers = sorted({row.layer for row in self.rows})
@@ -228,14 +228,9 @@ class DescentProblem:
         """The largest violation of a row, in units of the loss; a scalar tensor."""
         return self.violations(layer_losses)[self._index].max()
 
-    def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether every row is met, and the constrained layers and the last one are below `chance`; an estimate.
-
-        `tol` is the largest violation that is tolerated, in units of the loss; by default each row has its own.
-        """
+    def feasible(self, layer_losses: torch.Tensor) -> bool:
+        """Whether every row is met, and the constrained layers and the last one are below `chance`; an estimate."""
         beyond, learned = self.excess(layer_losses)
-        if tol is not None:
-            beyond = self.violations(layer_losses)[self._index] - tol
         return bool((beyond <= 0).all() & (learned < 0).all())
 
     def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,30 +319,24 @@ def check_targets(name: str, targets: Mapping[int, float] | None, num_layers: in
     least = 0.0 if exits else SMALLEST
     for layer, value in found.items():
         if layer < 1 or (last is not None and layer > last) or not least <= value <= LARGEST:
-            layers = "layers" if last is None else f"layers 1 to {last}"
-            what = (
-                "how much higher the loss may be than the last layer's ({3: 0.05})" if exits else "a loss ({3: 0.4})"
-            )
-            raise ValueError(f"`{name}` is {targets!r}; give for some of the {layers} {what}.")
+            layers = "layers, from 1 on," if last is None else f"layers 1 to {last}"
+            layers = "layers below the last (this model has one layer)" if last == 0 else layers
+            what = "a share of 0 or more that the loss may be higher than f_L" if exits else "a loss above 0"
+            raise ValueError(f"`{name}` is {targets!r}; map some of the {layers} to {what}: {{3: 0.05}}.")
     return dict(sorted(found.items()))
 
 
-def check_alpha(
-    alpha: float | Sequence[float], num_layers: int | None = None, name: str = "descent_alpha"
-) -> list[float]:
+def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
     values = as_python(alpha)
     try:
         values = [float(a) for a in values] if isinstance(values, list) else [float(values)] * (num_layers or 1)
     except (TypeError, ValueError):
-        raise ValueError(f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
+        raise ValueError(f"`descent_alpha` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
     if num_layers is not None and len(values) != num_layers:
-        raise ValueError(
-            f"`{name}` has {len(values)} values but the model has {num_layers} layers; give one number or one per "
-            "layer."
-        )
+        raise ValueError(f"`descent_alpha` has {len(values)} values but the model has {num_layers} layers: give all.")
     if not values or not all(0.0 < a < 1.0 for a in values):
-        raise ValueError(f"`{name}` is {alpha}; every step size must lie strictly between 0 and 1.")
+        raise ValueError(f"`descent_alpha` is {alpha}; every step size must lie strictly between 0 and 1.")
     return values
 
 
@@ -374,13 +363,9 @@ def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | Non
         or any(not isinstance(layer, int) for layer in values)
         or any(b <= a for a, b in zip([0, *values], values, strict=False))
     ):
-        raise ValueError(
-            f"`constrained_layers` is {layers!r}; give a list of at least one layer: integers, 1-based and increasing."
-        )
+        raise ValueError(f"`constrained_layers` is {layers!r}; give a list of increasing integers from 1 on.")
     if num_layers is not None and values[-1] > num_layers:
-        raise ValueError(
-            f"`constrained_layers` names layer {values[-1]} but the model has {num_layers} layers; layers are 1-based."
-        )
+        raise ValueError(f"`constrained_layers` names layer {values[-1]} but the model has {num_layers} layers.")
     return values
 
 

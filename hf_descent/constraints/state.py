@@ -87,8 +87,8 @@ class DescentState:
             problem, multipliers = DescentProblem.saved_in(run), run.get("multipliers")
             if problem is None:
                 raise ValueError(
-                    f"There is no run in {args.fixed_multipliers} with multipliers: it is unconstrained, or its "
-                    "training has not begun."
+                    f"`fixed_multipliers` is {args.fixed_multipliers!r}, which holds no run with multipliers: give "
+                    "the folder of a constrained run, or a list."
                 )
             self._take_problem(problem)
         elif bound is not None and (has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
@@ -404,9 +404,7 @@ class DescentState:
                 setattr(self, name, tensors.get(name, getattr(self, name)).to(self.averages))
             self.active_from = int(meta["active_from"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} does not hold a complete dual state ({error}); resume from another one."
-            ) from error
+            raise ValueError(f"{path} holds no complete dual state ({error}); resume from another.") from error
         if meta["problem"] is not None:
             self._take_problem(DescentProblem(**meta["problem"]))
 

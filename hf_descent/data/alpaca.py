@@ -75,7 +75,7 @@ def format_prompt(instruction: str, input: str | None = None, as_chat: bool = Fa
 def _instructions(rows: Dataset, split: str) -> Dataset:
     optional = ["input"] if "input" in rows.column_names else []
     columns = {name: name for name in ("instruction", *optional, "output")}
-    rows = select_rows(rows, columns, split, "Rename its columns to `instruction`, `input` (optional), `output`.")
+    rows = select_rows(rows, columns, split, "Name its columns `instruction`, `output`; chats take a script.")
     check_texts(rows, f"The {split} split", "instruction", "output")
     check_texts(rows, f"The {split} split", *optional, kind=str | None)
     return rows

@@ -67,6 +67,7 @@ def draft_with(
         _check_options(model, generation_config, logits_processor, model_kwargs)
         single = [name for name, value in model_kwargs.items() if hasattr(value, "_is_user_defined")]  # a cache
         single += ["streamer"] * (streamer is not None)
+        single += ["attention_layers"] * ("local" in getattr(model.config, "attention_layers", ()))  # of GPT-Neo
         if single and len(input_ids) > 1:
             raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % len(model.get_output_embeddings().weight)

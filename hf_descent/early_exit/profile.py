@@ -165,9 +165,7 @@ def speculation_profile(
     ValueError as of [`draft_with`]; for no decoder, no prompts, or `repeats` below 1.
     """
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
-        raise ValueError(
-            f"`model` is a {type(model).__name__}; give a decoder (of a PEFT model `merge_and_unload()`)."
-        )
+        raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
     with evaluating(model) as device, ExitStack() as stack:
         own = model.generation_config  # which may sample, search, or punish repetition
         stack.callback(setattr, model, "generation_config", own)

@@ -79,15 +79,17 @@ def _shorter_configs(config, num_layers, kept) -> Iterator[tuple[str, PreTrained
                 setattr(cut, field, shorter)
                 yield f"{field}.{inner}", cut
         elif type(value) is int and value == num_layers and _is_about_layers(field):
-            cut = copy.deepcopy(config)
-            for name, entries in vars(config).items():
-                if isinstance(entries, list | tuple) and len(entries) == num_layers and _is_about_layers(name):
-                    setattr(cut, name, entries[:kept])
-            setattr(cut, field, kept)
-            if stages := vars(config).get("stage_names"):  # a backbone's: the stem and the layers
-                cut.stage_names = stages[: kept + 1]
-                cut.set_output_features_output_indices(out_features=None, out_indices=None)
-            yield field, cut
+            for of_all in (False, True):  # lists of an entry per layer, whatever they are called
+                cut = copy.deepcopy(config)
+                for name, entries in vars(config).items():
+                    is_list = isinstance(entries, list | tuple) and len(entries) == num_layers
+                    if is_list and (of_all or _is_about_layers(name)):
+                        setattr(cut, name, entries[:kept])
+                setattr(cut, field, kept)
+                if stages := vars(config).get("stage_names"):  # a backbone's: the stem and the layers
+                    cut.stage_names = stages[: kept + 1]
+                    cut.set_output_features_output_indices(out_features=None, out_indices=None)
+                yield field, cut
 
 
 def _is_about_layers(name: str) -> bool:

@@ -147,7 +147,7 @@ def certify(
         asked=asked,
         reached=losses[[row.layer - 1 for row in problem.rows]].numpy(),
         tolerances=tolerances,
-        radii=errors[:count],
+        radii=np.where((values == 0) & (errors == 0), np.nan, errors)[:count],  # the last layer is no better than f_0
         verdicts=np.where(met, MET, np.where(failed, NOT_MET, NOT_SHOWN)).tolist(),
         feasible=bool(met.all()),
         has_learned=bool(learned.all()),

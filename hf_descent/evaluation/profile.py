@@ -62,7 +62,7 @@ class LayerProfile(Result):
         """The verdict: what each row of the problem asked, and whether it is met; `facts` as for [`certify`], in place
         of the profile's. ValueError without a problem."""
         if self.problem is None:
-            raise ValueError("Measured without `problem`, nothing can be judged: give it, or call `evaluate` first.")
+            raise ValueError("Measured without `problem` (plain training has none), nothing can be judged: give it.")
         problem, blocks, facts = DescentProblem(**self.problem), self.blocks[..., 2:], (self.facts or {}) | facts
         return certify(problem, blocks, confidence, self.gamma, chance=self.chance, **facts)
 
@@ -174,8 +174,7 @@ def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPred
     layers = find_layer_losses(model, inputs, evaluation.task, readout=evaluation.readout, needs_logits=needs_logits)
     if problem is not None and problem.num_layers != layers.num_layers:
         raise ValueError(
-            f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has {layers.num_layers}; give "
-            "the problem of this model."
+            f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has {layers.num_layers}."
         )
     task, constant = layers.task, None
     inputs = task.short(inputs)

@@ -135,7 +135,7 @@ class NoiseCurve(Result):
         levels = {}
         for gamma, value, loss in zip(self.gammas, self.mean, self.mean_losses):
             levels |= {f"{self.metric}@{gamma:g}": float(value), f"loss@{gamma:g}": float(loss)}
-        summaries = {name: getattr(self, name) for name in SUMMARIES}
+        summaries = {name: getattr(self, name) for name in SUMMARIES if name != "auc" or len(self.gammas) > 1}
         if np.isfinite(error := self.radius("auc_over_range")):
             summaries["auc_over_range_radius"] = float(error)
         return levels | {f"{self.metric}_{name}": value for name, value in summaries.items() if value is not None}
@@ -188,10 +188,7 @@ def noise_curve(
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)
     if not gammas or not 0 <= gammas[0] <= gammas[-1] < math.inf or draws < 1:
-        raise ValueError(
-            f"`gammas` is {gammas} and `draws` is {draws}; give at least one of both, and levels that are finite and "
-            "not negative."
-        )
+        raise ValueError(f"`gammas` is {gammas}, `draws` is {draws}; give one or more of each, levels from 0 on.")
     if perturbation is not None and (noise is not None or isinstance(dataset, DataLoader)):
         raise ValueError("`perturbation` changes rows before they are collated; give a data set, and no `noise`.")
     if noise is not None and noise.is_attached:

@@ -21,6 +21,7 @@ from .task import TaskLoss
 
 MAX_POSITIONS = 2**16  # answers are counted up to there: the first batch does not tell how long others are
 FEW_CLASSES = 1000  # of more, many are seen rarely or never
+MOST_FORWARD = 64  # classes whose weights in a model's own loss are compared, which takes a forward for every few
 FEW_LABELS, MANY_LABELS = 2_000, 100_000  # the latter of more classes, and of tokens: those of one text are alike
 
 
@@ -205,15 +206,27 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
-    number = output_logits(outputs).shape[-1]
-    if (labels.dim() == 1 or number <= FEW_CLASSES) and not multi_label:  # in the mean over one class weights cancel
+    number, rows, step = output_logits(outputs).shape[-1], dict(inputs), 1
+    name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
+    tries_all = not multi_label and (labels.dim() == 1 or number <= FEW_CLASSES)
+    if tries_all:
         repeats = math.ceil(min(number, 8) / labels.numel())
-        rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, dict(inputs))
-        counted = labels.repeat_interleave(repeats, 0) != IGNORE_INDEX
-        classes = torch.where(counted, (counted.flatten().cumsum(0) % number).view_as(counted), IGNORE_INDEX)
-        inputs = rows | {name: classes for name, value in inputs.items() if value is labels}
-        with probing(task.model):
-            outputs = task.model(**task.model_inputs(inputs))
+        rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, rows)
+        counted = rows[name] != IGNORE_INDEX
+        # In the mean over one class its weight cancels: each batch has several, of which the next one has the last.
+        step = max(1, int(counted.sum()) - 1)
+    most = min(number, MOST_FORWARD) if task.loss_fn is None else number
+    for first in range(0, most if tries_all else 1, step):
+        if tries_all:
+            classes = (counted.flatten().cumsum(0) + first).view_as(counted) % number
+            rows[name] = torch.where(counted, classes, IGNORE_INDEX)
+            if first == 0 or task.loss_fn is None:
+                with probing(task.model):
+                    outputs = task.model(**task.model_inputs(rows))
+        _compare_cross_entropy(task, rows, outputs, multi_label, label_smoothing)
+
+
+def _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) -> None:
     if task.loss_fn is not None:
         # Of a fresh model all losses are alike, weighted ones too: the custom loss is tried on logits far apart.
         logits = output_logits(outputs).float()

@@ -118,7 +118,5 @@ def denoising_loss(
     if labels is None:
         return None
     if labels.shape != reconstruction.shape:  # which `mse_loss` would broadcast
-        raise ValueError(
-            f"`labels` has shape {list(labels.shape)}; give that of the input, {list(reconstruction.shape)}."
-        )
+        raise ValueError(f"`labels` has shape {list(labels.shape)}; give the input's, {list(reconstruction.shape)}.")
     return loss_scale * F.mse_loss(reconstruction.float(), labels.float(), reduction="sum") / len(labels)

@@ -245,9 +245,7 @@ def deviation_from_moments(moments: torch.Tensor) -> float:
     count, total, squares = moments.tolist()
     variance = squares / count - (total / count) ** 2 if count else 0.0
     if not 0.0 < variance < math.inf:
-        raise ValueError(
-            f"The clean signal has variance {variance} over {count:.0f} values: check the data, or give `sigma`."
-        )
+        raise ValueError(f"The clean signal has variance {variance} over {count:.0f} values: give `sigma`.")
     return math.sqrt(variance)
 
 
@@ -277,9 +275,7 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
         sigma = getattr(getattr(model, "config", None), "noise_sigma", None)
     if sigma is not None:
         if not 0.0 < sigma < math.inf:
-            raise ValueError(
-                f"`sigma` or `config.noise_sigma` is {sigma}; give the (positive) deviation of the clean signal."
-            )
+            raise ValueError(f"`sigma` or `config.noise_sigma` is {sigma}; give the signal's deviation, above 0.")
         return float(sigma)
     if main_input != "input_ids":
         raise ValueError(

@@ -190,10 +190,7 @@ class _KnownGradients(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_value):
         if ctx.gradients is None:
-            raise RuntimeError(
-                "The gradients of the layer losses are spent after one backward pass; call the model again "
-                "instead of `backward(retain_graph=True)`."
-            )
+            raise RuntimeError("Layer losses take one backward pass: call the model again, without `retain_graph`.")
         gradients, ctx.gradients = ctx.gradients, None
         hidden = [row and row.expected(grad_value, shape) for row, shape in zip(ctx.rows, ctx.shapes)]
         for index, gradient in enumerate(gradients):

@@ -20,9 +20,7 @@ def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str
 def pooled_readout(model: nn.Module, pooling: str) -> Callable:
     """The `readout(model, hidden, inputs)` that the word `pooling` stands for; ValueError where `model` has none."""
     if pooling not in ("mean", "cls"):
-        raise ValueError(
-            f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs) -> logits`."
-        )
+        raise ValueError(f"`readout` is {pooling!r}; give 'mean', 'cls' or `readout(model, hidden, inputs)`.")
     config = getattr(inner_model(model), "config", None)
     heads = _linear_layers(model, getattr(config, "num_labels", None))
     if not heads:

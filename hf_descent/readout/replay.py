@@ -37,9 +37,7 @@ def output_logits(outputs) -> torch.Tensor:
     for tensor in tensors(outputs):
         if tensor.is_floating_point() and tensor.dim() > 0:
             return tensor
-    raise ValueError(
-        f"`outputs` ({type(outputs).__name__}) hold no logits; have the model return its prediction as `logits`."
-    )
+    raise ValueError(f"`outputs` ({type(outputs).__name__}) hold no logits; let the model return `logits`.")
 
 
 def output_loss(outputs):

@@ -30,6 +30,7 @@ class LayerStack:
     hidden_index: int  # position of the hidden state among the tensors of a layer's output
     ancestors: list[nn.Module]  # that contain the stack, without the model itself; they run for real in a replay
     neighbours: list[nn.Module]  # the ancestors' children, the layers included; their calls are recorded and answered
+    adds_images: bool = False  # whether features of images are added to the output of layers ("deepstack")
     clones: bool = False  # whether the model writes into its inputs or outputs of its modules: replays need copies
 
     def hidden_state(self, layer_output) -> torch.Tensor:
@@ -54,18 +55,14 @@ def find_layer_stack(model, inputs) -> LayerStack:
     }
     found = _by_hidden_states(calls_of, hidden_states) or _by_chain(calls_of, members, hidden_states)
     if found is None:
-        raise ValueError(
-            f"{model_name} has no stack of layers: put them into an nn.ModuleList, and run them one after the other."
-        )
+        raise ValueError(f"{model_name} has no stack of layers: run those of an nn.ModuleList one after the other.")
     name, hidden_index = found
     states = [call.made[hidden_index] for call in calls_of[name]]
     first_input = max(calls_of[name][0].received, key=lambda tensor: tensor.shape == states[0].shape)
     if len({state.shape for state in (first_input, *states)}) > 1:
         raise _differing_shapes(model_name, f"states through `{name}`", (t.shape for t in (first_input, *states)))
     if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
-        raise ValueError(
-            f"{model_name}: the layers of `{name}` do not run one after the other; use an architecture with one stack."
-        )
+        raise ValueError(f"{model_name}: the layers of `{name}` do not run one after the other; use one stack.")
 
     path = [model]
     for attribute in name.split("."):
@@ -78,6 +75,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
         hidden_index=hidden_index,
         ancestors=path[1:],
         neighbours=[child for child in neighbours.values() if not any(child is ancestor for ancestor in path)],
+        adds_images=any("deepstack" in name for each in path for name in inspect.signature(each.forward).parameters),
     )
 
 

@@ -135,6 +135,11 @@ def taped(tape, on_record):
         if tape.phase != "idle":  # else `on_record` calls the model
             tape.stop()  # the last call may have raised before `finish`
             _check_layerdrop(tape.model, tape.stack)
+            if tape.stack.adds_images and any("pixel" in name and kwargs[name] is not None for name in kwargs):
+                raise ValueError(
+                    f"{type(module).__name__} adds features of images to the output of layers, which none has "
+                    "that the model stops after: give it text alone, or use plain `Trainer`."
+                )
             tape.record()
 
     def finish(module, args, kwargs, outputs):

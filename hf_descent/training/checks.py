@@ -47,9 +47,7 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         if has_length(rows) and not len(rows):
             raise ValueError(f"`{name}` has no rows to evaluate on: give some, or leave it out.")
     if getattr(args, "loss_type", "nll") != "nll":
-        raise ValueError(
-            f"`loss_type` is {args.loss_type!r}, which has no form per layer; use 'nll', or `objective='erm'`."
-        )
+        raise ValueError(f"`loss_type` {args.loss_type!r} has no form per layer; use 'nll', or `objective='erm'`.")
     if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
         raise ValueError(
             "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
@@ -70,10 +68,7 @@ def check_supported(trainer: Trainer, loss_method) -> None:
     # What follows the layers runs once per layer: `find_layers` compiles each layer by itself.
     dynamo.backend = DynamoBackend.NO
     if trainer.is_fsdp_enabled and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
-        raise ValueError(
-            "FSDP1 keeps no parameter whole where the layers are read; set `fsdp_version: 2` in the accelerate config "
-            "(or in `fsdp_config`)."
-        )
+        raise ValueError("FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`.")
     for adapter in getattr(trainer.model, "peft_config", {}).values():
         if getattr(adapter, "orth_reg_weight", 0):
             raise ValueError(
@@ -81,10 +76,7 @@ def check_supported(trainer: Trainer, loss_method) -> None:
                 "`orth_reg_weight=0` in its config, or use LoRA."
             )
         if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
-            raise ValueError(
-                f"{type(adapter).__name__} puts trained embeddings before the tokens, which no layer's loss knows of: "
-                "use LoRA, or prefix tuning."
-            )
+            raise ValueError(f"{type(adapter).__name__} puts trained embeddings before the tokens: use LoRA.")
     sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
     if split := [name for name, size in sizes.items() if size > 1]:
         raise ValueError(

@@ -8,7 +8,7 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 from pyarrow import ListScalar
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -75,10 +75,7 @@ def check_parts(trainer: Trainer, dual_dataset) -> dict[str, set | dict]:
     for name, rows in sets.items() if dual_dataset is not None else ():
         share = np.isin(dual, keys[name]).mean() if dual else 0.0
         if dual_dataset is rows or share > MOST_SHARED:
-            raise ValueError(
-                f"`dual_dataset` has rows of `{name}` ({share:.1%} of those looked at): give rows that are not in any "
-                "other part of the data."
-            )
+            raise ValueError(f"`dual_dataset` has rows of `{name}` ({share:.1%} of those looked at): give others.")
     seen = {*keys.pop("train_dataset"), *dual}
     for name, found in keys.items():
         _report_shared_rows(found, seen, name)
@@ -103,7 +100,8 @@ def is_of_training(trainer: Trainer, dataset, record: RunRecord) -> bool:
     own = next((name for name, rows in evaluation_sets(trainer).items() if rows is given), None)
     keys = record.evaluated.get(own, [])
     if own is None and (seen or evaluated):
-        keys = row_keys(trainer, given)
+        rows = trainer._held_out(given) if isinstance(given, Dataset) else given
+        keys = row_keys(trainer, rows.dataset if isinstance(rows, DataLoader) else rows)  # TRL's, tokenised
         _report_shared_rows(keys, seen)
     fitted, chosen = (sum(key in known for key in keys) > MOST_SHARED * len(keys) for known in (seen, evaluated))
     chosen = (chosen or own is not None) and (record.searched or trainer.args.eval_strategy != "no")
@@ -121,7 +119,7 @@ def split(dataset, args: DescentArguments) -> tuple:
     if (count := int(args.dual_holdout * rows)) < LEAST_ROWS:
         raise ValueError(
             f"`dual_holdout`={args.dual_holdout} of {'a stream' if is_stream else rows} is {count} rows to move the "
-            f"multipliers on: give a share of {LEAST_ROWS} or more, or leave it out."
+            f"multipliers on: give a share that makes {LEAST_ROWS} or more, or leave it out."
         )
     order = shuffled(dataset, args).indices
     # A `datasets.Dataset` stays one: Trainer drops its columns, and may sort it by a column of lengths.
@@ -147,7 +145,8 @@ class HeldOutRows:
         """Layer losses `[L]` of as many rows as an optimizer step takes, over all processes; NaN where none counts.
         Turns are counted from 0. They go through the rows in a circle, so that a turn reads the same in every run."""
         trainer, args = self._trainer, self._trainer.args
-        model, size = trainer.model_wrapped, args.train_batch_size
+        model = trainer.model_wrapped
+        size = trainer._train_batch_size if args.auto_find_batch_size else args.train_batch_size
         parts = args.gradient_accumulation_steps * args.world_size
         own = range(turn * parts + args.process_index, (turn + 1) * parts, args.world_size)  # of all batches
         with drawing_apart(trainer, model, seed=turn):

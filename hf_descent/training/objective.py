@@ -137,9 +137,7 @@ class DescentObjective:
         count = self.layers.task.count(batch)
         self.sums = replace(self.sums, items=count if items is None else items)
         objective = self.read(model, batch).objective
-        if items is not None:
-            return objective * self._place[1]
-        return objective
+        return objective if items is None else objective * self._place[1]
 
     def count(self, batches: Iterable[Mapping[str, Any]]) -> torch.Tensor:
         """The items of an optimizer step over all processes, from its micro-batches in this one; a scalar tensor."""

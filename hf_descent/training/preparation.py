@@ -19,6 +19,7 @@ from ..losses.task import TaskLoss
 from ..noise.embedding_noise import estimate_sigma
 from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import output_loss, probing
+from ..readout.stack import unwrapped
 from ..runs import RunFolder
 from .checks import check_documents
 from .holdout import HeldOutRows, shuffled, split
@@ -29,6 +30,12 @@ from .records import Given, reduced
 logger = get_logger(__name__)
 
 SIGMA_ROWS = 2048  # rows from which the deviation of the clean signal is estimated
+
+
+def prepared(trainer: Trainer, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A batch as the model gets it; training goes on as if nothing had been drawn for it."""
+    with probing(unwrapped(trainer.model_wrapped)):
+        return trainer._prepare_inputs(batch)
 
 
 def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, Any]:

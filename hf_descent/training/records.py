@@ -2,7 +2,7 @@
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from ..evaluation.scoring import Result
 from ..evaluation.sums import BLOCKS
 from ..losses.constant import ConstantPredictor
 from ..losses.layerwise import MeasuredLosses, StepLosses
+from ..losses.task import TaskLoss
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,12 @@ class StepSums:
     read: torch.Tensor | None = None
     final: torch.Tensor | None = None  # the last micro-batch's part of f_L, a scalar
     micro_batches: int = 0  # that were read so far
+    is_whole: bool = False  # whether the step has one micro-batch, whose labels may change after they were counted
 
     def share(self, count: torch.Tensor) -> torch.Tensor:
         """The share that a micro-batch of `count` items has in those of the step, a scalar tensor."""
         count = count.float()
-        return count / (count if self.items is None else self.items.clamp(min=1))
+        return count / (count if self.items is None or self.is_whole else self.items).clamp(min=1)
 
     def add(self, losses: StepLosses, share: torch.Tensor) -> None:
         """Count a micro-batch more, with its `share`."""
@@ -60,6 +62,14 @@ class StepSums:
         self.read = read if self.read is None else self.read + read
         self.final = losses.sums[-1]
         self.micro_batches += 1
+
+
+def counted_step(trainer: Trainer, task: TaskLoss | None, batches: Sequence[Mapping[str, Any]]) -> StepSums:
+    """The sums of a step, of which the items of its micro-batches are known."""
+    counts = [count for batch in batches if task and (count := task.count(batch)) is not None]
+    items = reduced(trainer, sum(count.to(trainer.args.device) for count in counts)) if counts else None
+    is_whole = len(batches) == trainer.args.world_size == 1 and items is not None and not task.takes_items
+    return StepSums(items, is_whole=is_whole)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Objectives compared under control of the learning rate, each at its own best one.
 
     python recipes/benchmarks/controlled.py photos
-    python recipes/benchmarks/controlled.py video --videos HIGHWAY.avi PLAZA.avi
+    python recipes/benchmarks/controlled.py video --videos HIGHWAY.avi PLAZA.avi  # or dust, or vit
     python recipes/benchmarks/controlled.py imdb --minilm FOLDER --imdb FOLDER --rt_polarity FOLDER
 
 For each arm the first seed is trained at three learning rates, a factor of 2 apart, and at further ones until the best
@@ -20,28 +20,27 @@ import torch
 from datasets import DatasetDict, load_dataset
 from harness import Runs, fit
 from scipy.ndimage import gaussian_filter
-from transformers import set_seed
+from transformers import ViTConfig, set_seed
 
+from hf_descent import models
 from hf_descent.commands import demo
 from hf_descent.data.pans import photo_pans
 from hf_descent.data.text import tokenize
 from hf_descent.data.video import VideoArguments, load_clips
 from hf_descent.evaluation.perturbations import Typos, salt_and_pepper
 from hf_descent.loading import load_tokenizer
-from hf_descent.models import LinearReadoutForSequenceClassification
 
 
-RATES = {"photos": 1e-3, "video": 1e-3, "imdb": 1e-4}  # where the search of a learning rate begins
+RATES = {"imdb": 1e-4} | dict.fromkeys(("photos", "video", "dust", "vit"), 1e-3)  # where a search of rates begins
 MOST_RATES = 8
-GAMMAS = {"photos": demo.GAMMAS, "video": demo.GAMMAS, "imdb": (0.0, 0.5, 1.0, 1.5, 2.0)}
-NUM_LAYERS = {"photos": demo.NUM_LAYERS, "video": demo.NUM_LAYERS, "imdb": 6}
+GAMMAS = dict.fromkeys(RATES, demo.GAMMAS) | {"imdb": (0.0, 0.5, 1.0, 1.5, 2.0)}
 WINDOW = 8  # side of the patches of video, in pixels
 RESULTS = Path(__file__).parent / "results" / "controlled.jsonl"
 
 
 def arms(task: str) -> dict[str, dict]:
     """The arguments of `DescentConfig` that make each arm of a task."""
-    layers = NUM_LAYERS[task]
+    layers = 6 if task == "imdb" else demo.NUM_LAYERS
     exits = dict.fromkeys(range(1, layers), 1.0)  # rows that name each layer below the last
     rising = [layer / layers for layer in range(1, layers)]
     known = {"initial_loss_bound": 1.0} if task != "imdb" else {}  # of a denoiser: the noisy input's own loss
@@ -85,11 +84,13 @@ def photos(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dic
 
 
 @cache
-def windows(path: str) -> torch.Tensor:
-    """Windows of 8 x 8 pixels, `[windows, T, 64]`, in the order of time."""
+def windows(path: str, whole: bool) -> torch.Tensor:
+    """Windows of 8 x 8 pixels, `[windows, T, 64]`, or `whole` frames, `[frames, 1, 80, 80]`, in the order of time."""
     arguments = VideoArguments(train_files=[path], split_by="time", split_gap=0, frame_size=80)
     clips = load_clips(arguments)
     frames = torch.cat([torch.tensor(np.stack(clips[name]["frames"])) for name in ("train", "validation")])
+    if whole:
+        return frames.flatten(0, 1)[:, None] / 255
     cut = frames.float().unfold(2, WINDOW, WINDOW).unfold(3, WINDOW, WINDOW) / 255  # [clips, T, 10, 10, 8, 8]
     return cut.permute(0, 2, 3, 1, 4, 5).flatten(4).flatten(0, 2)
 
@@ -97,7 +98,7 @@ def windows(path: str) -> torch.Tensor:
 def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The beginning of the first video to train on, then its later parts, and the second video."""
 
-    first, second = map(windows, options.videos)
+    first, second = (windows(path, options.task == "vit") for path in options.videos)
     border, seed = len(first) // 10, torch.Generator().manual_seed(0)
     parts = [first[: 6 * border], first[7 * border : 8 * border], first[9 * border :], second]  # gaps lie between
     train, select, test, other = (part[torch.randperm(len(part), generator=seed)] for part in parts)
@@ -105,16 +106,25 @@ def video(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, dict
 
 
 def blur(row: dict, level: float, generator: np.random.Generator) -> dict:
-    """Each frame, a window of `[side, side]`, under a Gaussian of `level` pixels."""
-    frames = row["pixel_values"].unflatten(-1, (WINDOW, WINDOW)).numpy()
-    return row | {"pixel_values": torch.from_numpy(gaussian_filter(frames, (0, level, level))).flatten(1)}
+    """Each frame, or window of one, under a Gaussian of `level` pixels."""
+    pixels = row["pixel_values"]
+    frames = pixels.reshape(len(pixels), *(pixels.shape[1:] if pixels.dim() == 3 else (WINDOW, WINDOW))).numpy()
+    return row | {"pixel_values": torch.from_numpy(gaussian_filter(frames, (0, level, level))).reshape(pixels.shape)}
 
 
 def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
-    train, select, tests = {"photos": photos, "video": video}[task](options)
+    train, select, tests = (photos if task == "photos" else video)(options)
     steps = 4 if options.smoke else 1200
     set_seed(seed)
     model, config = demo.denoiser(train, steps)
+    sizes = {"hidden_size": WINDOW**2, "num_hidden_layers": demo.NUM_LAYERS}
+    scale = {"loss_scale": model.config.loss_scale}
+    if task == "dust":
+        model = models.DustForVideoDenoising(models.DustConfig(**sizes, **scale, dictionary_size=2 * WINDOW**2))
+    elif task == "vit":
+        sizes |= {"intermediate_size": 2 * WINDOW**2, "num_attention_heads": 4, "num_channels": 1}
+        encoder = ViTConfig(**sizes, image_size=train.shape[-1], patch_size=WINDOW)
+        model = models.ViTForDenoising(models.ViTDenoiserConfig(encoder_config=encoder, **scale))
     shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "max_steps": steps, "seed": seed}
     trainer, seconds = fit(model, demo.rows_of(train), {**shared, **config, **settings})
     measure = {"metric": "rmse", "scale": 255, "batch_size": 64}
@@ -145,7 +155,7 @@ def classify(task: str, options: argparse.Namespace, settings: dict, rate: float
     tokens = {name: tokenize(DatasetDict(train=data), tokenizer, 64)["train"] for name, data in texts.items()}
     train, select = tokens["rows"].select(range(1000, len(rows))), tokens["rows"].select(range(1000))
     set_seed(seed)
-    model = LinearReadoutForSequenceClassification.from_encoder(options.minilm, "mean", num_labels=2)
+    model = models.LinearReadoutForSequenceClassification.from_encoder(options.minilm, "mean", num_labels=2)
     schedule = {"lr_scheduler_type": "linear", "warmup_steps": 0.06, "noise_gamma": 1.0}
     if options.smoke:
         train, select = train.select(range(256)), select.select(range(64))
@@ -198,7 +208,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default=str(RESULTS), help="finished runs; read and appended to")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it works")
     options = parser.parse_args(argv)
-    needed = {"photos": [], "video": ["videos"], "imdb": ["minilm", "imdb", "rt_polarity"]}[options.task]
+    needed = {"photos": [], "imdb": ["minilm", "imdb", "rt_polarity"]}.get(options.task, ["videos"])
     if not all(getattr(options, name) for name in needed):
         parser.error(f"{options.task} needs --{' and --'.join(needed)}.")
     if unknown := {*(options.arms or [])} - arms(options.task).keys():

@@ -106,6 +106,11 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     (workplace / "validation.yaml").write_text(recipe)
     cli.main([*argv, "--config", str(workplace / "validation.yaml"), "--profile_gammas", "0"])
     assert Certificate.from_json(name / "verdict.json").also_selected  # these rows may have chosen the checkpoint
+    for trained_on, selected in (("rows", True), ("others", False)):
+        (name / "_data.json").write_text(json.dumps({"train_file": f"{workplace}/{trained_on}.csv"}))
+        cli.main([*argv, "--profile_gammas", "0"])
+        assert Certificate.from_json(name / "verdict.json").also_selected == selected
+    (name / "_data.json").unlink()
     cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5"])
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}
     assert not (name / "verdict.json").exists()

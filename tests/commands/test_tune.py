@@ -65,10 +65,13 @@ def test_a_study_ranks_its_trials_and_goes_on(command, tmp_path, capsys):
 
 
 def test_trials_are_feasible_or_not_and_baselines_neither(command, tmp_path):
-    argv = [*command, "--n_trials", "1", "--noise_gamma", "0.5", "--negative_weights", "clip", "--output_dir"]
+    argv = [*command, "--n_trials", "1", "--noise_gamma", "0.5", "--negative_weights", "clip", "--eval_strategy", "no"]
+    argv.append("--output_dir")
     cli.main([*argv, str(tmp_path / "descent")])
     trial = json.loads((tmp_path / "descent" / "study.json").read_text())["trials"][0]
     assert trial["feasible"] is Run.load(str(tmp_path / "descent" / "trial-0")).feasible is False
+    # The validation rows, which are none of the weights', chose between trials.
+    assert json.loads((tmp_path / "descent" / "trial-0" / "descent_config.json").read_text())["select_rows"] > 0
     with pytest.raises(ValueError, match="holds the trials of another search: name another folder"):
         cli.main([*argv, str(tmp_path / "descent"), "--max_steps", "5"])
     problem = ["--descent_alpha", "0.1", "--initial_loss_bound", "0.7"]

@@ -1,7 +1,9 @@
 import inspect
 import itertools
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
@@ -36,7 +38,7 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_descent.early_exit import draft_with, truncate
+from hf_descent.early_exit import SpeculationProfile, draft_with, speculation_profile, truncate
 
 
 def gpt2(num_layers=4):
@@ -413,3 +415,58 @@ def test_layers_that_need_more_than_the_hidden_states_are_refused():
         model.generate(prompt, max_new_tokens=4, custom_generate=draft_with("2"), pad_token_id=0)
     with pytest.raises(ValueError, match="its last layers need more"):
         model.generate(prompt, max_new_tokens=4, custom_generate=draft_with(1), pad_token_id=0)
+
+
+def test_self_speculation_gives_the_greedy_text_and_the_acceptance_of_each_exit(monkeypatch):
+    model = spread(llama(num_layers=3))
+    model.generation_config.eos_token_id = None
+    prompts = [torch.tensor([[3, 4, 5]]), torch.tensor([[7, 8, 9, 10]])]
+    for fastest, kept in ((3, [*range(5, 25)]), (1, None)):  # the first draft with a shortlist, and that without
+        seconds = 4.0 - 2 * np.eye(5)[fastest]
+        monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *_, seconds=seconds: seconds)
+        profile = speculation_profile(model, prompts, max_new_tokens=12, repeats=1, shortlist=range(5, 25))
+        assert profile.equal.tolist() == [1.0, 1.0] and profile.shortlist == kept
+        assert sorted(profile.speedups) == [1.0, 2.0]
+    for layer in (1, 2):
+        short, hits = truncate(model, layer, {"input_ids": prompts[0]}), 0
+        for prompt in prompts:
+            text = model.generate(prompt, do_sample=False, max_new_tokens=12, pad_token_id=0)
+            for end in range(prompt.shape[1], text.shape[1]):
+                with torch.no_grad():
+                    hits += int(short(text[:, :end]).logits[0, -1].argmax() == text[0, end])
+        assert profile.acceptance[layer - 1] == pytest.approx(hits / 24)
+    assert model.config.num_hidden_layers == 3
+
+
+def test_the_four_exits_whose_drafts_should_pay_most_are_timed():
+    model = spread(llama(num_layers=8))
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():  # the layers above the third do nothing
+        for layer in model.model.layers[3:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    profile = speculation_profile(model, [torch.tensor([[3, 4, 5]])], max_new_tokens=8, repeats=1)
+    assert profile.acceptance[2:].tolist() == [1.0] * 5 and profile.acceptance[:2].max() < 1
+    timed = np.isfinite(profile.tokens_per_second)
+    assert timed[2:5].all() and timed.sum() == 4
+
+
+def test_the_best_exit_is_the_fastest_or_none():
+    nan = float("nan")
+    profile = SpeculationProfile([0.1, 0.9, 0.9], [nan, 30.0, 25.0], 20.0, [nan, 1.0, 1.0])
+    assert profile.best == 2 and "draft_with(2)" in str(profile)
+    assert "draft_with(2, shortlist)" in str(replace(profile, shortlist=[3, 4]))
+    slow = SpeculationProfile([0.1, 0.2], [nan, 10.0], 20.0, [nan, 1.0])
+    assert slow.best is None and "plain decoding" in str(slow)
+
+
+def test_windows_that_count_gaps_in_the_cache_take_one_text():
+    model = GPTNeoForCausalLM(GPTNeoConfig(vocab_size=VOCAB, hidden_size=16, num_layers=2, num_heads=2, window_size=4,
+                                           attention_types=[[["global", "local"], 1]]))  # fmt: skip
+    for texts in (torch.arange(3, 9)[None], torch.arange(3, 15).view(2, 6)):
+        if len(texts) > 1:
+            with pytest.raises(ValueError, match="`attention_layers` takes one text; the batch has 2"):
+                model.generate(texts, max_new_tokens=4, custom_generate=draft_with(1))
+        else:
+            plain = model.generate(texts, max_new_tokens=9, do_sample=False)
+            assert torch.equal(model.generate(texts, max_new_tokens=9, custom_generate=draft_with(1)), plain)

@@ -99,6 +99,12 @@ def test_lists_with_an_entry_per_layer_are_cut_and_tied_weights_stay_tied(tmp_pa
     assert short.generate(torch.tensor([[5, 6]]), do_sample=False).shape[1] <= 5
 
 
+def test_lists_of_any_name_are_cut():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.LongformerConfig(**sizes, num_hidden_layers=3, attention_window=[4, 4, 4])
+    assert truncate(transformers.LongformerForSequenceClassification(config), 2).config.attention_window == [4, 4]
+
+
 def test_a_hybrid_cut_below_its_first_attention_is_refused():
     """Its cache has no layer to take its length from."""
     model = transformers.Lfm2ForCausalLM(

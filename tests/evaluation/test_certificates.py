@@ -58,6 +58,7 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
         losses = losses * [0.6**-0.5 * (1 + 0.1 * (0.6**-0.5 - 1)), 1.0]  # f_1 at 0.6^(1/2) and its tolerance
     verdict = judged(problem, losses)
     assert verdict.verdicts == expected
+    assert np.isnan(judged(problem, losses * 3).radii).tolist() == [problem.alpha == "line"] * len(expected)
     assert ("not all shown to be better than a constant prediction" in str(verdict)) == bool(problem.chance_loss)
 
 

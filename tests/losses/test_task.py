@@ -62,6 +62,7 @@ ROWS = {"labels": torch.tensor([[1, 2, 3], [1, -100, -100], [-100, -100, -100]])
         ({"labels": [{"boxes": torch.rand(2, 4)}]}, {"shifts_labels": True}, None),
         ({}, {}, None),
         (ROWS, {}, 4),
+        ({"start_positions": torch.tensor([0, 5, 6]), "input_ids": torch.zeros(3, 6)}, {}, 2),  # the last is cut off
         (ROWS, {"model": TinyForCTC()}, 3),  # whose loss is a mean over rows
         (ROWS, {"model": TinyForCTC(), "loss_fn": len}, 4),
     ],

@@ -4,7 +4,9 @@ import pytest
 import torch
 from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
+from hf_descent import DescentTrainer
 from hf_descent.runs import RunFolder
 
 
@@ -53,6 +55,23 @@ def test_smoothed_labels_of_a_model_that_takes_no_items(tmp_path, objective):
         settings = {"objective": objective, "label_smoothing_factor": 0.1, "max_steps": 3}
         _, logs = run(tmp_path, model, language_data(), batch, **settings)
         norms.append([log["grad_norm"] for log in logs])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+def test_labels_that_are_masked_at_random_on_the_device_train_as_by_trainer(tmp_path):
+    norms = []
+    for base in (Trainer, DescentTrainer):
+
+        class Masking(base):
+            def _prepare_inputs(self, inputs):
+                inputs = super()._prepare_inputs(inputs)
+                return inputs | {"labels": inputs["labels"].where(torch.rand(inputs["labels"].shape) < 0.5, -100)}
+
+        model = llama()
+        model.accepts_loss_kwargs = False
+        trainer = Masking(model, config(tmp_path, dual_warmup_steps=6), train_dataset=language_data())
+        trainer.train()
+        norms.append([log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log])
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 

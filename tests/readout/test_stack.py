@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from architectures import ENCODER_DECODERS, LAYERS, MODELS, REFUSED, TEXT, TwoStage, batch_for, build, truncated
 from torch import nn
 
@@ -43,6 +44,20 @@ def test_keeps_wrappers_that_others_put_on_forward():
     logits = layer_logits(model, {"x": x})
     assert model.blocks[0].forward is wrapper
     torch.testing.assert_close(logits[0], model.head(inner(model.embed(x)) + 1.0))
+
+
+def test_refuses_images_that_are_added_to_the_output_of_layers():
+    text = {"hidden_size": 16, "vocab_size": 30, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8,
+            "num_hidden_layers": 3, "num_key_value_heads": 2}  # fmt: skip
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 2, "hidden_size": 16, "out_hidden_size": 16, "num_heads": 2, "patch_size": 4,
+              "intermediate_size": 16, "spatial_merge_size": 1, "deepstack_visual_indexes": [0]}  # fmt: skip
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=3)
+    model, ids = transformers.Qwen3VLForConditionalGeneration(config).eval(), torch.tensor([[5, 3, 3, 3, 3, 6]])
+    images = {"pixel_values": torch.randn(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    with pytest.raises(ValueError, match="adds features of images to the output of layers"):
+        layer_logits(model, {"input_ids": ids, "mm_token_type_ids": (ids == 3).long(), **images})
+    assert len(layer_logits(model, {"input_ids": ids + 5})) == 3
 
 
 def test_refuses_layers_that_take_turns_with_another_stack():

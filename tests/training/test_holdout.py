@@ -392,6 +392,30 @@ def test_what_moves_the_multipliers_is_the_evaluation_of_the_held_out_rows(tmp_p
     assert found == pytest.approx([metrics[f"eval_layer_loss_{layer}"] for layer in layers], rel=1e-5)
 
 
+def test_held_out_rows_are_read_in_batches_of_the_size_that_was_found(tmp_path, monkeypatch):
+    trainer, sizes = classifier(config(tmp_path, dual_holdout=0.5, auto_find_batch_size=True)), []
+    forward = trainer.model.forward
+
+    def limited(input_ids, **inputs):
+        if len(input_ids) > 4:
+            raise RuntimeError("CUDA out of memory.")
+        sizes.append(len(input_ids))
+        return forward(input_ids=input_ids, **inputs)
+
+    monkeypatch.setattr(trainer.model, "forward", limited)
+    trainer.train()
+    assert trainer.state.global_step == 6 and max(sizes) == 4
+
+
+def test_rows_that_trl_has_not_tokenised_are_known_to_have_trained_the_model(tmp_path):
+    args = SFTDescentConfig.from_training_arguments(config(tmp_path), max_length=12)
+    data, others = (Dataset.from_dict({"text": rows}) for rows in (texts(24), texts(48)[24:]))
+    trainer = SFTDescentTrainer(tuned_llama(), args, train_dataset=data, processing_class=TOKENIZER)
+    trainer.train()
+    for rows, known in ((data, True), (others, False)):
+        assert trainer.evaluate_layers(rows).facts["also_selected"] == known
+
+
 def test_large_vocabularies_are_read_on_a_sample_of_the_tokens():
     """An unbiased one, the same for one key; the last layer on all."""
     rows = language_data(48)

@@ -134,6 +134,10 @@ def cross_entropy(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels)
 
 
+def weighted_tenth(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels, weight=1 + torch.eye(10)[9])
+
+
 def rare_rows(count, shape=()):
     """Of which a first batch has one class."""
     rows = enumerate(classification_data(count))
@@ -155,10 +159,11 @@ def absolute(outputs, labels, num_items_in_batch=None):
         (lambda: WeightedByClass(bert().config), classification_data, None),
         (lambda: WeightedByClass(bert().config), rare_rows, None),
         (bert, rare_rows, weighted),
+        (lambda: bert(num_labels=10), classification_data, weighted_tenth),
         (lambda: BertForTokenClassification(bert().config), lambda count: rare_rows(count, (10,)), weighted),
         (lambda: bert(num_labels=1), regression_rows, absolute),
     ],
-    ids=["another loss in the model", "weights in the model", "one class", "weights", "tokens", "no squared error"],
+    ids=["another loss in the model", "weights in the model", "one class", "weights", "of ten", "tokens", "no square"],
 )
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)

@@ -33,6 +33,7 @@ def main():
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = load_dataset(args.dataset).map(lambda row: tokenizer(row["text"], truncation=True), batched=True)
+    validation = rows["validation"]
     model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
     config = DescentConfig(
         args.output_dir,
@@ -50,7 +51,7 @@ def main():
     if certificate.feasible:
         truncate(trainer.model, args.layer).save_pretrained(f"{args.output_dir}/cut")
     # Or each row leaves as soon as its layer is sure, at a loss of at most one point of accuracy (95 % confidence).
-    fast = ConfidenceExit(trainer.model).calibrate(rows["validation"], max_loss=0.01, processing_class=tokenizer)
+    fast = ConfidenceExit(trainer.model).calibrate(validation, max_loss=0.01, processing_class=tokenizer)
     print(fast.evaluate(rows["test"], processing_class=tokenizer))
 
 

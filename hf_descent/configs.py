@@ -137,9 +137,9 @@ class DescentArguments:
 
     negative_weights (`str`, *optional*, defaults to `"clip"`):
         A constraint on two layers lowers its own layer's loss and, in the Lagrangian, pushes the other's up, by a
-        negative weight: "keep" it (the paper's form), "clip" the weights at 0 (those of "hinge" and "quadratic" are
-        kept), or "detach": take the other layer's loss as a constant in the primal step. Training then rests at an
-        equilibrium rather than at the constrained optimum. Line and exit rows are always taken so.
+        negative weight: "keep" it (the paper's form), "clip" the weights at 0, or "detach": take the other layer's
+        loss as a constant in the primal step. Training then rests at an equilibrium rather than at the constrained
+        optimum. Line and exit rows are always taken so; "hinge" and "quadratic" keep what "clip" would clip.
     normalize_weights (`bool`, *optional*, defaults to `False`):
         Divide the weights of the layer losses by the sum of their absolute values, so that growing multipliers do not
         act as a larger learning rate; not for "hinge" and "quadratic".

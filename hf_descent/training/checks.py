@@ -47,7 +47,7 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         if has_length(rows) and not len(rows):
             raise ValueError(f"`{name}` has no rows to evaluate on: give some, or leave it out.")
     if getattr(args, "loss_type", "nll") != "nll":
-        raise ValueError(f"`loss_type` {args.loss_type!r} has no form per layer; use 'nll', or `objective='erm'`.")
+        raise ValueError(f"`loss_type` is {args.loss_type!r}, which no layer has; use 'nll', or `objective='erm'`.")
     if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
         raise ValueError(
             "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "

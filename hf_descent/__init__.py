@@ -16,7 +16,7 @@ _EXPORTS = {
     "DescentTrainer": "trainer",
     "EmbeddingNoise": "noise.embedding_noise",
     "Multipliers": "constraints.multipliers",
-    "SFTDescentConfig": "sft_trainer",
+    "SFTDescentConfig": "sft_config",
     "SFTDescentTrainer": "sft_trainer",
     "Seq2SeqDescentConfig": "configs",
     "Seq2SeqDescentTrainer": "seq2seq_trainer",
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .noise.embedding_noise import EmbeddingNoise as EmbeddingNoise
     from .readout.replay import layer_logits as layer_logits
     from .seq2seq_trainer import Seq2SeqDescentTrainer as Seq2SeqDescentTrainer
+    from .sft_config import SFTDescentConfig as SFTDescentConfig
     from .sft_trainer import SFTDescentTrainer as SFTDescentTrainer
     from .trainer import DescentTrainer as DescentTrainer
     from .training.objective import DescentObjective as DescentObjective

@@ -250,7 +250,8 @@ class DescentArguments:
             check_initial_loss_bound(self.initial_loss_bound)
         check_constrained_layers(self.constrained_layers)
         if self.constrained_layers and self.layer_rows is None and self.objective == "descent":
-            raise ValueError("`constrained_layers` is for `descent_alpha`: add descent_alpha='line' to your targets.")
+            given = f"`constrained_layers` is {self.constrained_layers}, which does nothing beside targets alone"
+            raise ValueError(f"{given}: add descent_alpha='line' to your targets, or leave it out.")
         for name, (least, most) in LIMITS.items():
             value = getattr(self, name)
             # Between 0 and the smallest number nothing can be divided or squared.
@@ -338,8 +339,7 @@ def upper_level(noise_gamma: float | list[float] | None) -> float | None:
 
 
 def levels_of(name: str, levels: Any) -> list[float]:
-    """The noise levels in the argument `name`: one number, or several in a sequence, an array or a tensor; ValueError
-    where they are no numbers."""
+    """The noise levels in the argument `name`, a number or several in any sequence; ValueError where it is none."""
     found = as_python(levels)
     try:
         return [float(level) for level in (found if isinstance(found, Iterable) else [found])]

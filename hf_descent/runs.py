@@ -131,8 +131,7 @@ def training_arguments(args: DescentArguments) -> dict[str, Any]:
 
 
 def json_value(value: Any) -> Any:
-    """A JSON value of an argument, without its secrets; of a path its last part, since seeds of one training may start
-    from anywhere."""
+    """A JSON value of an argument, without secrets; of a path its last part: seeds may start from anywhere."""
     value = as_python(value)
     if isinstance(value, Mapping):
         return {str(name): json_value(item) for name, item in value.items() if not _is_secret(str(name))}

@@ -4,30 +4,24 @@ Data, collation, PEFT and metrics are TRL's. What differs is the loss of a micro
 TRL's metrics are logged from the last layer's predictions.
 """
 
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers.utils import logging
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 from trl.data_utils import get_dataset_column_names
 
-from .configs import DescentArguments
 from .readout.labels import IGNORE_INDEX
 from .readout.stack import inner_model
 from .runs import RunFolder
+from .sft_config import SFTDescentConfig
 from .trainer import DescentMixin
 from .training import checks
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class SFTDescentConfig(DescentArguments, SFTConfig):
-    """Arguments of [`SFTDescentTrainer`]: [`~trl.SFTConfig`] and the following."""
 
 
 class SFTDescentTrainer(DescentMixin, SFTTrainer):

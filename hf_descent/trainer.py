@@ -253,8 +253,7 @@ class DescentMixin:
         return self._noise
 
     def noise_sigma(self, model=None) -> float:
-        """The deviation of the clean signal: given, saved with the model, or estimated from the training data once;
-        ValueError where it is none of these."""
+        """The deviation of the clean signal: given, saved with the model or estimated once; ValueError for none."""
         model = unwrapped(self.model) if model is None else model
         return find_sigma(self, model, self._record.resumed_from)
 

@@ -255,8 +255,10 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
     with pytest.raises(ValueError, match="is not empty: go on with `--resume_from_checkpoint true`"):
         smoke("imdb-descent", "--max_steps", "4")
     assert marker.read_text() == before
-    (folder / "README.md").write_text("a card of the former model")
-    smoke("imdb-descent", "--max_steps", "4", "--overwrite_output_dir", "--dataloader_drop_last", "true")
+    for name in ("README.md", "model_card.json"):
+        (folder / name).write_text("{}")
+    smoke("imdb-descent", "--max_steps", "4", "--overwrite_output_dir", "--dataloader_drop_last", "true",
+          "--per_device_eval_batch_size", "12")  # fmt: skip
     assert not (folder / "README.md").exists()
     results = results_of(folder)
     assert results["eval_loss"] == pytest.approx(results_of(folder, "layer_profile")["losses"][-1], rel=1e-4)

@@ -52,7 +52,7 @@ argument_types = (ModelArguments, DataArguments, DescentConfig)
 def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets the results of [`report`]."""
     if args.prediction_loss_only or not args.eval_do_concat_batches:
-        raise ValueError("The accuracy needs the predictions: drop `prediction_loss_only`, `eval_do_concat_batches`.")
+        raise ValueError("The accuracy needs the predictions: leave out `prediction_loss_only` and the like.")
     resume = resume_choice(args, model_args)
     set_seed(args.seed)  # the head is drawn before the trainer sets it
     tokenizer = load_tokenizer(model_args.model_name_or_path)

@@ -9,7 +9,7 @@ elsewhere also gets the model's `descent_config.json`.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,13 +198,21 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
 def _held_out(splits, name: str, args: Any) -> tuple[Dataset, bool]:
     """The rows to measure on, and whether they may have trained the model, or chosen its checkpoint or settings."""
     split, record = "test" if "test" in splits else "validation", record_of(name)
-    selected = "select_rows" in RunFolder(name).summary
     given = {argument: absolute(argument, value) for argument, value in vars(args).items()}
-    if file := given.get(f"{split}_file"):
-        chosen_by = record.get("validation_file", file if split == "validation" else None)
-        of_training = file == record.get("train_file") or (selected and file == chosen_by)
-    else:  # those of validation are drawn from those of training, perhaps by another draw
-        drawn = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"} & given.keys()
-        of_training = selected or any(record.get(each, given[each]) != given[each] for each in drawn)
-        of_training = of_training and split == "validation"
-    return splits[split], of_training
+    selected, trained_on = "select_rows" in RunFolder(name).summary, _sources(record, "train")
+    chose, own = _sources(record, "validation"), _sources(given, split)
+    if not trained_on:  # of a run that comes from elsewhere
+        return splits[split], selected and split == "validation"
+    if own:
+        return splits[split], bool(own & (trained_on | chose if selected else trained_on))
+    # Drawn from training rows: those of the model, unless it was held out from the same by the same draw.
+    drawn = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"} & given.keys()
+    others = selected or bool(chose) or any(record.get(each, given[each]) != given[each] for each in drawn)
+    return splits[split], others and bool(_sources(given, "train") & trained_on)
+
+
+def _sources(arguments: Mapping[str, Any], part: str) -> set:
+    """Where the rows of a part of the data come from: files, or a split of a data set on the Hub."""
+    files = [arguments.get(f"{part}_file"), *(arguments.get(f"{part}_files") or [])]
+    on_hub = arguments.get("dataset_name"), arguments.get(f"{part}_split")
+    return {*filter(None, files)} or ({on_hub} if all(on_hub) else set())

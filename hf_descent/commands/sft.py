@@ -7,7 +7,8 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..data.alpaca import AlpacaArguments, load_alpaca
 from ..loading import architecture_of, load_tokenizer, weights_of
-from ..sft_trainer import SFTDescentConfig, SFTDescentTrainer
+from ..sft_config import SFTDescentConfig
+from ..sft_trainer import SFTDescentTrainer
 from .training import OutputArguments, report, resume_choice, train_and_report
 
 

@@ -71,7 +71,9 @@ def train_and_report(
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_world_process_zero():
         # Of the weights that are overwritten now.
-        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json", "README.md")
+        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json")
+        if (folder.path / folder.CARD).exists():  # else the text is nobody's but the user's
+            folder.remove_evaluations("README.md")
         write_json(folder.path / folder.DATA, record)
     trainer.save_model()
     trainer.save_state()
@@ -89,7 +91,7 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     given, `noise_curve.json`.
     """
     args = trainer.args
-    args.dataloader_drop_last = False  # of training: Trainer would leave out rows of evaluations as well
+    drop_last, args.dataloader_drop_last = args.dataloader_drop_last, False  # Trainer would drop evaluated rows, too
     scores = f"{'':10} {'accuracy':>10} {'loss':>10}"
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
@@ -105,7 +107,8 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     results = {f"layer_profile{profile.ending}": profile for profile in profiles}
     if args.eval_gammas:
         results["noise_curve"] = trainer.evaluate_robustness(dataset[split])
-    trainer.save_metrics(prefix, metrics | metrics_of(results, prefix) | {f"{prefix}_data": profiles[-1].data})
+    args.dataloader_drop_last = drop_last
+    trainer.save_metrics(prefix, metrics | metrics_of(results, prefix))
     if trainer.is_world_process_zero():
         RunFolder(args.output_dir).write(results)
         print("\n\n".join([scores, f"Of the {split} rows:", tables(results), f"Written to {args.output_dir}"]))

@@ -116,8 +116,7 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 
 
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:
-    """The ranges of a search: those given, checked against the settings `args` of the command, or the package's for
-    the objective."""
+    """The ranges of a search: those given, checked against the settings `args`, or the package's for the objective."""
     if tune_args.search_space is None:
         names = ["learning_rate"]
         if args.objective == "descent":

@@ -30,6 +30,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -357,12 +358,8 @@ def check_constrained_layers(layers: Sequence[int] | None, num_layers: int | Non
     if layers is None:
         return None if num_layers is None else list(range(1, num_layers + 1))
     values = as_python(layers)
-    if (
-        not isinstance(values, list)
-        or not values
-        or any(not isinstance(layer, int) for layer in values)
-        or any(b <= a for a, b in zip([0, *values], values, strict=False))
-    ):
+    are_layers = isinstance(values, list) and values and all(isinstance(layer, int) for layer in values)
+    if not are_layers or any(after <= before for before, after in pairwise([0, *values])):
         raise ValueError(f"`constrained_layers` is {layers!r}; give a list of increasing integers from 1 on.")
     if num_layers is not None and values[-1] > num_layers:
         raise ValueError(f"`constrained_layers` names layer {values[-1]} but the model has {num_layers} layers.")

@@ -205,8 +205,7 @@ class DescentState:
         self._report_progress(step + 1)
 
     def _ascend(self, layer_losses: torch.Tensor, step: int, repeats: int = 1) -> None:
-        """One step of averages and multipliers on layer losses `[L]`, or what `repeats` steps come to; no host reads.
-        Losses that are not finite change neither."""
+        """A step of averages and multipliers on losses `[L]`, or `repeats` of them; none where one is not finite."""
         usable = torch.isfinite(layer_losses).all()
         weight = (1 - AVERAGE_DECAY**repeats) * usable
         self.averages = (1 - weight) * self.averages + weight * torch.where(usable, layer_losses, 0.0)

@@ -84,8 +84,7 @@ class SplitArguments(RowArguments):
 
 
 def load_splits(args: SplitArguments) -> dict[str, Dataset]:
-    """The splits that are given: "train" and, where there are any, "validation" and "test"; ValueError where no
-    data is named."""
+    """The splits that are given: "train" and perhaps "validation" and "test"; ValueError where no data is named."""
     if args.train_file is not None:
         files = {"train": args.train_file, "validation": args.validation_file, "test": args.test_file}
         return {name: load_file(f"{name}_file", path) for name, path in files.items() if path is not None}

@@ -133,8 +133,7 @@ def find_videos(patterns: Sequence[str]) -> list[str]:
 
 
 def read_frames(path: str, size: int) -> Iterator[np.ndarray]:
-    """The frames of a video, gray and resized (bilinear, antialiased): uint8 `[size, size]` each; ValueError naming
-    the file that cannot be read."""
+    """The frames of a video, gray and resized, uint8 `[size, size]` each; ValueError where it cannot be read."""
     for file in _files(path):
         with _opened(file) as container:
             container.streams.video[0].thread_type = "AUTO"

@@ -225,8 +225,7 @@ class Comparison:
         return "\n".join([title, format_table(rows), *missed, "", *map(str, self.differences)])
 
     def _summary(self, runs: Sequence[Run]) -> dict[str, Any]:
-        """Of one group; (mean, deviation over seeds) of each summary, (feasible runs, runs with a problem), and by row
-        the number of runs that miss it."""
+        """Of a group (mean, deviation) of each summary, (feasible, judged) runs, and by row how many runs miss it."""
         curves = [replace(run.curve, gamma_train=self.gamma_train) for run in runs]
         found = {"runs": [run.folder for run in runs], "seeds": [run.seed for run in runs]}
         columns = {name: [getattr(curve, name) for curve in curves] for name in SUMMARIES}

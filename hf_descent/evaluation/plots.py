@@ -26,8 +26,7 @@ LEGEND = {"frameon": False, "handlelength": 3.5, "loc": "outside right upper"}  
 
 
 def save_comparison(comparison: Comparison, folder: str) -> list[str]:
-    """Writes `comparison.json`, `comparison.txt` and the figures, as PNG and SVG, that the runs have the data for;
-    returns the files' names."""
+    """Writes `comparison.json`, `comparison.txt` and figures (PNG, SVG) of what was measured; returns their names."""
     os.makedirs(folder, exist_ok=True)
     values = json.dumps(plain(comparison.to_dict()), indent=1)
     contents = {"comparison.json": values, "comparison.txt": str(comparison)}
@@ -111,8 +110,7 @@ def plot_evaluation(
 
 
 def draw_asked(axes: Axes, certificates: Sequence[Certificate], color: str = "black", label: str = "asked"):
-    """A short line for each row of the first certificate, at the loss that it asks its layer for, the mean over those
-    that have the same rows."""
+    """A short line for each row at the loss that it asks for: the mean over certificates of the same rows."""
     rows = certificates[0].rows
     layers = [int(name.split("_")[-1]) for name in rows]
     asked = np.mean([each.asked for each in certificates if each.rows == rows], axis=0)

@@ -174,7 +174,7 @@ def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPred
     layers = find_layer_losses(model, inputs, evaluation.task, readout=evaluation.readout, needs_logits=needs_logits)
     if problem is not None and problem.num_layers != layers.num_layers:
         raise ValueError(
-            f"`problem` is of {problem.num_layers} layers, but {type(model).__name__} has {layers.num_layers}."
+            f"`problem` is of {problem.num_layers} layers, but the model has {layers.num_layers}: give the model's."
         )
     task, constant = layers.task, None
     inputs = task.short(inputs)

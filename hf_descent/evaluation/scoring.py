@@ -116,8 +116,7 @@ class Evaluation:
         return self._prepare(self._collate(rows))
 
     def batches(self, title: str = "", as_rows: bool = False) -> Iterator[tuple[int, Any]]:
-        """(index, inputs) of this process's batches, as the model and the other methods take them, or (index, rows)
-        for [`Evaluation.collate`]."""
+        """(index, inputs) of this process's batches, as the model takes them, or (index, rows) for `collate`."""
         data, processes = self.dataset, self.accelerator
         collate = list if as_rows else self._collate
         loader = data if isinstance(data, DataLoader) else DataLoader(data, int(self.batch_size), collate_fn=collate)

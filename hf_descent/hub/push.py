@@ -5,6 +5,7 @@ writes both when it pushes a model or saves a checkpoint; `hf-descent card RUN` 
 """
 
 import json
+import math
 import os
 import re
 from datetime import UTC, datetime
@@ -96,16 +97,16 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
     card["settings"] = card.get("settings") or descent.get("arguments")
     card["objective"] = card.get("objective") or descent.get("objective") or "erm"
     # Not from `all_results.json`, to which every training in the folder adds.
-    rows = None
     for prefix, split in (("eval", "validation"), ("validation", "validation"), ("test", "test")):
         if results := run.read(f"{prefix}_results.json"):
             card["split"] = split
             card["evaluation"] = {name: value for name, value in results.items() if name.startswith(f"{prefix}_")}
             written = (folder / f"{prefix}_results.json").stat().st_mtime
             card["evaluated"] = datetime.fromtimestamp(written, UTC).date().isoformat()
-            rows = results.get(f"{prefix}_data")
-    if rows and run.read("layer_profile.json").get("data") not in (None, rows):
-        card["evaluation"] = card["split"] = None  # `hf-descent evaluate` has taken other rows since
+            losses = run.read("layer_profile.json").get("losses")
+            loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
+            if loss and not math.isclose(loss, losses[-1], rel_tol=0.01):  # `evaluate` has taken other rows since
+                card["evaluation"] = card["split"] = None
     metrics = metrics_of(card.get("evaluation") or {})
     if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
         measured = ", ".join(metrics) or "no evaluation"

@@ -191,8 +191,7 @@ class EmbeddingNoise:
         return self._perturb(output, call.mask, self._calls[0])
 
     def _perturb(self, clean: torch.Tensor, mask: torch.Tensor | None, call: _Call) -> torch.Tensor:
-        """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set, in the outermost running
-        `call`; same dtype."""
+        """`clean` `[batch, seq, ...]` plus noise where `mask` `[batch, past + seq]` is set, in the outer `call`."""
         call.perturbed = True
         if self._generator is None or self._generator.device != clean.device:
             self._generator = torch.Generator(clean.device).manual_seed(self._stream)

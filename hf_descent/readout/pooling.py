@@ -9,8 +9,7 @@ from .stack import inner_model
 
 
 def pool(hidden: torch.Tensor, attention_mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """Hidden states `[batch, seq, width]` to `[batch, width]`: the first token ("cls"), or the mean of all tokens but
-    padding ("mean")."""
+    """Hidden states `[batch, seq, width]` to `[batch, width]`: the first token, or the mean of all but padding."""
     if pooling == "cls":
         return hidden[:, 0]
     mask = torch.ones_like(hidden[..., 0]) if attention_mask is None else attention_mask.to(hidden)

@@ -10,8 +10,7 @@ from torch.utils import _pytree as pytree
 
 
 def accelerators(model) -> list[torch.device]:
-    """The devices other than the CPU on which `model` computes: where its parameters are, or, of parameters that FSDP2
-    offloads to the CPU, where it brings them."""
+    """The devices but the CPU on which `model` computes: where its parameters are, or where FSDP2 brings them."""
     parameters = list(model.parameters())
     devices = {parameter.device for parameter in parameters}
     for kind in {parameter.device_mesh.device_type for parameter in parameters if isinstance(parameter, DTensor)}:
@@ -40,8 +39,7 @@ def python_states() -> tuple:
 
 @contextmanager
 def preserved(devices, torch_only=False):
-    """Whatever is drawn inside, the generators continue afterwards as if nothing had been; `torch_only` where python's
-    and numpy's are known not to be drawn from."""
+    """What is drawn inside leaves the generators as they were; `torch_only` where nothing else is drawn from."""
     states, others = torch_states(devices), None if torch_only else python_states()
     try:
         yield

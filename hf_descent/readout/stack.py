@@ -39,8 +39,7 @@ class LayerStack:
 
 
 def find_layer_stack(model, inputs) -> LayerStack:
-    """Run `model(**inputs)` once and find its stack; ValueError if there is none, or its layers differ in width or
-    length."""
+    """Run `model(**inputs)` and find its stack; ValueError for none, or layers that differ in width or length."""
     model_name = type(model).__name__
     members = {path: list(called_children(module)) for path, module in model.named_modules() if _may_be_stack(module)}
     with logged({id(child): child for children in members.values() for child in children}.values()) as calls:

@@ -29,8 +29,7 @@ PACKING_TOKENS = 64  # of each of the two documents by which packing is tried
 
 
 def check_supported(trainer: Trainer, loss_method) -> None:
-    """ValueError where the layers of this run cannot be read, naming the remedy; `loss_method` is the `compute_loss`
-    of the class that the mixin stands before."""
+    """ValueError where this run's layers cannot be read; `loss_method` is that of the class behind the mixin."""
     args, accelerator = trainer.args, trainer.accelerator
     config = getattr(inner_model(trainer.model), "config", None)
     depth = getattr(config, "num_hidden_layers", None)  # of an encoder-decoder the number of its encoder's

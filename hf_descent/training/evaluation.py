@@ -71,8 +71,10 @@ class LayersBeside:
             inputs = shared_batch(inputs, trainer)
             task = find_task(trainer, model, inputs)
             sample = {"token_fraction": trainer.args.readout_token_fraction, "seed": trainer.args.seed}
-            layers = find_layer_losses(model, inputs, task, **sample)
-            inputs = task.short(inputs)
+            found = find_layer_losses(model, inputs, task, **sample)
+            if found.readout.stack.adds_images:
+                raise ValueError("batches with images could not be read.")
+            layers, inputs = found, task.short(inputs)
             with suppress(ValueError):  # no least loss of a constant prediction is known
                 constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
         except Exception as error:  # of models and data of which plain training need not know

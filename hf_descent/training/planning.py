@@ -105,8 +105,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def follow(self, stack: LayerStack) -> list:
-        """Set `part` in the next forward and backward pass: what follows the last layer belongs to the readout.
-        Returns the handles of the hooks."""
+        """Set `part` in the next passes: what follows the last layer is the readout's. Returns the hooks' handles."""
         self.part, calls = "hidden states", []
 
         def leave(layer, args, output):

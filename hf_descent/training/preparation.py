@@ -79,8 +79,7 @@ def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> 
 def find_layers(
     trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], task: TaskLoss, given: Given
 ) -> LayerLosses:
-    """The layer losses of a trainer's model, found and checked on a batch; ValueError where the layers cannot be read,
-    or documents see one another."""
+    """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read."""
     check_documents(model, inputs, trainer)
     args = trainer.args
     sample = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}

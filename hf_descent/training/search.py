@@ -56,8 +56,7 @@ def default_objective(objective: str, eval_dataset, direction: str | None) -> tu
 
 @contextmanager
 def values_as_given(args: DescentArguments) -> Iterator[None]:
-    """Within it, a trial's values are taken as they are: Trainer casts a value to the type of the one before, and
-    these arguments take several types."""
+    """Inside, a trial's values are taken as they are: Trainer casts them, and these arguments take several types."""
     before = {name: getattr(args, name) for name in JSON_ARGUMENTS}
     vars(args).update(dict.fromkeys(before, _Uncast()))
     try:

@@ -106,10 +106,17 @@ def test_profiles_are_named_by_their_level_and_none_is_left_of_an_earlier_evalua
     (workplace / "validation.yaml").write_text(recipe)
     cli.main([*argv, "--config", str(workplace / "validation.yaml"), "--profile_gammas", "0"])
     assert Certificate.from_json(name / "verdict.json").also_selected  # these rows may have chosen the checkpoint
-    for trained_on, selected in (("rows", True), ("others", False)):
-        (name / "_data.json").write_text(json.dumps({"train_file": f"{workplace}/{trained_on}.csv"}))
-        cli.main([*argv, "--profile_gammas", "0"])
-        assert Certificate.from_json(name / "verdict.json").also_selected == selected
+    rows, others = f"{workplace}/rows.csv", f"{workplace}/others.csv"
+    for record, given, marked in (
+        ({"train_file": rows}, [], True),
+        ({"train_file": others}, [], False),
+        ({"train_file": others, "validation_file": rows}, [], True),
+        ({"train_file": rows, "validation_file": others}, ["--train_file", rows], True),
+    ):
+        (name / "_data.json").write_text(json.dumps(record))
+        recipe = ["evaluate", str(name), "--max_seq_length", "3", "--eval_gammas", "0"] if given else argv
+        cli.main([*recipe, *given, "--profile_gammas", "0"])
+        assert Certificate.from_json(name / "verdict.json").also_selected == marked
     (name / "_data.json").unlink()
     cli.main([*argv, "--profile_gammas", "2", "1", "2", "--noise_sigma", "0.5"])
     assert {file.name for file in name.glob("layer_profile*")} == {f"layer_profile_gamma_{x}.json" for x in (1, 2)}

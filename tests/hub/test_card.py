@@ -100,9 +100,9 @@ def test_what_a_former_training_left_or_is_gone_is_not_said_of_this_model(tmp_pa
     cli.main(["card", str(tmp_path)])
     assert [result.metric_value for result in read(tmp_path)[0].data.eval_results] == [0.5]
     RunFolder(tmp_path).write({"layer_profile": (profile := trainer.evaluate_layers())})
-    for data in (profile.data, "other rows"):
-        trainer.save_metrics("eval", {"eval_accuracy": 0.5, "eval_data": data})
-        assert bool(collect(tmp_path)["evaluation"]) == (data == profile.data)
+    for same in (True, False):
+        trainer.save_metrics("eval", {"eval_accuracy": 0.5, "eval_layer_loss_3": profile.losses[-1] + (not same)})
+        assert bool(collect(tmp_path)["evaluation"]) == same
 
 
 def test_a_card_without_evaluations_says_so(tmp_path):

@@ -135,7 +135,7 @@ def cross_entropy(outputs, labels, num_items_in_batch=None):
 
 
 def weighted_tenth(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs["logits"], labels, weight=1 + torch.eye(10)[9])
+    return F.cross_entropy(outputs["logits"], labels, weight=1 + torch.eye(10)[0])
 
 
 def rare_rows(count, shape=()):

@@ -1,0 +1,12 @@
+"""Arguments of [`SFTDescentTrainer`]; apart from `configs.py`, since they need TRL."""
+
+from dataclasses import dataclass
+
+from trl import SFTConfig
+
+from .configs import DescentArguments
+
+
+@dataclass
+class SFTDescentConfig(DescentArguments, SFTConfig):
+    """Arguments of [`SFTDescentTrainer`]: [`~trl.SFTConfig`] and the following."""

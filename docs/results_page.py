@@ -59,22 +59,24 @@ def controlled(task: str) -> dict[str, tuple[float, list[dict]]]:
     return found
 
 
-def denoisers(task: str) -> str:
-    gammas = list(script("controlled").GAMMAS[task])
+def denoisers(*tasks: str) -> str:
+    gammas = list(script("controlled").GAMMAS[tasks[0]])
     level = gammas.index(0.15)
     header = [
         "arm", "learning rate", "f_3 / f_5", "noise 0.15", "no noise", "0.25 to 1, mean", "salt and pepper", "blur",
     ]  # fmt: skip
-    header += ["another video, noise 0.15"] if task == "video" else []
+    on_video = tasks != ("photos",)
+    header += ["another video, noise 0.15"] if on_video else []
     rows = []
-    for arm, (rate, runs) in controlled(task).items():
+    for task, arm, (rate, runs) in [(each, *item) for each in tasks for item in controlled(each).items()]:
         tests = [run["test"] for run in runs]
         curves = np.array([test["noise"] for test in tests])  # [seeds, levels]
         cells = [curves[:, level], curves[:, 0], curves[:, level + 1 :].mean(1)]
         cells += [[test[name][0] for test in tests] for name in ("salt and pepper", "blur")]
-        cells += [[run["another video"]["noise"][level] for run in runs]] if task == "video" else []
+        cells += [[run["another video"]["noise"][level] for run in runs]] if on_video else []
         exits = [test["losses"][2] / test["losses"][4] for test in tests]
-        rows.append([arm, f"{rate:g}", spread(exits, 2), *(spread(cell, 2) for cell in cells)])
+        name = arm if len(tasks) == 1 else f"{MODELS[task]}: {arm}"
+        rows.append([name, f"{rate:g}", spread(exits, 2), *(spread(cell, 2) for cell in cells)])
     return markdown(header, rows)
 
 
@@ -191,6 +193,7 @@ def steps() -> str:
     return markdown(["what", "time, plain training or evaluation = 1"], rows)
 
 
+MODELS = {"dust": "DUST", "vit": "ViT"}
 SEARCHED = ("ours", "fixed", "quadratic", "hinge", "deep_supervision")
 SPECIFICATIONS = {  # seeds, arms and most runs of each task
     "denoiser_easy": ((3, 4, 5), SEARCHED, 8),
@@ -212,6 +215,7 @@ STEPS = {
 TABLES = {
     "runs to specification": specification, "holds": holds, "defaults": defaults, "steps": steps,
     "photos": partial(denoisers, "photos"), "video": partial(denoisers, "video"), "imdb": imdb,
+    "other denoisers": partial(denoisers, "dust", "vit"),
 }  # fmt: skip
 
 

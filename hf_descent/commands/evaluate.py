@@ -83,18 +83,19 @@ def classification_task(name: str, args: DataArguments) -> Task:
     tokenizer, model = load_tokenizer(name), load_model(name)
     texts = align_classes(load_text_classification(args), model.config.id2label)
     limit = most_tokens(tokenizer, model, args.max_seq_length)
-    rows, also_selected = _held_out(tokenize(texts, tokenizer, limit), name, args)
-    settings, perturbed_rows = {"processing_class": tokenizer}, _held_out(texts, name, args)[0]
-    return Task(model, rows, also_selected, settings, perturbed_rows, Typos(tokenizer, limit))
+    split, also_selected = _held_out(texts, name, args)
+    rows, settings = tokenize(texts, tokenizer, limit)[split], {"processing_class": tokenizer}
+    return Task(model, rows, also_selected, settings, texts[split], Typos(tokenizer, limit))
 
 
 def language_task(name: str, args: AlpacaArguments) -> Task:
     """Mean token accuracy of a causal language model on the completions of held-out prompts."""
     tokenizer, model = load_tokenizer(name), load_model(name)
-    rows, also_selected = _held_out(load_alpaca(args, tokenizer), name, args)
+    splits = load_alpaca(args, tokenizer)
+    split, also_selected = _held_out(splits, name, args)
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
-    rows = rows.map(completion_labels, fn_kwargs=settings, remove_columns=rows.column_names)
+    rows = splits[split].map(completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names)
     if RunFolder(name).summary.get("arguments", {}).get("completion_only_loss") is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
@@ -104,8 +105,9 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
 def denoising_task(name: str, args: VideoArguments) -> Task:
     """RMSE of a denoiser on the 0-255 scale."""
     model, task = load_denoiser(name)
-    clips, also_selected = _held_out(load_clips(args), name, args)
-    rows = args.draw("test", task.rows(clips))
+    clips = load_clips(args)
+    split, also_selected = _held_out(clips, name, args)
+    rows = args.draw("test", task.rows(clips[split]))
     settings = {"metric": "rmse", "scale": 255 / task.pixel_range, "data_collator": task.collate}
     return Task(model, rows, also_selected, settings, rows, salt_and_pepper)
 
@@ -195,20 +197,20 @@ def evaluate(task: Task, args: EvaluateArguments, name: str, folder: str) -> str
     return tables(results)
 
 
-def _held_out(splits, name: str, args: Any) -> tuple[Dataset, bool]:
-    """The rows to measure on, and whether they may have trained the model, or chosen its checkpoint or settings."""
+def _held_out(splits: Mapping[str, Any], name: str, args: Any) -> tuple[str, bool]:
+    """The split to measure on, and whether its rows may have trained the model, or chosen checkpoint or settings."""
     split, record = "test" if "test" in splits else "validation", record_of(name)
     given = {argument: absolute(argument, value) for argument, value in vars(args).items()}
     selected, trained_on = "select_rows" in RunFolder(name).summary, _sources(record, "train")
     chose, own = _sources(record, "validation"), _sources(given, split)
     if not trained_on:  # of a run that comes from elsewhere
-        return splits[split], selected and split == "validation"
+        return split, selected and split == "validation"
     if own:
-        return splits[split], bool(own & (trained_on | chose if selected else trained_on))
+        return split, bool(own & (trained_on | chose if selected else trained_on))
     # Drawn from training rows: those of the model, unless it was held out from the same by the same draw.
     drawn = {"split_seed", "split_by", "validation_split_percentage", "validation_percentage"} & given.keys()
     others = selected or bool(chose) or any(record.get(each, given[each]) != given[each] for each in drawn)
-    return splits[split], others and bool(_sources(given, "train") & trained_on)
+    return split, others and bool(_sources(given, "train") & trained_on)
 
 
 def _sources(arguments: Mapping[str, Any], part: str) -> set:

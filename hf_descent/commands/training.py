@@ -71,9 +71,8 @@ def train_and_report(
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     if trainer.is_world_process_zero():
         # Of the weights that are overwritten now.
-        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json")
-        if (folder.path / folder.CARD).exists():  # else the text is nobody's but the user's
-            folder.remove_evaluations("README.md")
+        card = ["README.md"] * (folder.path / folder.CARD).exists()  # else the text is the user's own
+        folder.remove_evaluations("*_results.json", "*_profile.json", "confidence_exit.json", *card)
         write_json(folder.path / folder.DATA, record)
     trainer.save_model()
     trainer.save_state()

@@ -106,7 +106,7 @@ class DescentProblem:
     ):
         self.num_layers = num_layers
         self.follows = isinstance(alpha, str) and alpha in PATHS
-        self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers)
+        self.alpha = alpha if alpha is None or self.follows else check_alpha(alpha, num_layers, "alpha")
         self.initial_loss_bound = check_initial_loss_bound(initial_loss_bound)
         self.constrained_layers = check_constrained_layers(constrained_layers, num_layers)
         self.chance_loss = None if chance_loss is None else check_initial_loss_bound(chance_loss)
@@ -229,9 +229,10 @@ class DescentProblem:
         """The largest violation of a row, in units of the loss; a scalar tensor."""
         return self.violations(layer_losses)[self._index].max()
 
-    def feasible(self, layer_losses: torch.Tensor) -> bool:
-        """Whether every row is met, and the constrained layers and the last one are below `chance`; an estimate."""
+    def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
+        """Whether rows are met, within their tolerances or `tol`, and their layers and f_L below `chance`; estimated."""
         beyond, learned = self.excess(layer_losses)
+        beyond = beyond if tol is None else self.violations(layer_losses)[self._index] - tol
         return bool((beyond <= 0).all() & (learned < 0).all())
 
     def excess(self, layer_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,17 +328,17 @@ def check_targets(name: str, targets: Mapping[int, float] | None, num_layers: in
     return dict(sorted(found.items()))
 
 
-def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None) -> list[float]:
+def check_alpha(alpha: float | Sequence[float], num_layers: int | None = None, name="descent_alpha") -> list[float]:
     """`alpha` as a list of floats in (0, 1), one per layer where `num_layers` is given; ValueError otherwise."""
     values = as_python(alpha)
     try:
         values = [float(a) for a in values] if isinstance(values, list) else [float(values)] * (num_layers or 1)
     except (TypeError, ValueError):
-        raise ValueError(f"`descent_alpha` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
+        raise ValueError(f"`{name}` is {alpha!r}; give a number in (0, 1), or one per layer.") from None
     if num_layers is not None and len(values) != num_layers:
-        raise ValueError(f"`descent_alpha` has {len(values)} values but the model has {num_layers} layers: give all.")
+        raise ValueError(f"`{name}` has {len(values)} values but the model has {num_layers} layers: give all.")
     if not values or not all(0.0 < a < 1.0 for a in values):
-        raise ValueError(f"`descent_alpha` is {alpha}; every step size must lie strictly between 0 and 1.")
+        raise ValueError(f"`{name}` is {alpha}; every step size must lie strictly between 0 and 1.")
     return values
 
 

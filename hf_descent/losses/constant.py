@@ -206,23 +206,21 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
-    number, rows, step = output_logits(outputs).shape[-1], dict(inputs), 1
+    number = output_logits(outputs).shape[-1]
+    if multi_label or (labels.dim() > 1 and number > FEW_CLASSES):
+        return _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
     name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
-    tries_all = not multi_label and (labels.dim() == 1 or number <= FEW_CLASSES)
-    if tries_all:
-        repeats = math.ceil(min(number, 8) / max(1, int(labels.ne(IGNORE_INDEX).sum())))
-        rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, rows)
-        counted = rows[name] != IGNORE_INDEX
-        # In the mean over one class its weight cancels: each batch has several, of which the next one has the last.
-        step = max(1, int(counted.sum()) - 1)
-    most = min(number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES)
-    for first in range(0, most if tries_all else 1, step):
-        if tries_all:
-            classes = (counted.flatten().cumsum(0) - 1 + first).view_as(counted) % number
-            rows[name] = torch.where(counted, classes, IGNORE_INDEX)
-            if first == 0 or task.loss_fn is None:
-                with probing(task.model):
-                    outputs = task.model(**task.model_inputs(rows))
+    repeats = math.ceil(min(number, 8) / max(1, int(labels.ne(IGNORE_INDEX).sum())))
+    rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, dict(inputs))
+    counted = rows[name] != IGNORE_INDEX
+    # In the mean over one class its weight cancels: each batch has several, of which the next one has the last.
+    step = max(1, int(counted.sum()) - 1)
+    for first in range(0, min(number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES), step):
+        classes = (counted.flatten().cumsum(0) - 1 + first).view_as(counted) % number
+        rows[name] = torch.where(counted, classes, IGNORE_INDEX)
+        if first == 0 or task.loss_fn is None:
+            with probing(task.model):
+                outputs = task.model(**task.model_inputs(rows))
         _compare_cross_entropy(task, rows, outputs, multi_label, label_smoothing)
 
 

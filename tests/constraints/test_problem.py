@@ -74,8 +74,9 @@ def test_feasibility_counts_constrained_layers_only():
     problem = DescentProblem(0.5, 1.0, 3, [1, 3])
     losses = torch.tensor([0.5, 9.0, 0.26])
     assert problem.max_violation(losses).item() == pytest.approx(0.01, abs=1e-6)
-    assert 0.009 < problem.max_violation(losses) <= 0.011 and problem.feasible(losses)  # a tenth of 0.25
-    assert not problem.feasible(torch.tensor([0.5, 0.1, float("nan")]))
+    assert not problem.feasible(losses, tol=0.0) and problem.feasible(losses, tol=0.011)
+    assert not problem.feasible(losses, tol=0.009) and problem.feasible(losses)  # a tenth of 0.25
+    assert not problem.feasible(torch.tensor([0.5, 0.1, float("nan")]), tol=1.0)
     assert problem.max_violation(torch.tensor([0.25, 9.0, 0.0])).item() == -0.125
     # A loss that no constraint names cannot spoil the others.
     assert problem.feasible(torch.tensor([0.5, float("inf"), 0.2]))
@@ -84,10 +85,10 @@ def test_feasibility_counts_constrained_layers_only():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ((0.0, 1.0, 3), "`descent_alpha` is 0.0"),
-        ((1.0, 1.0, 3), "`descent_alpha` is 1.0"),
-        (([0.1, 0.2], 1.0, 3), "`descent_alpha` has 2 values but the model has 3 layers"),
-        (([0.1, 0.2, float("nan")], 1.0, 3), "`descent_alpha` is "),
+        ((0.0, 1.0, 3), "`alpha` is 0.0"),
+        ((1.0, 1.0, 3), "`alpha` is 1.0"),
+        (([0.1, 0.2], 1.0, 3), "`alpha` has 2 values but the model has 3 layers"),
+        (([0.1, 0.2, float("nan")], 1.0, 3), "`alpha` is "),
         ((0.1, 0.0, 3), "initial_loss_bound"),
         ((0.1, 1e13, 3), "initial_loss_bound"),
         ((0.1, 1.0, 3, []), "constrained_layers"),

@@ -134,7 +134,7 @@ def cross_entropy(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels)
 
 
-def weighted_tenth(outputs, labels, num_items_in_batch=None):
+def weighted_first(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs["logits"], labels, weight=1 + torch.eye(10)[0])
 
 
@@ -159,7 +159,7 @@ def absolute(outputs, labels, num_items_in_batch=None):
         (lambda: WeightedByClass(bert().config), classification_data, None),
         (lambda: WeightedByClass(bert().config), rare_rows, None),
         (bert, rare_rows, weighted),
-        (lambda: bert(num_labels=10), classification_data, weighted_tenth),
+        (lambda: bert(num_labels=10), classification_data, weighted_first),
         (lambda: BertForTokenClassification(bert().config), lambda count: rare_rows(count, (10,)), weighted),
         (lambda: bert(num_labels=1), regression_rows, absolute),
     ],

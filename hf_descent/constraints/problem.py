@@ -230,7 +230,7 @@ class DescentProblem:
         return self.violations(layer_losses)[self._index].max()
 
     def feasible(self, layer_losses: torch.Tensor, tol: float | None = None) -> bool:
-        """Whether rows are met, by their tolerances or `tol`, and their layers and f_L are below `chance`; estimated."""
+        """Whether rows are met, by their tolerances or `tol`, with their layers and f_L below `chance`; estimated."""
         beyond, learned = self.excess(layer_losses)
         beyond = beyond if tol is None else self.violations(layer_losses)[self._index] - tol
         return bool((beyond <= 0).all() & (learned < 0).all())

@@ -107,7 +107,7 @@ class DescentState:
             maximum=args.multiplier_max,
             device=device,
         )
-        if args.objective == "fixed":
+        if self.problem is not None and args.objective == "fixed":
             rows = self.problem.num_rows
             if len(multipliers) != rows:
                 raise ValueError(f"`fixed_multipliers` has {len(multipliers)} values; give one per row, {rows}.")

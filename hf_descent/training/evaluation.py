@@ -106,7 +106,7 @@ class LayersBeside:
             return {}
         args, labels = self._trainer.args, self._totals.labels
         totals = reduced(self._trainer, self._totals.over(layers.num_layers, args.device))
-        dual = DescentState(args, layers.num_layers, 0, 0, chance_of(labels))
+        dual = DescentState(args, layers.num_layers, 0, 0, chance_of(labels) or None)  # 0: nothing to predict
         found, _ = layer_metrics(dual, totals, labels, prefix, 0)
         return {name: found[name] for name in found if LAYER_LOSS.search(name) or name.endswith(RELATIVE_METRICS)}
 

@@ -20,7 +20,7 @@ import torch
 from datasets import DatasetDict, load_dataset
 from harness import Runs, fit
 from scipy.ndimage import gaussian_filter
-from transformers import ViTConfig, set_seed
+from transformers import TrainerCallback, ViTConfig, set_seed
 
 from hf_descent import models
 from hf_descent.commands import demo
@@ -45,14 +45,20 @@ def arms(task: str) -> dict[str, dict]:
     rising = [layer / layers for layer in range(1, layers)]
     known = {"initial_loss_bound": 1.0} if task != "imdb" else {}  # of a denoiser: the noisy input's own loss
     steps = {"objective": "descent", "descent_alpha": 0.3, **known}
+    weighted = {"objective": "fixed", "exit_targets": exits, "dual_warmup_steps": 0.0}
+    stopping = {"load_best_model_at_end": True, "save_total_limit": 1}
+    for name in ("eval", "save"):
+        stopping |= {f"{name}_strategy": "steps", f"{name}_steps": 0.05}
     found = {
         "plain": {"objective": "erm"},
+        "plain, early stopping": {"objective": "erm", **stopping},  # the best of 20 checkpoints on the select rows
         "plain, weight decay": {"objective": "erm", "weight_decay": 0.1},
         "plain, weight decay 0.3": {"objective": "erm", "weight_decay": 0.3},
         "deep supervision": {"objective": "deep_supervision"},
         "deep supervision, weight decay": {"objective": "deep_supervision", "weight_decay": 0.1},
-        "deep supervision, rising with depth": {
-            "objective": "fixed", "exit_targets": exits, "fixed_multipliers": rising, "dual_warmup_steps": 0.0,
+        "deep supervision, rising with depth": {**weighted, "fixed_multipliers": rising},
+        "deep supervision, rising with training": {
+            **weighted, "fixed_multipliers": [0.0] * len(exits), "callbacks": [RisingWeights],
         },
         "layerskip": {"objective": "layerskip"},
         "hinge": {**steps, "objective": "hinge"},
@@ -73,6 +79,16 @@ def arms(task: str) -> dict[str, dict]:
         found[f"layer {layer} hard"] = hard
         found[f"layer {layer} hard, dual rate 0.08"] = {**hard, "dual_learning_rate": 0.08}
     return found
+
+
+class RisingWeights(TrainerCallback):
+    """The weight of each layer below the last rises from 0 to 1 with the steps."""
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._trainer.multipliers.values.fill_(state.global_step / state.max_steps)
 
 
 # ---- tasks: training rows, rows to select on, rows to report by name ----
@@ -126,7 +142,9 @@ def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float,
         encoder = ViTConfig(**sizes, image_size=train.shape[-1], patch_size=WINDOW)
         model = models.ViTForDenoising(models.ViTDenoiserConfig(encoder_config=encoder, **scale))
     shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "max_steps": steps, "seed": seed}
-    trainer, seconds = fit(model, demo.rows_of(train), {**shared, **config, **settings})
+    trainer, seconds = fit(
+        model, demo.rows_of(train), {**shared, **config, **settings}, eval_dataset=demo.rows_of(select)
+    )
     measure = {"metric": "rmse", "scale": 255, "batch_size": 64}
     layers = partial(trainer.evaluate_layers, gamma=demo.GAMMA_TRAIN, problem=None, **measure)
     curve = partial(trainer.evaluate_robustness, **measure)
@@ -162,7 +180,8 @@ def classify(task: str, options: argparse.Namespace, settings: dict, rate: float
         tokens = {name: data.select(range(64)) for name, data in tokens.items()}
         texts = {name: data.select(range(64)) for name, data in texts.items()}
     shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "num_train_epochs": options.epochs}
-    trainer, seconds = fit(model, train, {**shared, **schedule, "seed": seed, **settings}, processing_class=tokenizer)
+    settings = {**shared, **schedule, "seed": seed, **settings}
+    trainer, seconds = fit(model, train, settings, eval_dataset=select, processing_class=tokenizer)
     layers = partial(trainer.evaluate_layers, problem=None, metric="accuracy", batch_size=64)
     found = {"select": layers(select).losses.tolist(), "seconds": seconds}
     for name in tests:

@@ -85,12 +85,16 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def fit(model, rows, settings: dict, **extra) -> tuple[DescentTrainer, float]:
-    """A trained trainer that writes and says nothing, and the processor seconds that it took."""
+    """A quiet trained trainer, of which `settings["callbacks"]` are made, and the processor seconds that it took."""
+    settings = {"save_strategy": "no", **settings}
+    callbacks = settings.pop("callbacks", [])
     with tempfile.TemporaryDirectory() as folder:
-        quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "error"}
+        quiet = {"report_to": "none", "disable_tqdm": True, "log_level": "error"}
         args = DescentConfig(folder, use_cpu=True, logging_steps=100, **quiet, **settings)
         trainer = DescentTrainer(model, args, train_dataset=rows, **extra)
         trainer.remove_callback(PrinterCallback)
+        for callback in callbacks:
+            trainer.add_callback(callback(trainer))
         start = time.process_time()
         trainer.train()
         return trainer, time.process_time() - start

@@ -30,8 +30,9 @@ DATA_TEST = classification_data(32, seed=1)
 Batches = type("Batches", (list,), {})  # a loader without a data set
 
 
-def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path):
-    args = config(tmp_path, per_device_eval_batch_size=7)
+@pytest.mark.parametrize("objective", [{}, {"objective": "fixed", "fixed_multipliers": [1.0] * 3}])
+def test_evaluation_before_training_and_by_batches_of_unequal_size(tmp_path, objective):
+    args = config(tmp_path, per_device_eval_batch_size=7, **objective)
     metrics = DescentTrainer(bert(), args, eval_dataset=DATA_TEST).evaluate()
     whole = next(batches(DATA_TEST, 32))
     model = bert().eval()
@@ -93,7 +94,9 @@ def test_the_last_layer_of_plain_training_has_the_loss_of_the_evaluation(tmp_pat
     torch.manual_seed(0)
     denoiser = UTForVideoDenoising(UTConfig(hidden_size=16, num_hidden_layers=3, attention_step=0.5))
     frames = [{"pixel_values": frame, "labels": frame / 2} for frame in torch.rand(32, 4, 16)]
-    for model, rows in ((denoiser, frames), (spread(llama()), language_data(32, ragged=False))):
+    clean = [row | {"labels": row["pixel_values"]} for row in frames]  # what is given, or a constant, has no loss
+    alike, texts = [row | {"labels": torch.tensor(1)} for row in DATA_TEST], language_data(32, ragged=False)
+    for model, rows in zip((denoiser, denoiser, spread(bert()), spread(llama())), (frames, clean, alike, texts)):
         trainer = DescentTrainer(model, config(tmp_path, objective="erm"), eval_dataset=rows)
         metrics = trainer.evaluate()
         assert trainer.evaluate_layers().metric == ("rmse" if model is denoiser else "accuracy")

@@ -415,7 +415,8 @@ class DescentMixin:
             self.get_batch_samples(iter(self.get_train_dataloader()), 1, self.args.device)
         self._training_noise(self.model)
         if self.args.load_best_model_at_end:
-            checkpoints.on_first_process(self.args, checkpoints.check_complete, self.state.best_model_checkpoint or "")
+            check = partial(checkpoints.check_complete, resumes=False)
+            checkpoints.on_first_process(self.args, check, self.state.best_model_checkpoint or "")
         return super()._finalize_training(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir):

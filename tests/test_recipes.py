@@ -249,6 +249,8 @@ def test_two_processes_on_a_cpu(workplace, tmp_path):
 
 
 def test_an_output_folder_in_use_is_kept_unless_told_otherwise(smoke):
+    with pytest.raises(ValueError, match=r"`exit_targets` is .*9"):  # which leaves the folder free
+        smoke("imdb-descent", "--exit_targets", "{9: 0.1}")
     folder = smoke("imdb-descent", "--max_steps", "4", "--save_steps", "2")
     marker = folder / "all_results.json"
     before = marker.read_text()

@@ -49,12 +49,10 @@ def plain(count=32, start=0):
 
 
 def chats(count=32, start=0):
-    return Dataset.from_list(
-        [
-            {"messages": [{"role": "user", "content": f"Say {text}"}, {"role": "assistant", "content": text}]}
-            for text in texts(count, start)
-        ]
-    )
+    found = [
+        [{"role": "user", "content": f"Say {t}"}, {"role": "assistant", "content": t}] for t in texts(count, start)
+    ]
+    return Dataset.from_list([{"messages": messages} for messages in found])
 
 
 def make(cls, folder, data=pairs, model=llama, peft_config=None, keywords=None, eval_data=None, **given):

@@ -77,7 +77,7 @@ def _classifier(model, tokenizer, args: ExitArguments, data_args: DataArguments)
 
 def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArguments) -> dict[str, Result]:
     if args.text_file is None:
-        raise ValueError("`text_file` is None; a language model is measured on the texts of a file.")
+        raise ValueError("`text_file` is None; a language model is measured on texts: give `--text_file`.")
     rows, column = load_file("text_file", args.text_file), data_args.text_column
     rows = rows.select(range(data_args.limit("test", rows)))
     check_texts(rows, args.text_file, column)

@@ -4,15 +4,17 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..early_exit import truncate
+from ..hub.push import OWN_MODELS
 from ..loading import CAUSAL_LMS, load_model, load_tokenizer
 
 
 STANDALONE = """\
 On its own, as any checkpoint of a {architecture}:
-  {auto_class}.from_pretrained("{draft}")"""
+  {registers}{auto_class}.from_pretrained("{draft}")"""
 SERVED = """
   vllm serve {draft}
   python -m sglang.launch_server --model-path {draft}
@@ -49,38 +51,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Writes the first layers under the same head as a checkpoint of the model's own class, with its tokenizer, chat
     template and generation config, and prints commands that serve it. ValueError where the folder holds something, or
-    the model has no such layer or cannot be cut by its config.
-    """
+    the model has no such layer or cannot be cut by its config."""
     for package in ("onnx", "onnxscript") if args.format == "onnx" else ():
-        import_module(package)  # raises before the folder is made
+        import_module(package)  # raises before a model is loaded
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"`output_dir` {args.output_dir!r} is not empty; name another.")
     model, tokenizer, whole = load_model(args.model), load_tokenizer(args.model), args.model
     if is_adapter := hasattr(model, "merge_and_unload"):
         model, whole = model.merge_and_unload(), "WHOLE"
-    short = truncate(model, args.layer)
+    config, inputs = model.config.get_text_config(), dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt"))
+    if getattr(config, "pad_token_id", None) is None:  # causal classifiers find the last token of a row by it
+        config.pad_token_id = tokenizer.pad_token_id
+    short = truncate(model, args.layer, inputs)
+    folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     if args.format == "onnx":
-        save_onnx(short, tokenizer, folder)
+        save_onnx(short, inputs, folder)
     else:
         short.save_pretrained(folder)
-    architecture, depth = type(model).__name__, model.config.get_text_config().num_hidden_layers
+    architecture, depth = type(model).__name__, config.num_hidden_layers
     drafts = architecture in CAUSAL_LMS
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
     text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
     text += MERGED if drafts and is_adapter and args.layer < depth else ""
     facts = {"model": args.model, "whole": whole, "draft": folder, "layer": args.layer, "depth": depth}
+    facts["registers"] = "import hf_descent.models; " * architecture.startswith(OWN_MODELS)
     print((ONNX if args.format == "onnx" else text).format(architecture=architecture, auto_class=auto_class, **facts))
     print(f"\nThe first {args.layer} of {depth} layers are in {folder}.")
 
 
-def save_onnx(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_onnx(model: PreTrainedModel, inputs: dict[str, Tensor], folder: Path) -> None:
     """Write the graph of tokens to logits, of any numbers of rows and tokens, by transformers' exporter."""
     from transformers.exporters import OnnxConfig, OnnxExporter
 
     model.config.get_text_config().use_cache = False  # keys and values are no outputs
-    inputs = dict(tokenizer(["Two rows of some tokens."] * 2, return_tensors="pt"))
     # Few of ONNX Runtime's operations know bfloat16.
     OnnxExporter().export(model.float(), inputs, config=OnnxConfig(dynamic=True)).save_pretrained(folder)

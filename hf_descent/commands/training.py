@@ -36,7 +36,8 @@ def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | boo
     # The Trainer's own argument is a string, also where the command line or a recipe says `true`.
     given = args.resume_from_checkpoint
     resume = {"true": True, "false": None, "none": None}.get(str(given).lower(), given)
-    is_used = os.path.isdir(args.output_dir) and os.listdir(args.output_dir)
+    # A run that was refused has left no more than the record of its data.
+    is_used = os.path.isdir(args.output_dir) and {*os.listdir(args.output_dir)} - {RunFolder.DATA}
     if is_used and not (resume or model_args.overwrite_output_dir):
         raise ValueError(
             f"`output_dir` {args.output_dir!r} is not empty: go on with `--resume_from_checkpoint true`, start "

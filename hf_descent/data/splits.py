@@ -135,6 +135,8 @@ def select_rows(rows: Dataset, columns: Mapping[str, str], split: str, remedy: s
     ValueError where a column is missing, or no row has that value."""
     if missing := [column for column in columns.values() if column not in rows.column_names]:
         raise ValueError(f"The {split} split has no column {missing}; it has {rows.column_names}. {remedy}")
+    if len({*columns.values()}) < len(columns):
+        raise ValueError(f"Two of {', '.join(columns)} are in one column, {columns}: name one for each.")
     rows = rows.select_columns(list(columns.values()))
     rows = rows.rename_columns({column: name for name, column in columns.items() if column != name})
     *_, (name, column) = columns.items()

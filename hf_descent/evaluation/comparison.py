@@ -137,14 +137,15 @@ def check_comparable(runs: Sequence[Run]):
 
     def conditions(curve):
         counts = None if curve.blocks is None else curve.blocks[..., 1].tolist()
-        return [curve.metric, curve.scale, curve.gammas.tolist(), counts, *map(curve.settings.get, COMMON)]
+        found = {"metric": curve.metric, "scale": curve.scale, "levels": curve.gammas.tolist(), "items": counts}
+        return found | {name: curve.settings.get(name) for name in COMMON}
 
-    first = runs[0]
+    first, known = runs[0], conditions(runs[0].curve)
     for run in runs:
-        if conditions(run.curve) != conditions(first.curve):
+        if other := [name for name, value in conditions(run.curve).items() if value != known[name]]:
             raise ValueError(
-                f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise: run "
-                "`hf-descent evaluate` on both with the same arguments."
+                f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise ({other} "
+                "differ; in other tokens texts are other data): run `hf-descent evaluate` on both alike."
             )
     if first.curve.blocks is None or len(first.curve.blocks) < 2:
         raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")

@@ -24,9 +24,8 @@ from .sums import BlockSums, radius
 
 @dataclass
 class LayerProfile(Result):
-    """Loss and metric at each of L layers, on held-out data; layer l at index l-1.
-
-    The keys of `layer_profile.json` are the attributes.
+    """Loss and metric at each of L layers, on held-out data; layer l at index l-1. `layer_profile.json` has the
+    attributes as keys.
 
     Attributes:
         metric (`str`): name of the metric.

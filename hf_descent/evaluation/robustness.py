@@ -26,9 +26,7 @@ SUMMARIES = ("auc", "auc_over_range", "auc_id", "auc_ood", "mean_over_levels")
 
 @dataclass
 class NoiseCurve(Result):
-    """Metric and loss at G noise levels, for repeated noise draws.
-
-    The keys of `noise_curve.json` are the attributes.
+    """Metric and loss at G noise levels, for repeated noise draws; `noise_curve.json` has the attributes as keys.
 
     Attributes:
         metric (`str`): name of the metric.
@@ -230,17 +228,9 @@ def noise_curve(
         "sigma": None if noise is None else noise.sigma,
         "perturbation": "gaussian" if kind is None else getattr(kind, "name", name_of(kind)),
     }
-    return NoiseCurve(
-        metric,
-        np.array(gammas),
-        metric_value(metric, scale, total),
-        mean_loss(total),
-        gamma_train,
-        blocks,
-        scale,
-        greater_is_better(evaluation.metric),
-        {name: as_python(value) for name, value in conditions.items()},  # for JSON
-    )
+    conditions = {name: as_python(value) for name, value in conditions.items()}  # for JSON
+    found = np.array(gammas), metric_value(metric, scale, total), mean_loss(total)
+    return NoiseCurve(metric, *found, gamma_train, blocks, scale, greater_is_better(evaluation.metric), conditions)
 
 
 def _perturbed(rows, first, gamma, draw, seed, perturbation) -> list[Mapping[str, Any]]:

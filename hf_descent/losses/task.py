@@ -102,19 +102,19 @@ class TaskLoss:
 
     def answers(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """What a constant prediction is of: the predicted labels; of an extractive answer both ends, `[batch, 2]`."""
-        if inputs.get("start_positions") is not None and inputs.get("end_positions") is not None:
-            return torch.stack([inputs["start_positions"], inputs["end_positions"]], dim=-1)
-        return self.predicted_labels(inputs)
+        if inputs.get("start_positions") is None or inputs.get("end_positions") is None:
+            return self.predicted_labels(inputs)
+        # As the models do: negative positions count as the first token, those past the end are left out.
+        ends = torch.stack([inputs[name].view(-1) for name in ("start_positions", "end_positions")], 1).clamp(min=0)
+        texts = inputs.get("input_ids", inputs.get("inputs_embeds"))  # [batch, seq] or [batch, seq, hidden]
+        return ends if texts is None else ends.where(ends < texts.shape[1], IGNORE_INDEX)
 
     def predictions(self, outputs: Any, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits `[..., classes]` of a model's `outputs`, and the labels `[...]` that they predict, -100 for none;
         ValueError where the batch has no labels."""
         logits = output_logits(outputs)
         if inputs.get("start_positions") is not None:
-            # As the models do: negative positions count as the first token, those past the end are left out.
-            positions = [inputs["start_positions"].view(-1), inputs["end_positions"].view(-1)]
-            labels = torch.stack(positions, dim=1).clamp(min=0)  # [batch, 2]
-            return logits.transpose(1, 2), labels.where(labels < logits.shape[1], IGNORE_INDEX)
+            return logits.transpose(1, 2), self.answers(inputs)
         if inputs.get("shift_labels") is not None:
             return logits, inputs["shift_labels"]
         labels = labels_of(inputs, self.label_names)

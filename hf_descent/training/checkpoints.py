@@ -210,14 +210,15 @@ def newest_complete_checkpoint(output_dir: str) -> str:
     raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
 
 
-def check_complete(checkpoint: str) -> None:
-    """ValueError where a checkpoint folder is incomplete or damaged."""
-    for fault in faults(checkpoint) if os.path.isdir(checkpoint) else ():
+def check_complete(checkpoint: str, resumes: bool = True) -> None:
+    """ValueError where a checkpoint folder is incomplete or damaged, for training or for its model alone."""
+    for fault in faults(checkpoint, resumes) if os.path.isdir(checkpoint) else ():
         raise ValueError(f"The checkpoint is not complete: {fault}. Resume from another one, or with `True`.")
 
 
-def faults(checkpoint: str) -> Iterator[str]:
-    """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one.
+def faults(checkpoint: str, resumes: bool = True) -> Iterator[str]:
+    """What is missing or damaged in a checkpoint folder, one sentence each; nothing for a complete one. What only
+    training reads may be missing unless it `resumes`.
 
     That has its trainer state, which is written last, weights, and files as their checksums say; plain `Trainer` and
     older versions wrote down none.
@@ -238,8 +239,9 @@ def faults(checkpoint: str) -> Iterator[str]:
     # Who converts weights, as to other shards, puts new files in the place of those that were written.
     tensors = {path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".bin")}
     converted = any(name.startswith(WEIGHTS) for name in tensors - saved["files"].keys())
+    spared = (*(WEIGHTS if converted else ()), *(() if resumes else ("optimizer", "scheduler", "rng_state", "scaler")))
     for name, known in saved["files"].items():
-        if converted and name.startswith(WEIGHTS) and not (folder / name).exists():
+        if name.startswith(spared) and not (folder / name).exists():
             continue
         if not (folder / name).is_file() or size_and_checksum(folder / name) != known:
             yield f"{folder / name} is missing or not as it was saved (if you changed it, delete {CHECKSUMS_NAME})"

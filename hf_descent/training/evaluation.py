@@ -1,6 +1,7 @@
 """What the evaluation of a trainer needs beside its model: which rows count, which data, with which settings."""
 
 import math
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -189,8 +190,8 @@ def settings(trainer: Trainer, readout) -> tuple[nn.Module, dict[str, Any]]:
     config = getattr(inner_model(model), "config", None)
     # Regression, as transformers' own losses recognise it.
     problem = getattr(config, "problem_type", None)
-    classifies = "ForSequenceClassification" in type(model).__name__
-    is_regression = problem == "regression" or (problem is None and classifies and config.num_labels == 1)
+    classifies = re.search("For(Sequence|Image|Video)Classification", type(model).__name__)
+    is_regression = problem == "regression" or (problem is None and classifies is not None and config.num_labels == 1)
     is_regression = is_regression or type(model).__name__.endswith("Denoising")
     # Processes that gather parameters together cannot share the batches unevenly: each goes through all.
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)

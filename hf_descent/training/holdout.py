@@ -27,16 +27,18 @@ MOST_SHARED = 0.01
 
 
 def row_keys(trainer: Trainer, rows) -> list[int]:
-    """Hashes of the model's main input in `rows`: of at most 100,000 drawn at random. None of data whose rows may cost
-    something to read: of other kinds than a list or a `Dataset` as it is stored."""
+    """Hashes of the main input in `rows`, with images or sound beside it: of at most 100,000 drawn at random. None of
+    data whose rows may cost something to read: of other kinds than a list or a `Dataset` as it is stored."""
     name = getattr(inner_model(trainer.model), "main_input_name", "input_ids")
     is_dataset = isinstance(rows, Dataset) and rows.format["type"] != "custom"
     first = rows.features if is_dataset else rows[0] if isinstance(rows, list) and rows else None
     if not isinstance(first, Mapping) or name not in first:
         return []
     chosen = sorted(np.random.default_rng(0).permutation(len(rows))[:MOST_ROWS].tolist())
-    values = _stored(rows.select(chosen), name) if is_dataset else (rows[row].get(name) for row in chosen)
-    return [hash(_content(value)) for value in values]
+    names = [name, *(other for other in ("pixel_values", "input_features") if other in first and other != name)]
+    rows = rows.select(chosen) if is_dataset else [rows[row] for row in chosen]
+    columns = [_stored(rows, each) if is_dataset else [row.get(each) for row in rows] for each in names]
+    return [hash(tuple(map(_content, values))) for values in zip(*columns)]
 
 
 def _stored(rows: Dataset, name: str) -> Iterator:

@@ -7,7 +7,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import bert, llama, spread, tokenizer, word_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BartConfig,
+    BartForSequenceClassification,
+)
 
 from hf_descent import cli, layer_logits
 from hf_descent.models import LinearReadoutForSequenceClassification
@@ -94,6 +100,14 @@ def test_a_classifier_is_cut_and_drafts_nothing(tmp_path, capsys):
     assert len(short.bert.encoder.layer) == 2
     printed = capsys.readouterr().out
     assert "AutoModelForSequenceClassification.from_pretrained" in printed and "serve" not in printed
+    linear = LinearReadoutForSequenceClassification.from_encoder(tmp_path / "whole", "mean")
+    sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 32}
+    bart = BartForSequenceClassification(BartConfig(vocab_size=99, num_labels=3, eos_token_id=1, **sizes))
+    for kind, model in ("linear", linear), ("bart", bart):  # which needs an eos, here the unknown word
+        model.save_pretrained(tmp_path / kind)
+        word_tokenizer().save_pretrained(tmp_path / kind)
+        export(tmp_path / kind, 2, tmp_path / f"{kind}-short")
+        assert ("import hf_descent.models; Auto" in capsys.readouterr().out) == (kind == "linear")
 
 
 def test_what_cannot_be_written_is_refused(language_model, tmp_path):
@@ -101,6 +115,7 @@ def test_what_cannot_be_written_is_refused(language_model, tmp_path):
         export(language_model, 2, language_model)
     with pytest.raises(ValueError, match=r"`num_layers` is 5; LlamaForCausalLM has 1\.\.4"):
         export(language_model, 5, tmp_path / "short")
+    assert not (tmp_path / "short").exists()
 
 
 @pytest.mark.slow

@@ -208,6 +208,7 @@ def test_hub_splits_keep_their_class_names(monkeypatch):
         ({"train_file": "rows.xlsx"}, "ends in one of .csv"),
         ({"dataset_name": "a/b", "test_file": "test.csv"}, "need `train_file`"),
         ({"train_file": "TRAIN", "text_column": "review"}, "no column \\['review'\\]; it has \\['text', 'label'\\]"),
+        ({"train_file": "TRAIN", "text_column": "label"}, "Two of text, labels are in one column"),
         ({"train_file": "TRAIN", "text_column": "label", "label_column": "text"}, "40 rows whose text is not a str"),
     ],
 )

@@ -35,17 +35,8 @@ def write_frames(folder, count, suffix, seed=0):
 
 
 def arguments(**values):
-    return VideoArguments(
-        **{
-            "num_frames": 4,
-            "frame_size": SIZE,
-            "patch_size": 8,
-            "split_gap": 2,
-            "split_by": "time",
-            "validation_percentage": 20,
-            **values,
-        }
-    )
+    sizes = {"num_frames": 4, "frame_size": SIZE, "patch_size": 8, "split_gap": 2, "validation_percentage": 20}
+    return VideoArguments(**{**sizes, "split_by": "time", **values})
 
 
 @pytest.mark.parametrize("suffix", [".tif", ".png", ".bmp", ".avi"])

@@ -169,8 +169,8 @@ def test_only_runs_under_the_same_noise_and_data_are_compared(tmp_path):
         made = {} if change in settings else change
         run = make_run(generator.random(6), objective="hinge", **made)
         run.curve.settings |= change if change in settings else {}
-        other = save_run(tmp_path / "other", run)
-        with pytest.raises(ValueError, match="were not evaluated on the same data, levels and noise"):
+        other, named = save_run(tmp_path / "other", run), rf"'{next(iter(change))}'" if change in settings else ""
+        with pytest.raises(ValueError, match=rf"were not evaluated on the same data, levels and noise \(\[.*{named}"):
             compare([*folders, other])
     with pytest.raises(ValueError, match="at least two ways of training"):
         compare(folders[:1])

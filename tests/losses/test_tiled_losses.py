@@ -144,12 +144,8 @@ def test_steps_follow_a_naive_loop(tmp_path):
         states.clear()
         model.model(batch["input_ids"])
         labels = batch["labels"][:, 1:]
-        losses = torch.stack(
-            [
-                F.cross_entropy(model.lm_head(model.model.norm(state))[:, :-1].transpose(1, 2), labels)
-                for state in states
-            ]
-        )
+        logits = [model.lm_head(model.model.norm(state))[:, :-1].transpose(1, 2) for state in states]
+        losses = torch.stack([F.cross_entropy(each, labels) for each in logits])
         objective = losses[-1] if index < 5 else problem.weights(multipliers.values).clamp(min=0) @ losses
         model.zero_grad()
         objective.backward()

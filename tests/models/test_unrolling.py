@@ -31,13 +31,8 @@ def test_attention_is_the_stated_formula(self_weight):
     torch.manual_seed(0)
     tokens, projection = torch.rand(6, 3).double(), torch.randn(3, 4).double()
     weights = similarity(tokens @ projection)
-    expected = torch.stack(
-        [
-            (sum(weights[i, j] * tokens[j] for j in range(6)) + self_weight * tokens[i])
-            / (weights[i].sum() + self_weight)
-            for i in range(6)
-        ]
-    )
+    sums = [sum(weights[i, j] * tokens[j] for j in range(6)) + self_weight * tokens[i] for i in range(6)]
+    expected = torch.stack([sums[i] / (weights[i].sum() + self_weight) for i in range(6)])
     found = symmetric_attention((tokens @ projection)[None], tokens[None], self_weight=self_weight)[0]
     torch.testing.assert_close(found, expected)
 

@@ -18,7 +18,15 @@ from tiny import (
     spread,
     truncated,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    default_data_collator,
+)
 
 from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
@@ -212,6 +220,13 @@ def test_the_metric_suits_the_task(tmp_path, task):
         expected = ((logits > 0) == (labels == 1)).float().mean().item()
     assert trainer.evaluate_layers().values[-1] == pytest.approx(expected, rel=1e-5)
     assert trainer.evaluate_robustness(gammas=[0.0]).values[0, 0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_numbers_for_images_are_a_regression_before_the_model_knows(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=1))
+    rows = [{"pixel_values": torch.rand(3, 8, 8), "labels": torch.rand(())} for _ in range(8)]
+    assert DescentTrainer(model, config(tmp_path), eval_dataset=rows).evaluate_layers().metric == "rmse"
 
 
 def test_tokens_are_no_regression_whatever_the_number_of_labels_says(tmp_path):

@@ -277,7 +277,8 @@ def test_numbers_may_be_labels_under_another_name(tmp_path):
 
 def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_path):
     config_ = XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16)  # states no limit
-    ends = [index % 34 for index in range(340)]  # of which the first batch is short
+    # The first batch is short. Models take -1 for the first token, and leave out what lies past the end.
+    ends = [index % 34 or -1 for index in range(340)] + [99] * 60
     rows = [
         {"input_ids": torch.arange(40 if end > 5 else 6), "start_positions": end, "end_positions": end} for end in ends
     ]

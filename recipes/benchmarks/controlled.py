@@ -2,7 +2,7 @@
 
     python recipes/benchmarks/controlled.py photos
     python recipes/benchmarks/controlled.py video --videos HIGHWAY.avi PLAZA.avi  # or dust, or vit
-    python recipes/benchmarks/controlled.py imdb --minilm FOLDER --imdb FOLDER --rt_polarity FOLDER
+    python recipes/benchmarks/controlled.py imdb --minilm FOLDER --imdb FOLDER --rt_polarity FOLDER  # or rt_polarity
 
 For each arm the first seed is trained at three learning rates, a factor of 2 apart, and at further ones until the best
 lies between two others (8 at most). The best is that of the lowest loss of the last layer on rows (select) that are
@@ -31,19 +31,20 @@ from hf_descent.evaluation.perturbations import Typos, salt_and_pepper
 from hf_descent.loading import load_tokenizer
 
 
-RATES = {"imdb": 1e-4} | dict.fromkeys(("photos", "video", "dust", "vit"), 1e-3)  # where a search of rates begins
+TEXTS = ("imdb", "rt_polarity")  # reported on the other one, too
+RATES = dict.fromkeys(TEXTS, 1e-4) | dict.fromkeys(("photos", "video", "dust", "vit"), 1e-3)  # a search begins there
 MOST_RATES = 8
-GAMMAS = dict.fromkeys(RATES, demo.GAMMAS) | {"imdb": (0.0, 0.5, 1.0, 1.5, 2.0)}
+GAMMAS = dict.fromkeys(RATES, demo.GAMMAS) | dict.fromkeys(TEXTS, (0.0, 0.5, 1.0, 1.5, 2.0))
 WINDOW = 8  # side of the patches of video, in pixels
 RESULTS = Path(__file__).parent / "results" / "controlled.jsonl"
 
 
 def arms(task: str) -> dict[str, dict]:
     """The arguments of `DescentConfig` that make each arm of a task."""
-    layers = 6 if task == "imdb" else demo.NUM_LAYERS
+    layers = 6 if task in TEXTS else demo.NUM_LAYERS
     exits = dict.fromkeys(range(1, layers), 1.0)  # rows that name each layer below the last
     rising = [layer / layers for layer in range(1, layers)]
-    known = {"initial_loss_bound": 1.0} if task != "imdb" else {}  # of a denoiser: the noisy input's own loss
+    known = {"initial_loss_bound": 1.0} if task not in TEXTS else {}  # of a denoiser: the noisy input's own loss
     steps = {"objective": "descent", "descent_alpha": 0.3, **known}
     weighted = {"objective": "fixed", "exit_targets": exits, "dual_warmup_steps": 0.0}
     stopping = {"load_best_model_at_end": True, "save_total_limit": 1}
@@ -67,7 +68,7 @@ def arms(task: str) -> dict[str, dict]:
         "descent, weights normalised": {"objective": "descent", "normalize_weights": True, **known},
         "descent, whole path": {"objective": "descent", "descent_strength": 1.0, **known},
     }  # fmt: skip
-    if task == "imdb":
+    if task in TEXTS:
         # The paper's form and, of its DistilBERT, f_0; a strong alpha, which asks for 0.40 of the last layer.
         form = {"negative_weights": "keep", "normalize_violations": False, "resilience": 0.05}
         return {**found, "paper": {"objective": "descent", "descent_alpha": 0.15, "initial_loss_bound": 1.07, **form}}
@@ -161,14 +162,14 @@ def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float,
 
 
 def classify(task: str, options: argparse.Namespace, settings: dict, rate: float, seed: int) -> dict:
-    """MiniLM on all training rows of IMDb but 1,000 to select on; reported on test rows and on rt-polarity."""
+    """MiniLM on all training rows but 1,000 to select on; reported on up to 4,000 test rows of both sets."""
     tokenizer = load_tokenizer(options.minilm)
     read = partial(load_dataset, "parquet", split="train")
-    rows = read(data_files=f"{options.imdb}/train.parquet").shuffle(seed=0)
-    tests = {
-        "test": read(data_files=f"{options.imdb}/test.parquet").shuffle(seed=0).select(range(4000)),
-        "rt-polarity": read(data_files=f"{options.rt_polarity}/test.parquet"),
-    }
+    own, other = (getattr(options, name) for name in sorted(TEXTS, key=task.__ne__))
+    rows = read(data_files=f"{own}/train.parquet").shuffle(seed=0)
+    files = {"test": own, "rt-polarity" if task == "imdb" else "imdb": other}
+    tests = {name: read(data_files=f"{folder}/test.parquet").shuffle(seed=0) for name, folder in files.items()}
+    tests = {name: data.select(range(min(4000, len(data)))) for name, data in tests.items()}
     texts = {name: data.select_columns(["text", "label"]) for name, data in {"rows": rows, **tests}.items()}
     tokens = {name: tokenize(DatasetDict(train=data), tokenizer, 64)["train"] for name, data in texts.items()}
     train, select = tokens["rows"].select(range(1000, len(rows))), tokens["rows"].select(range(1000))
@@ -220,14 +221,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("task", choices=RATES)
     parser.add_argument("--arms", nargs="+", help="all where not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=float, default=1.0, help="of imdb")
+    parser.add_argument("--epochs", type=float, default=1.0, help="of imdb and rt_polarity")
     parser.add_argument("--videos", nargs=2, help="to train on, and another")
-    for name in ("minilm", "imdb", "rt_polarity"):
+    for name in ("minilm", *TEXTS):
         parser.add_argument(f"--{name}", help="folder")
     parser.add_argument("--output", default=str(RESULTS), help="finished runs; read and appended to")
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it works")
     options = parser.parse_args(argv)
-    needed = {"photos": [], "imdb": ["minilm", "imdb", "rt_polarity"]}.get(options.task, ["videos"])
+    needed = ["minilm", *TEXTS] if options.task in TEXTS else ["videos"] * (options.task != "photos")
     if not all(getattr(options, name) for name in needed):
         parser.error(f"{options.task} needs --{' and --'.join(needed)}.")
     if unknown := {*(options.arms or [])} - arms(options.task).keys():
@@ -240,11 +241,11 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     Path(options.output).parent.mkdir(exist_ok=True)
     finished, chosen = Runs(options.output), arms(options.task)
-    train = classify if options.task == "imdb" else denoise
+    train = classify if options.task in TEXTS else denoise
 
     def run(arm: str, rate: float, seed: int) -> dict:
         key = {"task": options.task, "arm": arm, "rate": rate, "seed": seed, "smoke": options.smoke}
-        key |= {"epochs": options.epochs} if options.task == "imdb" else {}
+        key |= {"epochs": options.epochs} if options.task in TEXTS else {}
         found = finished.get(key, lambda: train(options.task, options, chosen[arm], rate, seed))
         print(f"{arm}, {rate:g}, seed {seed}: {[round(loss, 4) for loss in found['select']]}", flush=True)
         return found

@@ -212,6 +212,11 @@ class DescentArguments:
                 self.greater_is_better = False  # as TrainingArguments knows of names that end in "loss"
         self.check_descent_arguments()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        filled = vars(self).get("_filled", {})  # what is given later is no default, though it may equal one
+        vars(self)["_filled"] = {other: filled[other] for other in filled if other != name}
+        super().__setattr__(name, value)
+
     def check_descent_arguments(self) -> None:
         """Parse JSON texts and check every descent argument; ValueError names the argument, its value and the remedy.
 
@@ -222,7 +227,7 @@ class DescentArguments:
             if argument.type in (float, float | None) and (value is not None or argument.default is not None):
                 # A search casts to the type of the value it finds, so an int would truncate.
                 try:
-                    setattr(self, name, float(value))
+                    vars(self)[name] = float(value)
                 except (TypeError, ValueError):
                     raise ValueError(f"`{name}` is {value!r}; it must be a number.") from None
             elif name in JSON_ARGUMENTS:

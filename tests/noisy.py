@@ -28,10 +28,10 @@ def t5(**config):
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **config)).eval()
 
 
-def vit():
+def vit(**config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4)).eval()
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, **config)).eval()
 
 
 def gemma3n():

@@ -75,6 +75,7 @@ def test_numbers_and_paths_of_any_kind_become_python_s_own(tmp_path):
     [
         ({}, ("adam", 0.02, 0.25, 0.02)),
         ({"exit_targets": {2: 0.1}}, ("pi", 0.04, 0.0, 0.1)),
+        ({"exit_targets": {2: 0.1}, "dual_optim": "adam", "dual_learning_rate": 0.02}, ("adam", 0.02, 0.0, 0.1)),
         ({"loss_targets": {2: 0.4}, "dual_learning_rate": 0.3, "dual_warmup_steps": 5}, ("pi", 0.3, 5.0, 0.1)),
         ({"exit_targets": {2: 0.1}, "descent_alpha": "line"}, ("adam", 0.02, 0.25, 0.02)),
         ({"exit_targets": {2: 0.1}, "resilience": 0.01}, ("adam", 0.02, 0.25, 0.02)),
@@ -83,7 +84,8 @@ def test_numbers_and_paths_of_any_kind_become_python_s_own(tmp_path):
 )
 def test_targets_alone_have_dual_settings_of_their_own(tmp_path, given, expected):
     later, before = DescentConfig(tmp_path), DescentConfig(tmp_path, loss_targets={1: 1.0})
-    vars(later).update(given)
+    for name, value in given.items():
+        setattr(later, name, value)
     later.check_descent_arguments()  # as for the trials of a search
     converted = DescentConfig.from_training_arguments(before, **{"loss_targets": None} | given)
     for args in (DescentConfig(tmp_path, **given), later, converted):

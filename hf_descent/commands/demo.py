@@ -83,6 +83,7 @@ def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, 
 def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bool):
     """Train one model, evaluate it on the clips `test`, and write both into its run folder."""
     model, settings = denoiser(train, max_steps)
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "warning", "use_cpu": True}
     config = DescentConfig(
         output_dir=folder,
         objective=arm,
@@ -91,12 +92,8 @@ def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bo
         per_device_train_batch_size=32,
         max_steps=max_steps,
         logging_steps=max(1, max_steps // 60),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_level="warning",
-        use_cpu=True,
         seed=seed,
+        **quiet,
         **settings,
     )
     trainer = DescentTrainer(model, config, train_dataset=rows_of(train))

@@ -73,7 +73,11 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
         settings = hp_space(trial, ranges) | {"output_dir": folder, "eval_gammas": sorted({0.0, gamma})}
         trial_args = replace(model_args, overwrite_output_dir=True)
         trial_args.searched = True
-        module.run(trial_args, data_args, replace(args, **settings))
+        try:
+            own_args = args.from_training_arguments(args, **settings)
+        except ValueError as error:  # values that do not go together
+            raise optuna.TrialPruned(str(error)) from error
+        module.run(trial_args, data_args, own_args)
         value, facts = judge(folder, gamma)
         for name, fact in facts.items():
             trial.set_user_attr(name, fact)
@@ -101,12 +105,9 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
     ranked = rank(study.trials)
     if not ranked:
         raise ValueError(f"The metric of none of the {len(study.trials)} trials is finite; try lower learning rates.")
-    trials = [
-        {"trial": trial.number, "value": abs(trial.value), **trial.user_attrs, "settings": trial.params}
-        for trial in ranked
-    ]
-    study_file = os.path.join(args.output_dir, "study.json")
-    write_json(study_file, {"gamma": gamma, "search": "bayes", "trials": trials}, indent=1)
+    trials = [{"trial": t.number, "value": abs(t.value), **t.user_attrs, "settings": t.params} for t in ranked]
+    found = {"gamma": gamma, "search": "bayes", "trials": trials}
+    write_json(os.path.join(args.output_dir, "study.json"), found, indent=1)
     print(f"{'trial':>6} {f'at {gamma:g}':>10} {'clean':>10} {'feasible':>9}  settings")
     for trial in reversed(trials):
         settings = trial["settings"].items()
@@ -134,7 +135,7 @@ def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[floa
         raise ValueError(f"`search_space` is {tune_args.search_space!r}; give a JSON mapping of settings to lists.")
     for name, values in ranges.items():
         for value in values:
-            replace(args, **{name: value})  # raises here what a trial would
+            args.from_training_arguments(args, **{name: value})  # raises here what a trial would
     return ranges
 
 

@@ -88,8 +88,8 @@ class Evaluation:
 
     def __post_init__(self):
         known = {"accuracy": _accuracy, "rmse": _squared_error}
-        if isinstance(self.metric, str) and self.metric not in known:
-            raise ValueError(f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM}.")
+        if isinstance(self.metric, str) != (name_of(self.metric) in known):
+            raise ValueError(f"`metric` is {self.metric!r}; use 'accuracy', 'rmse' or {CUSTOM} of another name.")
         if isinstance(self.dataset, Mapping):  # as `Trainer` takes them
             raise ValueError(f"`dataset` holds {', '.join(map(repr, self.dataset))}; give one of them.")
         if self.batch_size < 1:

@@ -302,12 +302,14 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
         )
     config = getattr(model, "config", None)
     second = getattr(getattr(config, "text_config", config), "hidden_size_per_layer_input", None)
-    if second or getattr(config, "model_type", None) == "xlnet":
-        raise ValueError(
-            f"{type(model).__name__} looks its tokens up a second time for its layers, past the noise (or, as XLNet, "
-            "with the batch last). Use another model, or no noise."
-        )
     weight = getattr(lookup, "weight", None)
+    decoder = model.get_decoder() if getattr(config, "is_encoder_decoder", False) else None
+    own = weight if decoder is None else getattr(decoder.get_input_embeddings(), "weight", weight)
+    if second or own is not weight or getattr(config, "model_type", None) == "xlnet":
+        raise ValueError(
+            f"{type(model).__name__} looks its tokens up a second time for its layers or its decoder, past the noise "
+            "(or, as XLNet, with the batch last). Use another model, or no noise."
+        )
     twins = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is weight and m is not lookup)
     # PEFT's LoRA adds to what the table gives: its wrapper is the lookup.
     wrappers = {module.base_layer: module for module in model.modules() if hasattr(module, "base_layer")}

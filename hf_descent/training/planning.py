@@ -180,7 +180,9 @@ class PlannedModel:
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
         """What a step outside the warm-up costs on a GPU, with such micro-batches; `args` as of `DescentTrainer`."""
         layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
-        dual = DescentState(replace(args, dual_warmup_steps=0.0), layers.num_layers, 1, 0, chance=1.0)
+        # Without the curriculum of LayerSkip, which has all exits from half of a run on.
+        own_args = replace(args, dual_warmup_steps=0.0, layerskip_rotation=args.layerskip_rotation or 1)
+        dual = DescentState(own_args, layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
             layers.token_fraction = args.readout_token_fraction or layers.token_fraction
         self.model.activation_checkpointing_disable()

@@ -74,18 +74,17 @@ def counted_step(trainer: Trainer, task: TaskLoss | None, batches: Sequence[Mapp
 
 @dataclass
 class LayerTotals:
-    """Sums of the layer losses over the items of an evaluation, and their number, in this process.
-
-    Each block of the data has its own, `[blocks, L + 1]`: batch i goes to block i modulo their number.
-    """
+    """Sums of the layer losses over the items of an evaluation, and their number, in this process; each block of the
+    data has its own, `[blocks, L + 1]`: batch i goes to block i modulo their number."""
 
     sums: torch.Tensor | None = None
     batches: int = 0
     labels: ConstantPredictor | None = None  # of which the loss at chance is known
 
     def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
-        """The sums and the number, zeros where no batch was read."""
-        return torch.zeros(BLOCKS, num_layers + 1, device=device) if self.sums is None else self.sums
+        """The sums and the number, or zeros: in float32, MPS's only one, sums of equal losses drift below them."""
+        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        return torch.zeros(BLOCKS, num_layers + 1, dtype=dtype, device=device) if self.sums is None else self.sums
 
     def plus(self, measured: MeasuredLosses, process_index=0, num_processes=1, labels=None) -> "LayerTotals":
         """These, with a batch more."""

@@ -78,15 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Raises ValueError where nothing is left of the table, or a folder holds a run with other settings."""
     command = parser()
     args = command.parse_args(argv)
-    options = Options(
-        SCALES[args.scale],
-        Path(args.output_dir) / args.scale,
-        dict(args.model),
-        {name: paths for name, *paths in args.data},
-        tuple(dict.fromkeys(args.seeds)),
-        args.n_trials,
-        dict(args.set),
-    )
+    data, seeds = {name: paths for name, *paths in args.data}, tuple(dict.fromkeys(args.seeds))
+    folder = Path(args.output_dir) / args.scale
+    options = Options(SCALES[args.scale], folder, dict(args.model), data, seeds, args.n_trials, dict(args.set))
     for mistake in mistakes(options):
         command.error(mistake)
     found, left_out = [], {}

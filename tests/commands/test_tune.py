@@ -91,11 +91,8 @@ def test_each_search_has_a_study_of_its_own(command, tmp_path, monkeypatch):
 
     cli.main([*argv, "2"])
     first = trials()
-    for flags in (
-        ["--tune_gamma", "0.5"],
-        ["--search_space", '{"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}'],
-        ["--max_steps", "5"],
-    ):
+    space = '{"learning_rate": [1e-4, 1e-3], "resilience": [0.001, 0.1]}'
+    for flags in (["--tune_gamma", "0.5"], ["--search_space", space], ["--max_steps", "5"]):
         cli.main([*argv, "1", *flags])
         assert len(trials()) == 1
     cli.main([*argv, "3"])
@@ -134,6 +131,14 @@ def test_an_interrupted_search_is_the_same_search(command, tmp_path, monkeypatch
     second = judged_by_settings(monkeypatch)
     cli.main([*argv, "--output_dir", str(tmp_path / "stopped")])
     assert first[:-1] + second == straight
+
+
+def test_values_that_do_not_go_together_are_passed_over(command, tmp_path, monkeypatch):
+    seen = judged_by_settings(monkeypatch)
+    space = '{"dual_optim": ["adam", "pi", "sgd"], "resilience": [0.01, 0.02, 0.05]}'
+    argv = [*command, "--resilience", "0", "--search_space", space, "--n_trials", "6"]
+    cli.main([*argv, "--output_dir", str(tmp_path)])
+    assert 0 < len(json.loads((tmp_path / "study.json").read_text())["trials"]) == len(seen) < 6
 
 
 def test_the_least_error_is_the_best(command, tmp_path, monkeypatch):

@@ -174,13 +174,10 @@ def test_a_file_name_is_no_pattern(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("train.csv", b"text,label\n\xff\xfe,1\n"),
-        ("train.csv", b""),
-        ("train.csv", b"text,label\n"),
-        ("train.json", b'{"text": '),
-        ("train.parquet", b"no parquet"),
+        ("train.csv", b"text,label\n\xff\xfe,1\n"), ("train.csv", b""), ("train.csv", b"text,label\n"),
+        ("train.json", b'{"text": '), ("train.parquet", b"no parquet"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"`train_file` is .*{name}', which cannot be read as"):

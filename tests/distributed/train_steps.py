@@ -27,12 +27,8 @@ keep_sharding_on_cpu()
 def vit():
     """Honours `num_items_in_batch` and is read by replay, which neither of the others does."""
     torch.manual_seed(0)
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32, image_size=8,
-            patch_size=4,
-        )
-    )  # fmt: skip
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4))
 
 
 def gpt2():

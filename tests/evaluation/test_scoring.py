@@ -204,6 +204,9 @@ def test_metrics_are_named_after_their_function_or_class():
     metrics = "accuracy", Hits(1), partial(misses, factor=2)
     accuracy, hits, wrong = (noise_curve(bert(), classification_data(8), [0.0], metric=metric) for metric in metrics)
     assert (hits.metric, hits.greater_is_better) == ("Hits", True)
+    Hits.__name__ = "rmse"  # of which results would take the root
+    with pytest.raises(ValueError, match="of another name"):
+        noise_curve(bert(), classification_data(8), [0.0], metric=Hits(1))
     assert (wrong.metric, wrong.greater_is_better) == ("misses", False)
     np.testing.assert_allclose(wrong.values, 2 * (1 - accuracy.values))
 

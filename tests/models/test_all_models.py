@@ -27,6 +27,7 @@ from hf_descent.models import (
 
 
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 24}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **SIZES}
 BUILDS = {
     "ut": lambda **config: UTForVideoDenoising(
         UTConfig(**{"hidden_size": 16, "num_hidden_layers": 3, "attention_step": 0.5, **config})
@@ -42,13 +43,7 @@ BUILDS = {
         UTConfig(**{"hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 50, "num_labels": 3, **config})
     ),
     "linear": lambda **config: LinearReadoutForSequenceClassification(
-        LinearReadoutConfig(
-            encoder_config=BertConfig(
-                hidden_size=16, vocab_size=50, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SIZES
-            ),
-            num_labels=3,
-            **config,
-        )
+        LinearReadoutConfig(encoder_config=BertConfig(hidden_size=16, vocab_size=50, **STILL), num_labels=3, **config)
     ),
 }
 TEXT = ("ut-text", "linear")

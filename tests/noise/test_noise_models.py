@@ -8,7 +8,7 @@ from noisy import Spy, added_noise, assert_noise_on, batch, gemma3n, t5, vit
 from scipy.stats import kstest
 from tiny import VOCAB, bert, llama
 from torch import nn
-from transformers import GPT2Config, GPT2Model, XLNetConfig, XLNetModel
+from transformers import GPT2Config, GPT2Model, MarianConfig, MarianMTModel, XLNetConfig, XLNetModel
 
 from hf_descent.noise.embedding_noise import EmbeddingNoise
 
@@ -77,7 +77,14 @@ def test_token_types_looked_up_in_the_same_table_are_not_perturbed():
 
 
 def test_tokens_that_are_looked_up_twice_or_with_the_batch_last_are_refused():
-    for model in (gemma3n(), XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=2, d_inner=16))):
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0, "decoder_start_token_id": 0, "d_model": 16}
+    shares = {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
+    apart = MarianMTModel(MarianConfig(vocab_size=VOCAB, decoder_vocab_size=VOCAB, **sizes, **shares))
+    for model in (
+        apart,
+        gemma3n(),
+        XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=2, d_inner=16)),
+    ):
         with pytest.raises(ValueError, match="looks its tokens up a second time"):
             EmbeddingNoise(model, 1.0)
 

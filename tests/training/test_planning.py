@@ -115,6 +115,14 @@ def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, a
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
 
 
+def test_layerskip_is_planned_with_all_its_exits(tmp_path):
+    planned = PlannedModel(lambda shape: CLASSES["llama"](shape(model_config("llama"))), batch("llama"))
+    objectives = ({"objective": "layerskip"}, {"objective": "deep_supervision", "constrained_layers": [2, 3]})
+    given = {"optim": OPTIMIZER, "readout_token_fraction": 1.0}
+    costs = [planned.step(batch("llama"), config(tmp_path, **given, **each)) for each in objectives]
+    assert costs[0].operations.total() == costs[1].operations.total()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_launchers_hold_float32_shards_beside_bf16_weights(dtype, tmp_path):
     def build(shape):

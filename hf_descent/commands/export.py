@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> None:
     if is_adapter := hasattr(model, "merge_and_unload"):
         model, whole = model.merge_and_unload(), "WHOLE"
     config, inputs = model.config.get_text_config(), dict(tokenizer(["Two rows of text."] * 2, return_tensors="pt"))
-    if getattr(config, "pad_token_id", None) is None:  # causal classifiers find the last token of a row by it
+    drafts = (architecture := type(model).__name__) in CAUSAL_LMS
+    if not drafts and getattr(config, "pad_token_id", None) is None:  # causal ones find the last token of a row by it
         config.pad_token_id = tokenizer.pad_token_id
     short = truncate(model, args.layer, inputs)
     folder.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,7 @@ def run(args: argparse.Namespace) -> None:
         save_onnx(short, inputs, folder)
     else:
         short.save_pretrained(folder)
-    architecture, depth = type(model).__name__, config.num_hidden_layers
-    drafts = architecture in CAUSAL_LMS
+    depth = config.num_hidden_layers
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
     text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
     text += MERGED if drafts and is_adapter and args.layer < depth else ""

@@ -145,7 +145,7 @@ def check_comparable(runs: Sequence[Run]):
         if other := [name for name, value in conditions(run.curve).items() if value != known[name]]:
             raise ValueError(
                 f"{run.folder} and {first.folder} were not evaluated on the same data, levels and noise ({other} "
-                "differ; in other tokens texts are other data): run `hf-descent evaluate` on both alike."
+                "differ; another tokenizer makes other data of texts): run `hf-descent evaluate` on both alike."
             )
     if first.curve.blocks is None or len(first.curve.blocks) < 2:
         raise ValueError("All data went into one batch; evaluate with a smaller `--per_device_eval_batch_size`.")

@@ -35,10 +35,11 @@ def row_keys(trainer: Trainer, rows) -> list[int]:
     if not isinstance(first, Mapping) or name not in first:
         return []
     chosen = sorted(np.random.default_rng(0).permutation(len(rows))[:MOST_ROWS].tolist())
-    names = [name, *(other for other in ("pixel_values", "input_features") if other in first and other != name)]
+    names = dict.fromkeys([name, "pixel_values", "pixel_values_videos", "input_features"])
     rows = rows.select(chosen) if is_dataset else [rows[row] for row in chosen]
-    columns = [_stored(rows, each) if is_dataset else [row.get(each) for row in rows] for each in names]
-    return [hash(tuple(map(_content, values))) for values in zip(*columns)]
+    columns = [_stored(rows, name) for name in names if name in first] if is_dataset else []
+    columns = columns or [[row.get(name) for row in rows] for name in names]
+    return [hash(tuple(_content(value) for value in values if value is not None)) for values in zip(*columns)]
 
 
 def _stored(rows: Dataset, name: str) -> Iterator:
@@ -163,4 +164,4 @@ class HeldOutRows:
                 totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
         model.train()
         sums = reduced(trainer, totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
-        return sums[:-1] / sums[-1]
+        return (sums[:-1] / sums[-1]).float()

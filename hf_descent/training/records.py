@@ -82,8 +82,8 @@ class LayerTotals:
     labels: ConstantPredictor | None = None  # of which the loss at chance is known
 
     def over(self, num_layers: int, device: torch.device) -> torch.Tensor:
-        """The sums and the number, or zeros: in float32, MPS's only one, sums of equal losses drift below them."""
-        dtype = torch.float32 if torch.device(device).type == "mps" else torch.float64
+        """The sums and the number, or zeros: in float32, all that some devices have, sums of equal losses drift."""
+        dtype = torch.float64 if torch.device(device).type in ("cpu", "cuda") else torch.float32
         return torch.zeros(BLOCKS, num_layers + 1, dtype=dtype, device=device) if self.sums is None else self.sums
 
     def plus(self, measured: MeasuredLosses, process_index=0, num_processes=1, labels=None) -> "LayerTotals":

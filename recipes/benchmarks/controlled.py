@@ -143,9 +143,9 @@ def denoise(task: str, options: argparse.Namespace, settings: dict, rate: float,
         encoder = ViTConfig(**sizes, image_size=train.shape[-1], patch_size=WINDOW)
         model = models.ViTForDenoising(models.ViTDenoiserConfig(encoder_config=encoder, **scale))
     shared = {"learning_rate": rate, "per_device_train_batch_size": 32, "max_steps": steps, "seed": seed}
-    trainer, seconds = fit(
-        model, demo.rows_of(train), {**shared, **config, **settings}, eval_dataset=demo.rows_of(select)
-    )
+    added = torch.randn(select.shape, generator=torch.Generator().manual_seed(0)) * demo.GAMMA_TRAIN * train.std()
+    noisy = [{"pixel_values": clip, "labels": clean} for clip, clean in zip(select + added, select)]
+    trainer, seconds = fit(model, demo.rows_of(train), {**shared, **config, **settings}, eval_dataset=noisy)
     measure = {"metric": "rmse", "scale": 255, "batch_size": 64}
     layers = partial(trainer.evaluate_layers, gamma=demo.GAMMA_TRAIN, problem=None, **measure)
     curve = partial(trainer.evaluate_robustness, **measure)

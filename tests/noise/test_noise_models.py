@@ -80,11 +80,8 @@ def test_tokens_that_are_looked_up_twice_or_with_the_batch_last_are_refused():
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "pad_token_id": 0, "decoder_start_token_id": 0, "d_model": 16}
     shares = {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
     apart = MarianMTModel(MarianConfig(vocab_size=VOCAB, decoder_vocab_size=VOCAB, **sizes, **shares))
-    for model in (
-        apart,
-        gemma3n(),
-        XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=2, d_inner=16)),
-    ):
+    xlnet = XLNetModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=2, d_inner=16))
+    for model in (apart, gemma3n(), xlnet):
         with pytest.raises(ValueError, match="looks its tokens up a second time"):
             EmbeddingNoise(model, 1.0)
 

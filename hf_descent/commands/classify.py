@@ -62,9 +62,6 @@ def run(model_args: ModelArguments, data_args: DataArguments, args: DescentConfi
     limit = most_tokens(tokenizer, model, data_args.max_seq_length)
     with args.main_process_first(desc="tokenising"):
         dataset = tokenize(dataset, tokenizer, limit)
-    config = model.config.get_text_config()
-    if getattr(config, "pad_token_id", None) is None:  # causal models find the last token of a row by it
-        config.pad_token_id = tokenizer.pad_token_id
 
     trainer = DescentTrainer(
         model,

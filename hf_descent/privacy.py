@@ -138,8 +138,7 @@ def gamma_of_epsilon(epsilon: float, delta: float, clip_norm: float, sigma: floa
 def median_norm(model: nn.Module) -> float:
     """Median norm of the embeddings of the whole vocabulary: a `clip_norm` that depends on nobody's text."""
     lookup = inner_model(model).get_input_embeddings()  # which may scale what its table holds
-    ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
-    return torch.cat([rows.float().norm(dim=1) for rows in look_up(lookup, ids)]).quantile(0.5).item()
+    return torch.cat([rows.float().norm(dim=1) for rows in look_up(lookup)]).quantile(0.5).item()
 
 
 def _check_below(bound: float, **values: float):

@@ -282,10 +282,7 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
             "`sigma`, or set `model.config.noise_sigma = estimate_sigma(model, batches)`."
         )
     lookup = find_lookups(model)[0]
-    ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
-    if getattr(lookup, "padding_idx", None) is not None:
-        ids = ids[ids != lookup.padding_idx]
-    return deviation_from_moments(sum(map(moments_of, look_up(lookup, ids))))
+    return deviation_from_moments(sum(map(moments_of, look_up(lookup, getattr(lookup, "padding_idx", None)))))
 
 
 def find_lookups(model: nn.Module) -> list[nn.Module]:
@@ -317,6 +314,8 @@ def find_lookups(model: nn.Module) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def look_up(lookup: nn.Module, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The embeddings `[chunk, hidden]` of `ids`, some at a time: whole tables are large."""
+def look_up(lookup: nn.Module, left_out: int | None = None) -> Iterator[torch.Tensor]:
+    """The embeddings `[chunk, hidden]` of all ids but `left_out`, some at a time: whole tables are large."""
+    ids = torch.arange(len(lookup.weight), device=lookup.weight.device)  # [vocabulary]
+    ids = ids if left_out is None else ids[ids != left_out]
     yield from map(lookup, ids.split(TABLE_CHUNK))

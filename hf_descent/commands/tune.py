@@ -24,9 +24,9 @@ from ..files import write_json
 from ..runs import training_arguments
 from ..training.search import RANGES, hp_space
 from .arguments import HELP, parse_recipe
+from .launch import TRAINING
 
 
-TRAINING_COMMANDS = ("classify", "sft", "denoise")
 BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
 PENALTIES = ("hinge", "quadratic")
 
@@ -49,12 +49,12 @@ class TuneArguments:
 
 def parse(argv: Sequence[str], prog: str, description: str) -> tuple:
     """The training command, then its own arguments and those of the search."""
-    command = argv[0] if argv and argv[0] in TRAINING_COMMANDS else None
+    command = argv[0] if argv and argv[0] in TRAINING else None
     if command is None and not HELP & {*argv}:
-        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING_COMMANDS)}.")
-    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING_COMMANDS[0]}")
+        raise ValueError(f"Say what to tune: `{prog} COMMAND --config RECIPE`, of {', '.join(TRAINING)}.")
+    module = importlib.import_module(f"hf_descent.commands.{command or TRAINING[0]}")
     types, words = (TuneArguments, *module.argument_types), argv[1:] if command else argv
-    usage = f"{prog} {{{','.join(TRAINING_COMMANDS)}}} --config RECIPE [flags]"
+    usage = f"{prog} {{{','.join(TRAINING)}}} --config RECIPE [flags]"
     arguments = parse_recipe(types, words, prog=prog, usage=usage, description=description)
     return (module, *arguments)
 

@@ -74,7 +74,8 @@ class DescentObjective:
         if args.slack_restart and args.resilience_form == "slack" and args.resilience > 0:
             remedy = "set it to False, and call `multipliers.restart_slacks()` after every epoch."
             raise ValueError(f"`slack_restart` is True, but a loop does not tell when an epoch ends: {remedy}")
-        model, chances, self._place = unwrapped(model), [None], _processes()
+        model, chances, has_others = unwrapped(model), [None], dist.is_available() and dist.is_initialized()
+        self._place = (dist.get_rank(), dist.get_world_size()) if has_others else (0, 1)  # rank, processes
         device = next(model.parameters()).device
         with probing(model):  # training goes on as if nothing had been drawn
             batches = iter(batches)
@@ -174,8 +175,3 @@ class DescentObjective:
         if self._place[1] > 1:
             dist.all_reduce(tensor)
         return tensor
-
-
-def _processes() -> tuple[int, int]:
-    """The rank of this process, and their number."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)

@@ -52,13 +52,7 @@ class MeasuredLosses:
 
 
 class ReplayedLosses:
-    """The layer losses of any architecture: what follows the layer stack is run once per layer.
-
-    Attributes:
-        num_layers (`int`): L.
-        task ([`TaskLoss`]): the loss of every layer.
-        readout ([`Readout`]): the replay that was found on the model.
-    """
+    """The layer losses of any architecture: what follows the layer stack is run once per layer."""
 
     def __init__(self, readout: Readout, task: TaskLoss, token_statistics: bool = False):
         self.num_layers, self.task, self.readout = readout.num_layers, task, readout
@@ -143,11 +137,7 @@ class ReplayedLosses:
 
 
 class TiledLosses:
-    """As [`ReplayedLosses`], of a final norm and a linear head, read in tiles without making logits.
-
-    Attributes:
-        token_fraction (`float`): share of the labelled tokens on which the layers below the last are read in training.
-    """
+    """As [`ReplayedLosses`], of a final norm and a linear head, read in tiles without making logits."""
 
     def __init__(self, head: HeadReadout, task: TaskLoss, token_fraction, token_statistics=False, seed=0, same=False):
         self.num_layers, self.task, self.readout = head.num_layers, task, head.replay

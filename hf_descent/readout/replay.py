@@ -56,12 +56,7 @@ def layer_logits(model, inputs) -> list[torch.Tensor]:
 
 
 class Readout:
-    """The readout that the L layers of one model share. [`Readout.probe`] builds it, [`Readout.attach`] uses it.
-
-    Attributes:
-        num_layers (`int`): L, the CALLS of the stack in one forward (a layer shared by 12 calls counts 12 times).
-        stack ([`LayerStack`]): the layers.
-    """
+    """The readout that the L layers of one model share. [`Readout.probe`] builds it, [`Readout.attach`] uses it."""
 
     def __init__(self, model, stack, readout):
         self.model, self.readout, self.num_layers, self.stack = model, readout, stack.num_layers, stack

@@ -37,17 +37,12 @@ class AlpacaArguments(SplitArguments):
 
 
 def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_template: bool = False) -> DatasetDict:
-    """Loads rows of `instruction`, `output` and, where there are any, `input`.
+    """Rows of `instruction`, `output` and, where there are any, `input`, as "train", "validation" and, where it is
+    given, "test", with the columns `prompt` and `completion` as TRL takes them: strings, or lists of messages under a
+    chat template. `gets_template`: TRL's trainer will give the tokenizer one (`chat_template_path`).
 
-    Rows without an output are dropped, and their number is logged. `gets_template`: TRL's trainer will give the
-    tokenizer a chat template (`chat_template_path`).
-
-    Returns:
-        `DatasetDict`: "train", "validation" and, where it is given, "test", with the columns `prompt` and `completion`
-        as TRL takes them: strings, or lists of messages under a chat template.
-
-    Raises:
-        ValueError: a column is missing, or a text is not a string.
+    Rows without an output are dropped, and their number is logged. ValueError where a column is missing, or a text is
+    not a string.
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
     as_chat = args.prompt_format == "auto" and (gets_template or tokenizer.chat_template is not None)

@@ -27,18 +27,12 @@ class DataArguments(SplitArguments):
 
 
 def load_text_classification(args: DataArguments) -> DatasetDict:
-    """Loads the labelled rows of a text classification task.
+    """The labelled rows of a text classification task: "train", "validation" and, where it is given, "test", each with
+    the columns `text`, `text_pair` (only for pairs) and `labels` (a `ClassLabel`).
 
     The classes are those of the training split: the names of a `ClassLabel` column, or the sorted values of any other.
-    Rows without a label are dropped, and their number is logged.
-
-    Returns:
-        `DatasetDict`: "train", "validation" and, where it is given, "test", each with the columns `text`, `text_pair`
-        (only for pairs) and `labels` (a `ClassLabel`).
-
-    Raises:
-        ValueError: no data is named; a column or a text is missing; the labels hold a -1 that may be a class; a class
-            of another split does not occur in training.
+    Rows without a label are dropped, and their number is logged. ValueError where no data is named, a column or a text
+    is missing, the labels hold a -1 that may be a class, or a class of another split does not occur in training.
     """
     columns = {"text": args.text_column, "text_pair": args.text_pair_column, "labels": args.label_column}
     columns = {name: column for name, column in columns.items() if column is not None}

@@ -62,15 +62,10 @@ class VideoPart(NamedTuple):
 
 
 def load_clips(args: VideoArguments) -> DatasetDict:
-    """Decodes the videos into clips; once, as the result is cached.
-
-    Returns:
-        The splits "train", "validation" and, where there are `test_files`, "test". A row is a clip: `frames` (uint8
-        `[num_frames, frame_size, frame_size]`), `video` (its path) and `start` (number of its first frame).
-
-    Raises:
-        ValueError: a folder or file is missing or unreadable, or a split holds no clip.
-    """
+    """Decodes the videos into clips, "train", "validation" and, where there are `test_files`, "test"; once, as the
+    result is cached. A row is a clip: `frames` (uint8 `[num_frames, frame_size, frame_size]`), `video` (its path) and
+    `start` (number of its first frame). ValueError where a folder or file is missing or unreadable, or a split holds
+    no clip."""
     shape = (args.num_frames, args.frame_size, args.frame_size)
     features = Features({"frames": Array3D(shape, "uint8"), "video": Value("string"), "start": Value("int64")})
     splits = DatasetDict()

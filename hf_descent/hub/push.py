@@ -71,8 +71,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
             `license`, `language`, `tags`, `split`, `limits` (a list of sentences), `benchmark` (id of the data
             set on the Hub, task, metric), ...; `None` replaces nothing.
 
-    Raises:
-        ValueError: the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
+    ValueError where the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """
     folder, run = Path(folder).absolute(), RunFolder(folder)  # a name on the Hub is no folder
     config, adapter = (find_json(str(folder), name) for name in (CONFIG_NAME, ADAPTER))

@@ -43,11 +43,7 @@ CHECKED = (".safetensors", ".pt", ".pth", ".bin", ".distcp")  # what resuming re
 
 def resolve(resume_from_checkpoint: str | bool | None, args: DescentArguments) -> str | bool | None:
     """The checkpoint that a run goes on from: for `True` the newest complete one. What makes the run another one than
-    that of the checkpoint is logged.
-
-    Raises:
-        ValueError: there is none, or the one named is not complete.
-    """
+    that of the checkpoint is logged. ValueError where there is none, or the one named is not complete."""
     # On the first process: another could see a shared disk as it was a moment ago, and go on from elsewhere.
     if resume_from_checkpoint is True:
         resume_from_checkpoint = on_first_process(args, newest_complete_checkpoint, args.output_dir)

@@ -145,8 +145,7 @@ class PlannedModel:
         batch: a micro-batch with labels as the trainer gives it to the model.
         token_statistics: whether the trainer logs statistics of the last layer's tokens, as `SFTDescentTrainer` does.
 
-    Raises:
-        ValueError: the layers cannot be read, or not be found on a narrow copy of the model.
+    ValueError where the layers cannot be read, or not be found on a narrow copy of the model.
     """
 
     def __init__(self, build: Callable, batch: Mapping[str, Any], token_statistics: bool = False):

@@ -151,11 +151,8 @@ def loaded_from(model: nn.Module) -> str:
 
 def find_sigma(trainer: Trainer, model: nn.Module, checkpoint: str | None) -> float:
     """The standard deviation of the clean signal: given, saved with the `checkpoint` or the model, or estimated from
-    2,048 rows spread over the training data; kept in the model's config.
-
-    Raises:
-        ValueError: none of these applies: no data can be read a second time, or its signal is constant.
-    """
+    2,048 rows spread over the training data; kept in the model's config. ValueError where none applies: no data can be
+    read a second time, or its signal is constant."""
     config = getattr(model, "config", None)
     # Adapters and sharded weights are saved without the model's config.
     saved = RunFolder(checkpoint or "").summary.get("noise_sigma")

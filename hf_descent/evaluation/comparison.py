@@ -46,15 +46,15 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)  # `descent_config.json`; empty where there is none
 
     @classmethod
-    def load(cls, folder: str, curve: str = "noise_curve") -> "Run":
-        """Reads a run's folder; ValueError where it holds no curve of that name of its last training."""
+    def load(cls, folder: str, curve: str = "noise_curve", needs_curve: bool = True) -> "Run":
+        """Reads a run's folder; ValueError where it `needs_curve` and holds none of that name of its last training."""
         run = RunFolder(folder)
         curves = run.results(NoiseCurve, curve)
-        if not curves:
+        if needs_curve and not curves:
             fault = f"{folder} holds no {curve}.json of its last training; run `hf-descent evaluate {folder}`."
             raise ValueError(fault if run.path.is_dir() else f"There is no folder {folder!r}.")
         profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
-        return cls(folder, curves[0], profiles, run.summary)
+        return cls(folder, next(iter(curves), None), profiles, run.summary)
 
     @property
     def seed(self) -> int | None:

@@ -124,16 +124,14 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
 def write_card(folder: str | Path, **facts: Any) -> None:
     """Write `model_card.json`, `README.md` with its figures, a benchmark's result in the Hub's own format and, where
     drafts were found to be faster, the code by which `generate` makes them; arguments as for [`collect`]."""
-    folder, run = Path(folder), RunFolder(folder)
-    card = collect(folder, **facts)
-    curve = next(iter(run.results(NoiseCurve, "noise_curve")), None)
-    profiles = {profile.gamma: profile for profile in run.results(LayerProfile, "layer_profile*")}
-    groups = {card["model_name"]: [Run(str(folder), curve, profiles, run.summary)]}
-    drawn = {"layers": plot_layers} if profiles else {}
-    drawn |= {"noise": plot_curves} if curve else {}
+    folder, card = Path(folder), collect(folder, **facts)
+    run = Run.load(str(folder), needs_curve=False)
+    groups = {card["model_name"]: [run]}
+    drawn = {"layers": plot_layers} if run.profiles else {}
+    drawn |= {"noise": plot_curves} if run.curve else {}
     card["figures"] = [save_figure(draw(groups), folder, name)[0] for name, draw in drawn.items()]
     text = str(render(card))  # before anything is written, so that a card that fails leaves the old one
-    contents = {run.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
+    contents = {RunFolder.CARD: json.dumps(card, indent=2) + "\n", "README.md": text}
     if entry := benchmark_entry(card):
         contents[BENCHMARK_FILE] = yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False)
     drafts = card.get("speculation_profile", {}).get("draft_with")

@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -166,10 +166,9 @@ def speculation_profile(
     """
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
-    with evaluating(model) as device, ExitStack() as stack:
-        own = model.generation_config  # which may sample, search, or punish repetition
-        stack.callback(setattr, model, "generation_config", own)
-        model.generation_config = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
+    own = model.generation_config  # which may sample, search, or punish repetition
+    plain = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
+    with evaluating(model) as device, mock.patch.object(model, "generation_config", plain):
         prompts = [prompt.to(device) for prompt in prompts]
 
         def generate(**kwargs):

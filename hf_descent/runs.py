@@ -43,13 +43,10 @@ SECRETS = ("key", "password", "secret", "token")  # last words of the names of w
 
 
 class RunFolder:
-    """The result files in a run's folder.
+    """The result files in a run's folder, `path`; a name on the Hub does for `summary`.
 
     One rule says which results count: those not older than the training that `descent_config.json` tells of. A folder
     without that file, or of a model that another trainer made, has no such time, and all its results count.
-
-    Args:
-        path (`str` or `Path`): the folder; a name on the Hub does for `summary`.
     """
 
     SUMMARY = "descent_config.json"

@@ -64,9 +64,6 @@ class Evaluation:
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         progress (`bool`): show a progress bar over batches.
 
-    Attributes:
-        task ([`TaskLoss`]): the task loss; `None` before the first batch shows it.
-
     Raises:
         ValueError: an unknown metric; in use, a batch without labels or labels that do not suit the metric.
     """
@@ -84,7 +81,7 @@ class Evaluation:
     readout: Callable | None = None
     accelerator: Accelerator | None = None
     progress: bool = False
-    task: TaskLoss | None = field(default=None, init=False)
+    task: TaskLoss | None = field(default=None, init=False)  # found out on the first batch
 
     def __post_init__(self):
         known = {"accuracy": _accuracy, "rmse": _squared_error}

@@ -62,16 +62,12 @@ class DustConfig(PreTrainedConfig):
 
 
 class DustLayer(GradientCheckpointingLayer):
-    """One iteration; the module docstring has the equations.
-
-    Attributes:
-        dictionary (`nn.Parameter` of shape `[hidden, dictionary_size]`): D.
-    """
+    """One iteration; the module docstring has the equations."""
 
     def __init__(self, config: DustConfig):
         super().__init__()
         self.sparsity, self.coupling, self.curvature = config.sparsity, config.coupling, config.curvature
-        self.dictionary = nn.Parameter(torch.empty(config.hidden_size, config.dictionary_size))
+        self.dictionary = nn.Parameter(torch.empty(config.hidden_size, config.dictionary_size))  # D
 
     def forward(
         self, reconstruction: torch.Tensor, code: torch.Tensor, pixel_values: torch.Tensor

@@ -59,21 +59,15 @@ class UTConfig(PreTrainedConfig):
 
 
 class UTLayer(GradientCheckpointingLayer):
-    """One iteration; the module docstring has the equations.
-
-    Attributes:
-        projection (`nn.Parameter` of shape `[hidden, hidden]`): V.
-        mixing (`nn.Parameter` of shape `[hidden, hidden]`): A, of which S = (A + A^T) / 2.
-        skip (`nn.Parameter` of shape `[hidden, hidden]`): B.
-    """
+    """One iteration; the module docstring has the equations."""
 
     def __init__(self, config: UTConfig):
         super().__init__()
         shape = (config.hidden_size, config.hidden_size)
         self.attention_step = config.attention_step
-        self.projection = nn.Parameter(torch.empty(shape))
-        self.mixing = nn.Parameter(torch.empty(shape))
-        self.skip = nn.Parameter(torch.empty(shape))
+        self.projection = nn.Parameter(torch.empty(shape))  # V, [hidden, hidden]
+        self.mixing = nn.Parameter(torch.empty(shape))  # A, of which S = (A + A^T) / 2, [hidden, hidden]
+        self.skip = nn.Parameter(torch.empty(shape))  # B, [hidden, hidden]
 
     @property
     def symmetric_mixing(self) -> torch.Tensor:

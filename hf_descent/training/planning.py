@@ -70,12 +70,8 @@ class StepCost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the memory and the operations of what runs inside, for the part that is named by `part`.
-
-    Attributes:
-        alive (`Counter`): bytes of each part now.
-        peak (`Counter`): those of the moment when they were most in all.
-        operations (`Counter`): of each part.
+    """Counts the memory and the operations of what runs inside, for the part that is named by `part`: the bytes of
+    each part that are `alive` now, those of the moment when they were most in all, its `peak`, and its `operations`.
     """
 
     def __init__(self, model: nn.Module):

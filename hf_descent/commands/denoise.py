@@ -65,8 +65,7 @@ argument_types = (ModelArguments, VideoArguments, DescentConfig)
 def run(model_args: ModelArguments, data_args: VideoArguments, args: DescentConfig) -> None:
     """Trains and evaluates. Beside the model, `args.output_dir` gets `all_results.json` (RMSE per noise level, their
     mean, layer losses). Of the test rows where there are any, else of the validation rows, there are
-    `layer_profile.json` (at the training level) and `noise_curve.json`.
-    """
+    `layer_profile.json` (at the training level) and `noise_curve.json`."""
     resume = resume_choice(args, model_args)
     set_seed(args.seed)
     name = model_args.model_name_or_path

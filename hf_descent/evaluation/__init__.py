@@ -1,7 +1,6 @@
 """How good a model is under noise (`robustness`) and at every layer (`profile`), on held-out data.
 
-Reading order: `sums`, `scoring`, `robustness`, `perturbations`, `profile`, `certificates`,
-`comparison`, `plots`.
+Reading order: `sums`, `scoring`, `robustness`, `perturbations`, `profile`, `certificates`, `comparison`, `plots`.
 """
 
 from .certificates import Certificate, certify

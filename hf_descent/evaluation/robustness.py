@@ -180,8 +180,8 @@ def noise_curve(
             [`~evaluation.scoring.Evaluation`].
 
     Raises:
-        ValueError: no levels or draws, an empty dataset, labels that do not suit the metric, `perturbation` and
-            `noise` at once.
+        ValueError: no levels or draws, an empty dataset, labels that do not suit the metric, `perturbation` with
+            `noise` or a `DataLoader`, `noise` that is attached already.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)

@@ -48,8 +48,7 @@ class EmbeddingNoise:
 
     In text models (`main_input_name == "input_ids"`) the output of `get_input_embeddings()` is perturbed wherever
     tokens are looked up, in the decoder and in each step of `generate`, too; so are `inputs_embeds`. Padding, as a 2-D
-    attention mask `[batch, past + seq]` gives it, stays clean. Without such a mask every position
-    counts as a token.
+    attention mask `[batch, past + seq]` gives it, stays clean. Without such a mask every position counts as a token.
 
     The noise is drawn in float32 from its own generator on the tensor's device: one (seed, key, shape) always gives
     the same noise on one kind of device. Nothing is drawn at `gamma=0`, outside the model's own forward, or while the

@@ -29,8 +29,7 @@ def shifts_labels(
     model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
 ) -> bool:
     """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
-    a label of the first token alone then makes no loss, one of the second token does. Class names do not tell.
-    """
+    a label of the first token alone then makes no loss, one of the second token does. Class names do not tell."""
     labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
     return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
 

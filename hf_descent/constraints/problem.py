@@ -30,7 +30,7 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, problem (4) 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -149,13 +149,11 @@ class DescentProblem:
             reference = layer
 
     def _target_rows(self) -> Iterator[Row]:
-        index = 0 if self.alpha is None else self.num_layers
+        index = count(0 if self.alpha is None else self.num_layers)
         for layer, share in self.exit_targets.items():
-            yield Row(f"exit_{layer}", "exit", index, layer, self.num_layers, 1.0 + share)
-            index += 1
+            yield Row(f"exit_{layer}", "exit", next(index), layer, self.num_layers, 1.0 + share)
         for layer, loss in self.loss_targets.items():
-            yield Row(f"bound_{layer}", "bound", index, layer, self.num_layers + 1, loss)
-            index += 1
+            yield Row(f"bound_{layer}", "bound", next(index), layer, self.num_layers + 1, loss)
 
     @classmethod
     def saved_in(cls, summary: Mapping[str, Any]) -> "DescentProblem | None":

@@ -136,11 +136,8 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
         state_dict.clear()
         state_dict.update({prefix + name: weight for name, weight in weights.items()})
 
-    handle = model.register_load_state_dict_pre_hook(rename)
-    try:
+    with model.register_load_state_dict_pre_hook(rename):
         yield
-    finally:
-        handle.remove()
 
 
 def run_summary(

@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
 from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, shifts_labels
-from ..readout.replay import Readout, output_logits, output_loss, probing
+from ..readout.replay import Readout, has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors, tensors
 
 
@@ -204,6 +204,21 @@ class TaskLoss:
             except Exception:  # there is no loss, or none where labels are missing
                 continue
         return None
+
+    def check_loss_function(self, batch: Mapping[str, Any]) -> None:
+        """ValueError where the loss function that scores a custom readout is not what the model's forward takes: of a
+        class whose name transformers does not know it is that of causal language models."""
+        if self.loss_fn is not None or self.smoother is not None or batch.get("labels") is None:
+            return
+        with probing(self.model):
+            outputs = self.model(**batch)
+            own = None if has_router_loss(outputs) else output_loss(outputs)
+            found = own if own is None else loss_from_logits(self.model, output_logits(outputs), batch["labels"])
+        if own is not None and not torch.allclose(own, found, rtol=1e-3, equal_nan=True):
+            raise ValueError(
+                f"`readout` is scored by `model.loss_function`, which is not the loss of {type(self.model).__name__} "
+                f"({found.item():.4g}, not {own.item():.4g}). Set it, or pass `layer_loss_fn` to the trainer."
+            )
 
     def _no_loss(self, inputs) -> ValueError:
         missing = "no labels" if self.predicted_labels(inputs) is None else "no loss"

@@ -70,6 +70,9 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     def preview(self) -> str:
         """The first training example as the model sees it: its text, split where tokens with a label begin or end."""
         example = next(iter(self.train_dataset))
+        if "input_ids" not in example:  # TRL leaves images and their texts to the collator
+            batch = self.data_collator([example])
+            example = {name: batch[name][0].tolist() for name in ("input_ids", "labels")}
         labels = example.get("labels", example["input_ids"])
         count = sum(label != IGNORE_INDEX for label in labels)
         lines = [f"First training example: {len(labels)} tokens, {count} with a label"]

@@ -37,12 +37,11 @@ from .readout.labels import labels_of
 from .readout.replay import Readout
 from .readout.stack import unwrapped
 from .runs import RunFolder
-from .training import checkpoints, checks, evaluation, holdout
+from .training import checkpoints, checks, evaluation, holdout, preparation
 from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
-from .training.preparation import find_layers, find_sigma, find_task, make_dual, prepared, shared_batch, takes_items
 from .training.records import Given, LayerTotals, RunRecord, StepSums, counted_step, reduced
 from .training.search import default_objective, values_as_given
 
@@ -127,7 +126,7 @@ class DescentMixin:
             self._record.step_starts.append(start)
         if batches and self._reads_layers and self._objective is None and self._is_labelled(batches[0]):
             # Before anything is counted: what a label counts is found out here, too.
-            self._prepare(self.model_wrapped, prepared(self, batches[0]))
+            self._prepare(self.model_wrapped, preparation.prepared(self, batches[0]))
         self._step = StepSums()
         if self.state.global_step >= self.state.max_steps:
             # Resumed at its end, where Trainer itself would take one step more.
@@ -143,7 +142,7 @@ class DescentMixin:
         if batch_samples and self._task is None and not self._reads_layers and self._is_labelled(batch_samples[0]):
             custom = self.compute_loss_func is not None or self.label_smoother is not None
             if self.model_accepts_loss_kwargs or custom or not self._stock_scaling_is_right:
-                self._find_task(self.model_wrapped, prepared(self, batch_samples[0]))
+                self._find_task(self.model_wrapped, preparation.prepared(self, batch_samples[0]))
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -176,7 +175,7 @@ class DescentMixin:
         if miscaled:
             # In evaluation, too, Trainer would multiply any loss by the number of processes, given items.
             task = self._find_task(model, inputs)
-            miscaled = num_items_in_batch is None or not takes_items(self, task, inputs)
+            miscaled = num_items_in_batch is None or not preparation.takes_items(self, task, inputs)
         with self._training_noise(model) if model.training else contextlib.nullcontext():
             if not (miscaled and model.training):
                 return super().compute_loss(model, inputs, return_outputs, None if miscaled else num_items_in_batch)
@@ -222,8 +221,8 @@ class DescentMixin:
     def _find_task(self, model, inputs, is_shared=False) -> TaskLoss:
         """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
         if self._task is None:
-            inputs = inputs if is_shared else shared_batch(inputs, self)
-            self._task = find_task(self, unwrapped(model), inputs, self._given.readout)
+            inputs = inputs if is_shared else preparation.shared_batch(inputs, self)
+            self._task = preparation.find_task(self, unwrapped(model), inputs, self._given.readout)
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._task.shifts_labels
         return self._task
@@ -235,9 +234,10 @@ class DescentMixin:
             if self._objective.layers.readout.fits(model):
                 return
             self._task = None
-        inputs = shared_batch(inputs, self)
-        layers = find_layers(self, model, inputs, self._find_task(model, inputs, is_shared=True), self._given)
-        dual = self._dual or make_dual(self, layers, inputs, self._given, self._record.resumed_from)
+        inputs = preparation.shared_batch(inputs, self)
+        task = self._find_task(model, inputs, is_shared=True)
+        layers = preparation.find_layers(self, model, inputs, task, self._given)
+        dual = self._dual or preparation.make_dual(self, layers, inputs, self._given, self._record.resumed_from)
         self._objective = DescentObjective.of(layers, dual, (self.args.process_index, self.args.world_size))
         self._objective.begin(self.state.global_step, self._step)
 
@@ -255,7 +255,7 @@ class DescentMixin:
     def noise_sigma(self, model=None) -> float:
         """The deviation of the clean signal: given, saved with the model or estimated once; ValueError for none."""
         model = unwrapped(self.model) if model is None else model
-        return find_sigma(self, model, self._record.resumed_from)
+        return preparation.find_sigma(self, model, self._record.resumed_from)
 
     # ---- items ----
 
@@ -403,10 +403,7 @@ class DescentMixin:
         # What was measured before is of another model.
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
         self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
-        if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every
-            # process would train a model of its own.
-            vars(self.model).pop("_is_accelerate_prepared", None)
+        preparation.make_ready_for_ddp(self, self._given)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):

@@ -95,8 +95,14 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     split, also_selected = _held_out(splits, name, args)
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
+    trained = RunFolder(name).summary.get("arguments", {})
+    if trained.get("assistant_only_loss") or trained.get("truncation_mode", "keep_start") != "keep_start":
+        raise ValueError(
+            f"{name} was trained with `assistant_only_loss` or `truncation_mode`, whose labels are not made here; use "
+            "`trainer.evaluate_layers`."
+        )
     rows = splits[split].map(completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names)
-    if RunFolder(name).summary.get("arguments", {}).get("completion_only_loss") is False:
+    if trained.get("completion_only_loss") is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
     return Task(model, rows, also_selected, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})

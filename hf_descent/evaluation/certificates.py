@@ -96,7 +96,7 @@ class Certificate(Result):
             summary += f" (in training, after warm-up, {self.warmup_share:.2f})"
         if self.largest_rise is not None:
             summary += f", largest rise from layer to layer {self.largest_rise:.1%}"
-        if np.isnan(self.radii).all():
+        if np.isnan(self.radii).all() and NOT_MET not in self.verdicts:
             summary += f". No row has an interval: it takes {MIN_BLOCKS} batches of data, and losses above 0"
         if not self.has_learned:
             summary += ". The layers are not all shown to be better than a constant prediction"

@@ -58,6 +58,8 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             "replicas are lost. Use `accelerate launch` or `torchrun` (one process a device), or set "
             "`CUDA_VISIBLE_DEVICES` to one device."
         )
+    if args.world_size > 1 and args.ddp_static_graph:
+        raise ValueError("`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out.")
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO and args.gradient_checkpointing:
         raise ValueError(

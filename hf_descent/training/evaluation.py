@@ -38,8 +38,14 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     args, loader = trainer.args, trainer.accelerator.gradient_state
     if args.world_size == 1 or not loader.end_of_dataloader:
         return None
-    if loader.remainder <= 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
-        return None  # of data without a length, or in batches without padding, repeats cannot be told
+    if loader.remainder == 0:
+        return None
+    if loader.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
+        logger.warning_once(
+            "Some rows of the last evaluation batch may count twice: those that fill it up for all processes cannot "
+            "be told in a stream that each process reads (`dispatch_batches=False`), nor in batches without padding."
+        )
+        return None
     rows = find_batch_size(inputs)
     return min(max(loader.remainder - args.process_index * rows, 0), rows)
 

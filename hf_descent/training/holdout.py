@@ -8,6 +8,7 @@ import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
 from pyarrow import ListScalar
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset, Subset
 from transformers import Trainer
 from transformers.trainer_utils import has_length
@@ -150,6 +151,7 @@ class HeldOutRows:
         trainer, args = self._trainer, self._trainer.args
         model = trainer.model_wrapped
         size = trainer._train_batch_size if args.auto_find_batch_size else args.train_batch_size
+        size //= args.world_size if trainer.accelerator.split_batches else 1
         parts = args.gradient_accumulation_steps * args.world_size
         own = range(turn * parts + args.process_index, (turn + 1) * parts, args.world_size)  # of all batches
         with drawing_apart(trainer, model, seed=turn):
@@ -163,5 +165,8 @@ class HeldOutRows:
                 inputs = trainer._prepare_inputs(batch)
                 totals = totals.plus(layers.measure(model, inputs, keep_logits=False, key=(part,)))
         model.train()
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):  # one that is left whole would keep the step's gradient at `zero_grad`
+                unit.reshard()
         sums = reduced(trainer, totals.over(layers.num_layers, args.device).sum(0))  # [layers + 1]
         return (sums[:-1] / sums[-1]).float()

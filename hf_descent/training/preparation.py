@@ -58,6 +58,18 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
 
+def make_ready_for_ddp(trainer: Trainer, given: Given) -> None:
+    """What has to be so before the model of a trainer is wrapped; nothing where DDP does not wrap it."""
+    args = trainer.args
+    if args.world_size == 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return
+    # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every process
+    # would train a model of its own.
+    vars(trainer.model).pop("_is_accelerate_prepared", None)
+    if given.readout is not None and args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = True  # Trainer looks for none under checkpointing; a pooler may be unused
+
+
 def find_task(
     trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], readout: Callable | None = None
 ) -> TaskLoss:

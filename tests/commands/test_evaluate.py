@@ -177,6 +177,9 @@ def test_completions_of_a_language_model(tmp_path):
     assert curve.metric == "accuracy"
     assert curve.blocks[:, 0, 0, 1].sum() == count
     assert curve.values[0, 0] == pytest.approx(right / count)
+    (tmp_path / "model" / "descent_config.json").write_text('{"arguments": {"truncation_mode": "keep_end"}}')
+    with pytest.raises(ValueError, match="trained with `assistant_only_loss` or `truncation_mode`"):
+        cli.main(["evaluate", str(tmp_path / "model"), *flags])
 
 
 def test_labels_of_completions_are_those_that_trl_trains_on(tmp_path):

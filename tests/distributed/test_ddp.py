@@ -21,6 +21,7 @@ CASES = {
     "auto": ("language", {**AUTO, **SAVED}), "image": ("image", {"ddp_find_unused_parameters": False}),
     "image, unused parameters looked for": ("image", {"ddp_find_unused_parameters": True}),
     "image, plain training": ("image", {"objective": "erm"}), "readout": ("readout", {}),
+    "checkpointed readout": ("readout", {"gradient_checkpointing": True}),
     "own loss": ("own loss", LANGUAGE), "own loss, plain training": ("own loss", {"objective": "erm"}),
     "fine-tuning": ("sft", {**LANGUAGE, **SAVED}), "strung together": ("sft", {**LANGUAGE, "padding_free": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),
@@ -147,6 +148,7 @@ def test_processes_share_the_held_out_rows(tmp_path):
     settings = {"rows": 420, "dual_holdout": 0.5, "dual_learning_rate": 0.1}
     single = train(tmp_path / "single", "classification", **settings)
     jobs = {"2x4": job("classification", **settings), "2x2x2": job("classification", 2, 2, **settings)}
+    jobs["split"] = job("classification", 8, accelerator_config={"split_batches": True}, **settings)
     for double in launch(tmp_path, jobs).values():
         assert_same(single, double)
         assert double[0]["dual_steps"] == 24 and max(double[0]["multipliers"][0]) > 0.01

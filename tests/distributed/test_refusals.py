@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tiny import bert, classification_data, config
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from hf_descent import DescentTrainer
 
@@ -19,6 +19,13 @@ def test_parallelism_within_a_row_is_refused(tmp_path, monkeypatch, kind):
     with pytest.raises(ValueError, match=f"{kind.capitalize()} parallelism is not supported.*DDP, FSDP2 or DeepSpeed"):
         make(tmp_path)
     make(tmp_path, objective="erm")
+
+
+def test_a_static_graph_of_several_processes_is_refused(tmp_path, monkeypatch):
+    make(tmp_path, ddp_static_graph=True)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(ValueError, match="`ddp_static_graph=True` leaves gradients"):
+        make(tmp_path, ddp_static_graph=True)
 
 
 def test_fsdp1_is_refused(tmp_path, monkeypatch):

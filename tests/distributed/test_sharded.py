@@ -20,14 +20,16 @@ BACKENDS = {
     "zero3": pytest.param("zero3", marks=needs_deepspeed, id="zero3"),
 }
 LANGUAGE = {"initial_loss_bound": 4.0, "dual_learning_rate": 0.1}
+# Accelerate would make units of BERT's embeddings and of the table inside, which FSDP2 refuses.
+WRAPPED = {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}
 CASES = {
     "full": ("language", LANGUAGE),
     "lora": ("language", {**LANGUAGE, "lora": True}),
     "checkpointed": ("language", {**LANGUAGE, "gradient_checkpointing": True}),
     "compiled": ("language", {**LANGUAGE, "torch_compile_backend": "aot_eager"}),
     "tied": ("language", {**LANGUAGE, "model": {"tie_word_embeddings": True}}),
-    # Accelerate would make units of BERT's embeddings and of the table inside, which FSDP2 refuses.
-    "replayed": ("classification", {"environment": {"FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}}),
+    "replayed": ("classification", {"environment": WRAPPED}),
+    "held out": ("classification", {"environment": WRAPPED, "rows": 420, "dual_holdout": 0.5}),
     "fine-tuning": ("sft", LANGUAGE),
     "checkpointed fine-tuning": ("sft", {**LANGUAGE, "gradient_checkpointing": True}),
     "adapters": ("sft", {**LANGUAGE, "lora": True}),

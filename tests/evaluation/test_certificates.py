@@ -83,6 +83,7 @@ def test_unconstrained_layers_are_left_out_and_too_little_data_shows_nothing():
     for blocks, expected in ((8, "met"), (7, "not shown"), (1, "not shown")):
         verdict = judged(problem, losses[:blocks] * 0.1)
         assert verdict.verdicts == [expected] and ("it takes 8 batches" in str(verdict)) == (blocks < 8)
+    assert "it takes 8 batches" not in str(judged(DescentProblem("line", 1.0, 3), losses + 1))  # f_L is above f_0
     assert judged(DescentProblem(0.1, 1.0, 1), losses[:, :1] * 0.1).verdicts == ["not shown"]
     assert judged(problem, losses * [1, 0.1, -0.1]).verdicts == ["not shown"]  # a loss below 0
     with pytest.raises(ValueError, match="without `problem`"):

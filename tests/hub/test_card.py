@@ -101,8 +101,12 @@ def test_what_a_former_training_left_or_is_gone_is_not_said_of_this_model(tmp_pa
     assert [result.metric_value for result in read(tmp_path)[0].data.eval_results] == [0.5]
     RunFolder(tmp_path).write({"layer_profile": (profile := trainer.evaluate_layers())})
     for same in (True, False):
-        trainer.save_metrics("eval", {"eval_accuracy": 0.5, "eval_layer_loss_3": profile.losses[-1] + (not same)})
+        loss = profile.losses[-1] * (1 if same else 1.005)
+        trainer.save_metrics("eval", {"eval_accuracy": 0.5, "eval_layer_loss_3": loss})
         assert bool(collect(tmp_path)["evaluation"]) == same
+    trainer.save_metrics("eval", {"eval_accuracy_auc": 0.4, "eval_accuracy_auc_ood": 0.3, "eval_roc_auc": 0.9})
+    RunFolder(tmp_path).write({"noise_curve": (curve := trainer.evaluate_robustness(gammas=[0, 2], gamma_train=None))})
+    assert collect(tmp_path)["evaluation"] == {"eval_accuracy_auc": curve.auc, "eval_roc_auc": 0.9}
 
 
 def test_a_card_without_evaluations_says_so(tmp_path):

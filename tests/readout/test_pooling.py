@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from tiny import VOCAB, batches, bert, classification_data, config, llama
 from transformers import (
+    BertForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     RobertaConfig,
@@ -99,6 +100,20 @@ def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
 def test_words_without_a_readout_are_refused(tmp_path, model, readout, match):
     with pytest.raises(ValueError, match=match):
         DescentTrainer(model(), config(tmp_path), eval_dataset=DATA, readout=readout).evaluate()
+
+
+def test_a_class_whose_loss_function_is_a_guess_is_refused(tmp_path):
+    class MyClassifier(BertForSequenceClassification):
+        """transformers takes the loss of causal language models for that of a class of this name."""
+
+    model = MyClassifier(bert().config)
+    with pytest.raises(ValueError, match="`model.loss_function`, which is not the loss of MyClassifier"):
+        DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()
+    model.loss_function = BertForSequenceClassification(model.config).loss_function
+    found = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()["eval_loss"]
+    known = BertForSequenceClassification(model.config)
+    known.load_state_dict(model.state_dict())
+    assert found == DescentTrainer(known, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()["eval_loss"]
 
 
 @pytest.mark.parametrize(

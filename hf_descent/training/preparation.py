@@ -67,7 +67,8 @@ def make_ready_for_ddp(trainer: Trainer, given: Given) -> None:
     # would train a model of its own.
     vars(trainer.model).pop("_is_accelerate_prepared", None)
     if given.readout is not None and args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = True  # Trainer looks for none under checkpointing; a pooler may be unused
+        # Trainer does not have DDP look for them under checkpointing; a pooler may be unused.
+        trainer.accelerator.ddp_handler.find_unused_parameters = True
 
 
 def find_task(

@@ -65,12 +65,11 @@ def run(args: argparse.Namespace) -> None:
     if not drafts and getattr(config, "pad_token_id", None) is None:  # causal ones find the last token of a row by it
         config.pad_token_id = tokenizer.pad_token_id
     short = truncate(model, args.layer, inputs)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(folder)
     if args.format == "onnx":
         save_onnx(short, inputs, folder)
     else:
         short.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     depth = config.num_hidden_layers
     auto_class = "AutoModelForCausalLM" if drafts else "AutoModelForSequenceClassification"
     text = STANDALONE + (SERVED if drafts else "") + (DRAFTING if drafts and args.layer < depth else "")
@@ -87,4 +86,7 @@ def save_onnx(model: PreTrainedModel, inputs: dict[str, Tensor], folder: Path) -
 
     model.config.get_text_config().use_cache = False  # keys and values are no outputs
     # Few of ONNX Runtime's operations know bfloat16.
-    OnnxExporter().export(model.float(), inputs, config=OnnxConfig(dynamic=True)).save_pretrained(folder)
+    exported = OnnxExporter().export(model.float(), inputs, config=OnnxConfig(dynamic=True))
+    if any(str(size).isdigit() for given in exported.program.graph.inputs for size in given.shape):  # as Mamba's
+        raise ValueError(f"{type(model).__name__} has a graph for texts of one length: use `--format transformers`.")
+    exported.save_pretrained(folder)

@@ -72,19 +72,16 @@ def draft_with(
             raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % len(model.get_output_embeddings().weight)
         reader = Readout.probe(model, {"input_ids": example})
-        if layer not in range(1, reader.num_layers):
+        if type(layer) is not int or layer not in range(1, reader.num_layers):
             raise ValueError(f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}.")
         halves = _Halves(model, reader.stack, layer, shortlist)
-        outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
-        cache = outputs.get(halves.cache_name)
-        if [type(each) for each in getattr(cache, "layers", [])] != [DynamicLayer] * reader.num_layers:
-            raise ValueError(
-                f"{type(model).__name__} has a {type(cache).__name__} that cannot be cropped in each of its "
-                f"{reader.num_layers} layers (windows, recurrence, `cache_implementation`): leave that or drafts out."
-            )
         if checked.get(model) is not reader.stack:
             _check_halves(model, halves, example)
             checked[model] = reader.stack
+        if getattr(cache := model_kwargs.get(halves.cache_name), "layers", None):
+            _check_cache(model, cache, reader.num_layers)  # before the prompt is written into the caller's own
+        outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
+        _check_cache(model, cache := outputs.get(halves.cache_name), reader.num_layers)
         options = logits_processor, stopping_criteria, generation_config, model_kwargs
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -108,7 +105,10 @@ class _Halves:
         self.head, self.states = model.get_output_embeddings(), []
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # as it was before transformers 5.24
-        self.short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
+        self.short = ids = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
+        most = len(self.head.weight) - 1
+        if ids is not None and not (ids.dtype == torch.int64 and ids.ndim == 1 and 0 <= ids.min() <= ids.max() <= most):
+            raise ValueError(f"`shortlist` is {shortlist!r}; give ids of tokens, whole numbers in 0..{most}.")
         kept = slice(None) if shortlist is None else self.short
         self.weight = self.head.weight[kept]  # [short, hidden]
         self.bias = None if getattr(self.head, "bias", None) is None else self.head.bias[kept]
@@ -161,6 +161,8 @@ class _Decoding:
         self.streamer = streamer
         self.texts = list(input_ids)  # of all rows, [length] each
         self.ends = [config.max_length] * len(input_ids)  # the length at which each stops, at the latest
+        eos = config._eos_token_tensor
+        self.eos = input_ids[:0] if eos is None else eos
         self.has_eos = any(hasattr(each, "eos_token_id") for each in stopping_criteria)  # else all end together
         self.rows = list(range(len(input_ids)))  # that go on
         self.positions = model_kwargs["position_ids"][:, -1]  # [rows], of the last token of each
@@ -171,7 +173,8 @@ class _Decoding:
 
     def run(self, logits: torch.Tensor) -> torch.Tensor:
         """The texts `[batch, seq]`, from the logits `[batch, vocab]` after the prompts."""
-        self.write(self.choose(logits, [], self.noise(logits))[:, None], np.ones(len(logits), int), 0)
+        chosen = self.score(logits, [], self.noise(logits)).argmax(-1)
+        self.write(chosen[:, None], np.ones(len(logits), int), 0)
         while self.rows:
             self.round()
         texts, padding = [text[: max(self.ends)] for text in self.texts], float(self.config._pad_token_tensor or 0)
@@ -185,15 +188,18 @@ class _Decoding:
         while worth and len(noises) < min(room, MAX_DRAFT):
             logits = self.halves.draft(tokens[-1], **self.inputs(len(noises)))  # [rows, vocab]
             noises.append(self.noise(logits))
-            tokens.append(self.choose(logits, tokens[1:], noises[-1]))
+            scores = self.score(logits, tokens[1:], noises[-1])
+            tokens.append(scores.argmax(-1))
             confidence = logits.float().softmax(-1).gather(1, tokens[-1][:, None])[:, 0]
             chance = chance * confidence.cpu().numpy()
             bins.append((chance * BINS).astype(int).clip(max=BINS - 1))
             worth = (self.accepted / self.tried)[bins[-1]].mean() > self.halves.draft_cost * self.tokens / self.cost
+            # Plain decoding asks no processor what follows an end, or a token that is not allowed.
+            worth &= bool(scores.amax(-1).isfinite().all() and not torch.isin(tokens[-1], self.eos).any())
         read, drafts = torch.stack(tokens[:-1], dim=1), torch.stack(tokens[1:], dim=1)  # [rows, n]
         logits = self.halves.verify(read, **self.inputs(0, len(noises)))  # [rows, n, vocab]
-        chosen = [self.choose(logits[:, n], tokens[1 : n + 1], noise) for n, noise in enumerate(noises)]
-        chosen = torch.stack(chosen, dim=1)  # [rows, n]
+        scores = [self.score(logits[:, n], tokens[1 : n + 1], noise) for n, noise in enumerate(noises)]
+        chosen = torch.stack(scores, dim=1).argmax(-1)  # [rows, n]
         right = (chosen == drafts).long().cumprod(1).sum(1).cpu().numpy()  # [rows]
         np.add.at(self.tried, bins, 1)
         np.add.at(self.accepted, bins, np.arange(len(bins))[:, None] < right)
@@ -241,14 +247,15 @@ class _Decoding:
         """Gumbel noise, whose largest sum with the scores is a sample; drafts and text share it, to agree often."""
         return -torch.empty_like(logits).float().exponential_().log() if self.config.do_sample else 0.0
 
-    def choose(self, logits, drafts, noise) -> torch.Tensor:
-        """The next tokens `[rows]`, from `logits` `[rows, vocab]` after the texts and `drafts`, `[rows]` each."""
+    def score(self, logits, drafts, noise) -> torch.Tensor:
+        """Scores `[rows, vocab]`, of which the largest is the next token: of the `logits` after the texts and `drafts`,
+        `[rows]` each."""
         scores, size = logits.float(), len(self.texts)
         if self.process:  # row by row: texts differ in length, and processors may tell rows by their number
             texts = (torch.cat([self.texts[row], *(d[n, None] for d in drafts)]) for n, row in enumerate(self.rows))
             processed = (self.process(text.repeat(size, 1), each.repeat(size, 1)) for text, each in zip(texts, scores))
             scores = torch.stack([batch[row] for row, batch in zip(self.rows, processed)])
-        return (scores + noise).argmax(-1)
+        return scores + noise
 
 
 def _check_options(model, config, processors, model_kwargs):
@@ -265,12 +272,20 @@ def _check_options(model, config, processors, model_kwargs):
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
     asked += ["an offloaded cache"] * any(getattr(value, "offloading", False) for value in model_kwargs.values())
     asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)
-    ropes = {str(getattr(module, "rope_type", "")) for module in model.modules()} & {"dynamic", "longrope"}
-    asked += [f"{rope} positions" for rope in ropes]
+    kinds = str([getattr(module, "rope_type", "") for module in model.modules()])  # of each kind of layer in Gemma 3
+    asked += [f"{rope} positions" for rope in ("dynamic", "longrope") if rope in kinds]
     if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
             f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
+        )
+
+
+def _check_cache(model, cache, num_layers):
+    if [type(each) for each in getattr(cache, "layers", [])] != [DynamicLayer] * num_layers:
+        raise ValueError(
+            f"{type(model).__name__} has a {type(cache).__name__} that cannot be cropped in each of its {num_layers} "
+            "layers (windows, recurrence, `cache_implementation`): leave that or drafts out."
         )
 
 

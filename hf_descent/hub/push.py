@@ -54,9 +54,13 @@ DECODING = """\
 from hf_descent.early_exit import draft_with
 
 
+decode = draft_with({drafts})  # it learns from call to call how many drafts are worth their time
+
+
 def generate(*inputs, model, **arguments):
     if arguments.get("custom_generate") is None:
-        arguments["custom_generate"] = draft_with({drafts}, streamer=arguments.pop("streamer", None))
+        streamer = arguments.pop("streamer", None)
+        arguments["custom_generate"] = decode if streamer is None else draft_with({drafts}, streamer=streamer)
     return type(model).generate(model, *inputs, **arguments)
 """
 

@@ -207,9 +207,15 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
     number = output_logits(outputs).shape[-1]
-    if multi_label or (labels.dim() > 1 and number > FEW_CLASSES):
-        return _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
     name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
+    if multi_label:
+        for values in (labels, torch.zeros_like(labels), torch.ones_like(labels)):  # rare classes may have a weight
+            with probing(task.model):
+                outputs = task.model(**task.model_inputs({**inputs, name: values}))
+            _compare_cross_entropy(task, {**inputs, name: values}, outputs, multi_label, label_smoothing)
+        return
+    if labels.dim() > 1 and number > FEW_CLASSES:
+        return _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
     repeats = math.ceil(min(number, 8) / max(1, int(labels.ne(IGNORE_INDEX).sum())))
     rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, dict(inputs))
     counted = rows[name] != IGNORE_INDEX
@@ -252,16 +258,21 @@ def _loss_scale(task, inputs, labels, logits) -> float:
     if not residual.any():  # a batch of one
         residual = torch.ones_like(labels)
     name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
-    scales = []
-    for factor in (1.0, 2.0):
+    flat = residual.reshape(len(labels), -1)  # [rows, numbers]
+    tried, scales = [residual, 100 * residual], []  # a Huber loss is no squared error far off
+    for place in range(0, flat.shape[1], math.ceil(flat.shape[1] / 8)):  # each number may have a weight of its own
+        alone = torch.zeros_like(flat)
+        alone[:, place] = flat.abs().max()
+        tried.append(alone.view_as(labels))
+    for each in tried:
         # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
-        batch = {**inputs, name: logits.reshape(labels.shape).to(labels) + factor * residual}
+        batch = {**inputs, name: logits.reshape(labels.shape).to(labels) + each}
         if task.loss_fn is not None:
             loss = task(ModelOutput(logits=logits), batch, task.count(batch))
         else:
             with probing(task.model):
                 loss = output_loss(task.model(**batch))
-        scales.append((loss / (factor * residual).square().mean()).item())
-    if not (math.isfinite(scales[0]) and scales[0] > 0 and math.isclose(*scales, rel_tol=0.02)):
+        scales.append((loss / each.square().mean()).item())
+    if not (math.isfinite(scales[0]) and scales[0] > 0 and np.allclose(scales, scales[0], rtol=0.02, atol=0)):
         raise unmeasurable("a loss of numbers that is not proportional to the squared error")
     return float(f"{scales[0]:.5g}")  # without the rounding errors of this batch: a resumed run measures on another

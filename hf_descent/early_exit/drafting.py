@@ -72,16 +72,16 @@ def draft_with(
             raise ValueError(f"`{single[0]}` takes one text; the batch has {len(input_ids)}.")
         example = torch.arange(4, device=input_ids.device)[None] % len(model.get_output_embeddings().weight)
         reader = Readout.probe(model, {"input_ids": example})
-        if type(layer) is not int or layer not in range(1, reader.num_layers):
+        if not isinstance(layer, int | np.integer) or layer not in range(1, reader.num_layers):
             raise ValueError(f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}.")
         halves = _Halves(model, reader.stack, layer, shortlist)
-        if checked.get(model) is not reader.stack:
-            _check_halves(model, halves, example)
-            checked[model] = reader.stack
         if getattr(cache := model_kwargs.get(halves.cache_name), "layers", None):
             _check_cache(model, cache, reader.num_layers)  # before the prompt is written into the caller's own
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
         _check_cache(model, cache := outputs.get(halves.cache_name), reader.num_layers)
+        if checked.get(model) is not reader.stack:
+            _check_halves(model, halves, example)
+            checked[model] = reader.stack
         options = logits_processor, stopping_criteria, generation_config, model_kwargs
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -105,10 +105,11 @@ class _Halves:
         self.head, self.states = model.get_output_embeddings(), []
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # as it was before transformers 5.24
-        self.short = ids = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
-        most = len(self.head.weight) - 1
-        if ids is not None and not (ids.dtype == torch.int64 and ids.ndim == 1 and 0 <= ids.min() <= ids.max() <= most):
-            raise ValueError(f"`shortlist` is {shortlist!r}; give ids of tokens, whole numbers in 0..{most}.")
+        self.short = short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
+        if short is not None:
+            most, are_ids = len(self.head.weight) - 1, short.dtype == torch.int64 and short.ndim == 1 and len(short)
+            if not (are_ids and 0 <= short.min() <= short.max() <= most):
+                raise ValueError(f"`shortlist` is {shortlist!r}; give ids of tokens, whole numbers in 0..{most}.")
         kept = slice(None) if shortlist is None else self.short
         self.weight = self.head.weight[kept]  # [short, hidden]
         self.bias = None if getattr(self.head, "bias", None) is None else self.head.bias[kept]
@@ -248,8 +249,8 @@ class _Decoding:
         return -torch.empty_like(logits).float().exponential_().log() if self.config.do_sample else 0.0
 
     def score(self, logits, drafts, noise) -> torch.Tensor:
-        """Scores `[rows, vocab]`, of which the largest is the next token: of the `logits` after the texts and `drafts`,
-        `[rows]` each."""
+        """Scores `[rows, vocab]`, the largest of which is the next token's, from `logits` `[rows, vocab]` after the
+        texts and `drafts`, `[rows]` each."""
         scores, size = logits.float(), len(self.texts)
         if self.process:  # row by row: texts differ in length, and processors may tell rows by their number
             texts = (torch.cat([self.texts[row], *(d[n, None] for d in drafts)]) for n, row in enumerate(self.rows))

@@ -18,6 +18,8 @@ from transformers import (
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -32,6 +34,7 @@ from transformers import (
     RobertaForCausalLM,
     RoCBertConfig,
     RoCBertForCausalLM,
+    StaticCache,
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -329,6 +332,13 @@ LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": 
 LONG_ROPE |= {"original_max_position_embeddings": 16}
 
 
+def gemma3_with_a_long_rope():
+    """Has a kind of positions for each kind of layer."""
+    ropes = {"full_attention": LONG_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    types = ["full_attention"] * 3
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, layer_types=types, rope_parameters=ropes))
+
+
 @pytest.mark.parametrize(
     ("make", "settings", "reason"),
     [
@@ -363,6 +373,7 @@ LONG_ROPE |= {"original_max_position_embeddings": 16}
         # In these a text's length decides on the positions of all its tokens.
         (lambda: llama(rope_parameters=ROPE | {"rope_type": "dynamic"}), {}, "dynamic positions"),
         (lambda: llama(rope_parameters=LONG_ROPE), {}, "longrope positions"),
+        (gemma3_with_a_long_rope, {}, "longrope positions"),
         (
             lambda: get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
             {},
@@ -376,6 +387,43 @@ def test_what_cannot_be_decoded_so_is_refused(make, settings, reason):
         make().eval().generate(
             torch.tensor([[5, 6, 7]]), max_new_tokens=4, pad_token_id=0, custom_generate=draft_with(2), **settings
         )
+
+
+@pytest.mark.parametrize("shortlist", [[], [VOCAB], [-1], [True, False], [[5, 6]], [1.5]])
+def test_a_shortlist_of_anything_but_tokens_is_refused(shortlist):
+    with pytest.raises(ValueError, match=f"`shortlist` is .*; give ids of tokens, whole numbers in 0..{VOCAB - 1}"):
+        llama().generate(torch.tensor([[5, 6, 7]]), pad_token_id=0, custom_generate=draft_with(1, shortlist))
+
+
+@pytest.mark.parametrize("kind", ["windows", "static"])
+def test_a_refusal_leaves_the_cache_that_was_given_as_it_was(kind):
+    config = MistralConfig(**SIZES, sliding_window=8)
+    model, prompt = spread(MistralForCausalLM(config)).eval(), torch.arange(3, 9)[None]
+    caches = [DynamicCache(config=config) if kind == "windows" else StaticCache(config, 40) for _ in range(2)]
+    settings = {"max_new_tokens": 10, "pad_token_id": 0, "eos_token_id": None}
+    expected = model.generate(prompt, past_key_values=caches[0], **settings)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        model.generate(prompt, past_key_values=caches[1], custom_generate=draft_with(1), **settings)
+    assert model.generate(prompt, past_key_values=caches[1], **settings).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("shortlist", [None, range(4, 9)])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_drafts_keep_to_a_list_of_answers_and_ask_for_nothing_past_their_ends(layer, shortlist):
+    answers = [[10, 11, 12, 2], [10, 13, 2], [20, 21, 22, 23, 2], [30, 2], [31, 32, 2]]
+
+    def allowed(row, text):
+        given = text[4:].tolist()
+        found = {
+            answer[len(given)] for answer in answers if len(given) < len(answer) and answer[: len(given)] == given
+        }
+        return sorted(found) if found else pytest.fail(f"{given} is asked for, which no answer begins with")
+
+    model, prompt = spread(llama(num_layers=4)), torch.tensor([[5, 6, 7, 8]])
+    settings = {"max_new_tokens": 10, "pad_token_id": 0, "eos_token_id": 2, "prefix_allowed_tokens_fn": allowed}
+    expected = model.generate(prompt, **settings)
+    drafted = model.generate(prompt, custom_generate=draft_with(layer, shortlist), **settings)
+    assert drafted.tolist() == expected.tolist()
 
 
 @pytest.fixture

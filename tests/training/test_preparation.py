@@ -152,6 +152,27 @@ def absolute(outputs, labels, num_items_in_batch=None):
     return (outputs["logits"].squeeze(-1) - labels).abs().mean()
 
 
+def huber(outputs, labels, num_items_in_batch=None):
+    return F.huber_loss(outputs["logits"].squeeze(-1), labels)
+
+
+def weighted_numbers(outputs, labels, num_items_in_batch=None):
+    return ((outputs["logits"] - labels).square() * torch.tensor([1.0, 1.0, 25.0])).mean()
+
+
+def weighted_if_positive(outputs, labels, num_items_in_batch=None):
+    weight = torch.tensor([1.0, 1.0, 19.0])  # of a class that no row here has
+    return F.binary_cross_entropy_with_logits(outputs["logits"], labels, pos_weight=weight)
+
+
+def of_two_classes(count):
+    return [{**row, "labels": row["labels"] * torch.tensor([1.0, 1.0, 0.0])} for row in multi_label_rows(count)]
+
+
+def small_numbers(count):
+    return [{**row, "labels": 0.1 * (index % 2)} for index, row in enumerate(classification_data(count))]
+
+
 @pytest.mark.parametrize(
     ("model", "data", "loss"),
     [
@@ -162,8 +183,10 @@ def absolute(outputs, labels, num_items_in_batch=None):
         (lambda: bert(num_labels=10), classification_data, weighted_first),
         (lambda: BertForTokenClassification(bert().config), lambda count: rare_rows(count, (10,)), weighted),
         (lambda: bert(num_labels=1), regression_rows, absolute),
+        (lambda: bert(num_labels=1), small_numbers, huber),
+        (lambda: bert(problem_type="regression"), multi_label_rows, weighted_numbers),
+        (lambda: bert(problem_type="multi_label_classification"), of_two_classes, weighted_if_positive),
     ],
-    ids=["another loss in the model", "weights in the model", "one class", "weights", "of ten", "tokens", "no square"],
 )
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)

@@ -97,10 +97,7 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
     trained = RunFolder(name).summary.get("arguments", {})
     if trained.get("assistant_only_loss") or trained.get("truncation_mode", "keep_start") != "keep_start":
-        raise ValueError(
-            f"{name} was trained with `assistant_only_loss` or `truncation_mode`, whose labels are not made here; use "
-            "`trainer.evaluate_layers`."
-        )
+        raise ValueError("The labels of `assistant_only_loss` or `truncation_mode` need `trainer.evaluate_layers`.")
     rows = splits[split].map(completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names)
     if trained.get("completion_only_loss") is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})

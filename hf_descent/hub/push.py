@@ -119,13 +119,11 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
             card[name] = _shown(result)
             if name == "layer_profile" and result.problem:  # version 0.1 wrote no verdict; today's is of the same data
                 card["verdict"] = _shown(result.certificate())
-    evaluation, curve = card.get("evaluation") or {}, card.get("noise_curve")
-    if curve:  # `evaluate` may have taken other levels since
-        areas, own = {f"{curve['metric']}_{name}" for name in SUMMARIES}, curve["values"]
-        tails = {name: name.split("_", 1)[-1] for name in evaluation}
-        kept = {name: tail for name, tail in tails.items() if tail in own or tail not in areas}
-        card["evaluation"] = evaluation = {name: own.get(tail, evaluation[name]) for name, tail in kept.items()}
-    metrics = metrics_of(evaluation)
+    if curve := card.get("noise_curve"):  # `evaluate` may have taken other levels since
+        newer, given = dict.fromkeys(f"{curve['metric']}_{name}" for name in SUMMARIES), card.get("evaluation") or {}
+        newer |= curve["values"]
+        card["evaluation"] = {name: newer.get(name.split("_", 1)[-1], value) for name, value in given.items()}
+    metrics = metrics_of(card.get("evaluation") or {})
     if facts.get("benchmark") and (metric := facts["benchmark"][2]) not in metrics:
         measured = ", ".join(metrics) or "no evaluation"
         raise ValueError(f"`benchmark` has the metric {metric!r}; {folder} has {measured}: name one that it has.")

@@ -178,7 +178,7 @@ def test_completions_of_a_language_model(tmp_path):
     assert curve.blocks[:, 0, 0, 1].sum() == count
     assert curve.values[0, 0] == pytest.approx(right / count)
     (tmp_path / "model" / "descent_config.json").write_text('{"arguments": {"truncation_mode": "keep_end"}}')
-    with pytest.raises(ValueError, match="trained with `assistant_only_loss` or `truncation_mode`"):
+    with pytest.raises(ValueError, match="labels of `assistant_only_loss` or `truncation_mode` need"):
         cli.main(["evaluate", str(tmp_path / "model"), *flags])
 
 

@@ -109,13 +109,13 @@ def language_data(count=32, length=12, seed=0, ragged=True):
 
 
 class Stream(IterableDataset):
-    """Rows that can be read once, and have no length."""
+    """Rows without a length; those of an iterator can be read once."""
 
     def __init__(self, rows):
-        self.rows = iter(rows)
+        self.rows = rows
 
     def __iter__(self):
-        return self.rows
+        return iter(self.rows)
 
 
 def config(output_dir, **arguments):

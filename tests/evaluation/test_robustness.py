@@ -214,8 +214,8 @@ def test_streams_and_loaders_are_read_once_and_say_no_number_of_samples():
     rows = classification_data(20)
     expected = noise_curve(bert(), rows, [0.0, 1.0], batch_size=8)
     assert expected.settings["samples"] == 20
-    loaders = (DataLoader(data, 8, collate_fn=default_data_collator) for data in (rows, Stream(rows)))
-    for data in (Stream(rows), *loaders):
+    loaders = (DataLoader(data, 8, collate_fn=default_data_collator) for data in (rows, Stream(iter(rows))))
+    for data in (Stream(iter(rows)), *loaders):
         curve = noise_curve(bert(), data, [0.0, 1.0], batch_size=8)
         np.testing.assert_array_equal(curve.losses, expected.losses)
         assert curve.settings["samples"] is None and curve.settings["data"] == expected.settings["data"]

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from tiny import InOrder, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
-from torch.utils.data import IterableDataset
+from tiny import InOrder, Stream, batches, bert, classification_data, config, language_data, llama, naive_layer_losses
 from transformers import Trainer
 
 from hf_descent import DescentTrainer
@@ -110,19 +109,14 @@ def test_a_step_without_any_label_measures_nothing(tmp_path, objective, loss, ca
         assert logs[4]["multiplier_1"] > logs[2]["multiplier_1"] > 0
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from classification_data(24)
-
-
 def test_data_without_a_length_that_end_within_a_step_do_not_count_twice(tmp_path):
     """24 rows are a step of 16 and half of one; Trainer keeps the gradient of the half for the epoch after."""
-    trainer, logs = run(tmp_path, bert(), Stream(), 8, objective="descent", gradient_accumulation_steps=2)
-    model, rows = bert().eval(), classification_data(24)[:16]
+    model, rows = bert().eval(), classification_data(24)
+    trainer, logs = run(tmp_path, bert(), Stream(rows), 8, objective="descent", gradient_accumulation_steps=2)
     assert len(logs) == 5
     for log in logs[:2]:
         with torch.no_grad():
-            expected = naive_layer_losses(model, next(batches(rows, 16))).tolist()
+            expected = naive_layer_losses(model, next(batches(rows[:16], 16))).tolist()
         assert [log[f"layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=0.02)
     trainer.save_model()
     seconds = trainer.state.log_history[-1]["train_runtime"] / len(logs)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny import bert, classification_data, config
-from torch.utils.data import IterableDataset
+from tiny import Stream, bert, classification_data, config
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
@@ -22,12 +21,7 @@ from hf_descent.training.callbacks import show_messages
 DATA = classification_data(32)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(DATA)
-
-
-@pytest.mark.parametrize("data", [DATA, Stream()], ids=["sized", "stream"])
+@pytest.mark.parametrize("data", [DATA, Stream(DATA)], ids=["sized", "stream"])
 def test_slacks_start_afresh_with_every_pass_over_the_data(tmp_path, data):
     seen = {}
 
@@ -80,7 +74,7 @@ def test_tensorboard_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_
 
 TRACKED = """
 import sys
-from tiny import bert, classification_data, config
+from tiny import Stream, bert, classification_data, config
 from hf_descent import DescentTrainer
 
 rows = classification_data(16)

@@ -178,7 +178,7 @@ def test_rows_of_their_own_act_as_rows_held_out(tmp_path):
 @pytest.mark.parametrize(("given", "told"), [
     ({"dual_dataset": DATA}, "`train_dataset`"),
     ({"dual_dataset": list(DATA)[:199]}, "199 rows"),
-    ({"dual_dataset": Stream(DATA)}, "no known number"),
+    ({"dual_dataset": Stream(iter(DATA))}, "no known number"),
     ({"dual_dataset": list(DATA), "dual_holdout": 0.5}, "not both"),
 ])  # fmt: skip
 def test_rows_of_their_own_that_cannot_serve_are_refused(tmp_path, given, told):
@@ -326,7 +326,8 @@ def test_of_many_rows_some_are_looked_at_and_of_rows_that_cost_something_none(tm
     all_keys = {key for start in range(0, len(DATA), 200) for key in row_keys(trainer, as_lists[start : start + 200])}
     assert Counted.reads == 201 and len(set(keys)) == 200 and set(keys) <= all_keys
     assert row_keys(trainer, plain(DATA)) == keys
-    for other in (Stream(DATA), torch.utils.data.Subset(DATA, range(9)), plain(DATA).with_transform(dict), [], None):
+    stream, part = Stream(iter(DATA)), torch.utils.data.Subset(DATA, range(9))
+    for other in (stream, part, plain(DATA).with_transform(dict), [], None):
         assert row_keys(trainer, other) == []
 
 
@@ -486,7 +487,7 @@ def test_micro_batches_of_held_out_rows_have_noise_of_their_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("rows", "share", "told"),
-    [(DATA, 0.4, "of 420 is 168 rows"), (Stream(DATA), 0.5, "of a stream is 0"), (DATA, 0.6, "0.5")],
+    [(DATA, 0.4, "of 420 is 168 rows"), (Stream(iter(DATA)), 0.5, "of a stream is 0"), (DATA, 0.6, "0.5")],
 )
 def test_what_is_no_share_of_rows_is_refused(tmp_path, rows, share, told):
     with pytest.raises(ValueError, match=f"`dual_holdout`.*{told}"):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tiny import (
     VOCAB,
     InOrder,
+    Stream,
     batches,
     bert,
     classification_data,
@@ -19,7 +20,7 @@ from tiny import (
     spread,
     word_tokenizer,
 )
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import (
     BertForSequenceClassification,
     BertForTokenClassification,
@@ -355,27 +356,17 @@ def test_a_readout_with_parameters_of_its_own_can_be_evaluated_but_not_trained(t
 DATA = classification_data()
 
 
-class Stream(IterableDataset):
-    """Read once, or afresh each time."""
-
-    def __init__(self, once):
-        self.iterator = iter(DATA) if once else None
-
-    def __iter__(self):
-        return self.iterator or iter(DATA)
-
-
 class OwnLoader(DescentTrainer):
     def get_train_dataloader(self):
         return self.accelerator.prepare(DataLoader(DATA, batch_size=8, collate_fn=default_data_collator))
 
 
 def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
-    for trainer_class, data in ((DescentTrainer, Stream(once=True)), (OwnLoader, None)):
+    for trainer_class, data in ((DescentTrainer, Stream(iter(DATA))), (OwnLoader, None)):
         with pytest.raises(ValueError, match="Set `noise_sigma`"):
             trainer_class(bert(), config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         given = config(tmp_path, noise_gamma=0.5, noise_sigma=0.02, max_steps=8)
-        data = data and Stream(once=True)
+        data = data and Stream(iter(DATA))
         trainer = trainer_class(bert(), given, train_dataset=data)
         trainer.train()
         assert trainer.state.global_step == 8  # all of the data
@@ -383,7 +374,7 @@ def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
 
 def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
     found = []
-    for data in (DATA, Stream(once=False)):
+    for data in (DATA, Stream(DATA)):
         model = bert()
         DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         found.append(model.config.noise_sigma)

@@ -51,14 +51,6 @@ def gradients(hidden, *modules):
     return found
 
 
-def assert_same_gradients(actual, expected, **tolerance):
-    for got, wanted in zip(actual, expected, strict=True):
-        if wanted is None:
-            assert got is None
-        else:
-            torch.testing.assert_close(got, wanted, **tolerance)
-
-
 class Watch(TorchDispatchMode):
     """Counts the operations of matrix products, the elements of the largest tensor, and what waits for a device."""
 

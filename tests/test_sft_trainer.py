@@ -34,15 +34,12 @@ def stock_copy(ours, folder, **given):
     return stock
 
 
-def assert_equal_weights(one, other):
-    weights = other.model.state_dict()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in one.model.state_dict().items())
+def assert_equal_weights(one, other, rtol=0.0, atol=0.0):
+    torch.testing.assert_close(one.model.state_dict(), other.model.state_dict(), rtol=rtol, atol=atol)
 
 
 def assert_close_weights(one, other):
-    weights = other.model.state_dict()
-    for name, tensor in one.model.state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-4, msg=name)
+    assert_equal_weights(one, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -60,8 +60,5 @@ def assert_same(single, double, coarse=1):
         # Of a number alone: plain training has none.
         assert (two.pop(name, None) or 0.0) == pytest.approx(one.pop(name, None) or 0.0, rel=1e-4)
     assert one == two
-    assert weights.keys() == single_weights.keys()
-    for parameter, value in single_weights.items():
-        torch.testing.assert_close(
-            weights[parameter].float(), value, rtol=1e-3 * coarse, atol=1e-5 * coarse, msg=parameter
-        )
+    weights = {name: weight.float() for name, weight in weights.items()}
+    torch.testing.assert_close(weights, single_weights, rtol=1e-3 * coarse, atol=1e-5 * coarse)

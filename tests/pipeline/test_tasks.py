@@ -192,9 +192,8 @@ def test_a_router_s_loss_enters_the_objective_once(tmp_path):
         args = config(tmp_path, max_steps=3, dual_warmup_steps=3, learning_rate=1e-3)
         transformers.set_seed(0)
         trainer_class(model, args, train_dataset=data).train()
-        finals.append(model)
-    for (name, a), b in zip(finals[0].named_parameters(), finals[1].parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+        finals.append(model.state_dict())
+    torch.testing.assert_close(*finals, rtol=1e-4, atol=1e-6)
 
 
 def test_layer_drop_is_refused_in_training(tmp_path):

@@ -47,8 +47,7 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, reentrant):
         for checkpointing in (False, True)
     )
     torch.testing.assert_close(one.multipliers.values, other.multipliers.values)
-    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(other.model.state_dict(), one.model.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_autocast_follows_full_precision(tmp_path):

@@ -3,19 +3,7 @@ import math
 
 import pytest
 import torch
-from naive_head import (
-    BATCH,
-    HIDDEN,
-    LAYERS,
-    SEQ,
-    VOCAB,
-    WEIGHTS,
-    Watch,
-    assert_same_gradients,
-    gradients,
-    naive_sums,
-    setting,
-)
+from naive_head import BATCH, HIDDEN, LAYERS, SEQ, VOCAB, WEIGHTS, Watch, gradients, naive_sums, setting
 from tiny import TEST_DEVICE
 from torch import nn
 
@@ -58,7 +46,7 @@ def test_losses_and_gradients_are_the_naive_ones(option, num_items, tile_size):
     (3.5 * out.objective).backward()
     torch.testing.assert_close(out.sums, sums.detach())
     torch.testing.assert_close(out.objective.detach(), expected.detach())
-    assert_same_gradients(gradients(hidden, norm, head), naive)
+    torch.testing.assert_close(gradients(hidden, norm, head), naive)
     assert not out.sums.requires_grad
 
 
@@ -73,7 +61,7 @@ def test_frozen_parts_get_no_gradient(frozen):
     naive = gradients(hidden, norm, head)
     out = tiled_layer_losses(hidden, labelled_tokens(labels, LAYERS - 1), norm, head, WEIGHTS, num_items=1)
     out.objective.backward()
-    assert_same_gradients(gradients(hidden, norm, head), naive)
+    torch.testing.assert_close(gradients(hidden, norm, head), naive)
 
 
 def test_products_per_layer(tile_size):
@@ -113,7 +101,7 @@ def test_value_only_layers_equal_weight_zero_and_are_read_on_a_quarter_of_a_samp
     torch.testing.assert_close((out.sums[1::2], out.objective), (expected.sums[1::2], expected.objective))
     torch.testing.assert_close(out.sums[::2], tiled_layer_losses(hidden, few, norm, head).sums[::2])
     found = [torch.zeros_like(w) if g is None else g for g, w in zip(gradients(hidden, norm, head), wanted)]
-    assert_same_gradients(found, wanted)
+    torch.testing.assert_close(found, wanted)
     assert all_layers.flops - watch.flops == 2 * 2 * VOCAB * (HIDDEN * (3 * count - size) + count)  # for the bias
 
 
@@ -142,7 +130,7 @@ def test_two_passes_give_the_gradient_of_a_nonlinear_objective():
     losses = (values.sums / len(tokens.rows)).requires_grad_()
     (weights,) = torch.autograd.grad(quadratic(losses), losses)
     tiled_layer_losses(hidden, tokens, norm, head, weights).objective.backward()
-    assert_same_gradients(gradients(hidden, norm, head), naive)
+    torch.testing.assert_close(gradients(hidden, norm, head), naive)
 
 
 def test_batch_without_labels():
@@ -176,7 +164,7 @@ def test_entropies_and_hits_of_the_last_layer(tile_size, half):
     found = gradients(hidden, norm, head)
     with torch.autocast(TEST_DEVICE, torch.bfloat16, enabled=half):
         tiled_layer_losses(hidden, tokens, norm, head, WEIGHTS.float()).objective.backward()
-    assert_same_gradients(found, gradients(hidden, norm, head))
+    torch.testing.assert_close(found, gradients(hidden, norm, head))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -241,7 +229,7 @@ def test_sampled_losses_and_gradients_are_unbiased_with_the_stated_variance():
         runs.append(tiled_layer_losses(hidden, drawn, norm, head, WEIGHTS))
         runs[-1].objective.backward()
         found.append(gradients(hidden, norm, head))
-    assert_same_gradients([torch.stack(column).mean(0) for column in zip(*found)], expected)
+    torch.testing.assert_close([torch.stack(column).mean(0) for column in zip(*found)], expected)
     torch.testing.assert_close(torch.stack([run.objective for run in runs]).mean(), full.objective)
     sums = torch.stack([run.sums for run in runs])  # [samples, layers]
     torch.testing.assert_close(sums.mean(0), full.sums)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, config, language_data, llama, spread
+from tiny import VOCAB, config, fitted, language_data, llama, spread
 from torch import nn
 from transformers import TrainerCallback, default_data_collator
 
@@ -57,8 +57,7 @@ def test_evaluation_follows_the_model(tmp_path, change, on_head):
 
 
 def test_another_depth_needs_another_trainer(tmp_path):
-    trainer = make(tmp_path, llama())
-    trainer.train()
+    trainer = fitted(make(tmp_path, llama()))
     trainer.model = llama(2)
     with pytest.raises(ValueError, match=r"`layer_losses` has shape \[2\]; give \[3\]"):
         trainer.evaluate()

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from architectures import T5, build
 from hub_server import environment, serving
-from tiny import bert, classification_data, config, word_tokenizer
+from tiny import bert, classification_data, config, trained, word_tokenizer
 from tiny_files import WORDS, save_generator, save_tiny_model
 from tiny_sft import chats
 from transformers import AutoModelForSequenceClassification
 
 import hf_descent
-from hf_descent import DescentTrainer, early_exit, evaluation
+from hf_descent import early_exit, evaluation
 
 
 ROOT = Path(__file__).parent.parent
@@ -238,8 +238,7 @@ def test_the_code_of_the_documentation_runs(page, tmp_path, monkeypatch):
     train, validation, test = (classification_data(64, seed=seed) for seed in range(3))
     model, tokenizer = bert(), word_tokenizer()
     settings = config("run", descent_alpha="line", initial_loss_bound="auto")
-    trainer = DescentTrainer(model, settings, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
-    trainer.train()
+    trainer = trained(model, settings, train_dataset=train, eval_dataset=test, processing_class=tokenizer)
     names = {"model": model, "tokenizer": tokenizer, "validation": validation, "test": test, "trainer": trainer}
     for block in blocks:
         exec(block, names)

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER, FAMILIES, GPT, MODELS, build
-from tiny import bert, classification_data, config, llama
+from tiny import bert, classification_data, config, llama, trained
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_descent import DescentTrainer
 from hf_descent.commands import classify
 from hf_descent.commands.classify import ModelArguments
 from hf_descent.loading import architecture_of, has_position_table, load_model, load_tokenizer, position_limit
@@ -176,11 +175,10 @@ def test_as_many_tokens_as_the_limit_are_taken_and_no_more():
 
 
 def test_a_model_of_a_readout_of_its_own_is_not_read_by_its_head(tmp_path):
-    trainer = DescentTrainer(
-        bert(), config(tmp_path, max_steps=1), train_dataset=classification_data(8),
-        readout=lambda model, hidden, inputs: model.classifier(hidden[:, 1]),
-    )  # fmt: skip
-    trainer.train()
-    trainer.save_model()
+    def second_token(model, hidden, inputs):
+        return model.classifier(hidden[:, 1])
+
+    args = config(tmp_path, max_steps=1)
+    trained(bert(), args, train_dataset=classification_data(8), readout=second_token).save_model()
     with pytest.raises(ValueError, match="custom readout"):
         load_model(str(tmp_path))

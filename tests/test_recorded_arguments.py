@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from tiny import bert, classification_data, config
+from tiny import bert, classification_data, config, trained
 
-from hf_descent import DescentConfig, DescentTrainer
+from hf_descent import DescentConfig
 from hf_descent.runs import training_arguments
 
 
@@ -77,8 +77,7 @@ def test_a_run_records_plain_values_without_secrets_and_folders(tmp_path):
         initial_loss_bound=1.0, dual_warmup_steps=0, api_key="secret", hub_token="hf_secret", base=str(tmp_path),
         load=given | {"hook": object()},
     )  # fmt: skip
-    trainer = DescentTrainer(bert(), args, train_dataset=classification_data(16))
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=classification_data(16))
     trainer.save_model()
     trainer.create_model_card()
     found = json.loads((tmp_path / "descent_config.json").read_text())["arguments"]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import BART, T5, T5_DECODER, build, truncated
-from tiny import VOCAB, word_tokenizer
+from tiny import VOCAB, fitted, word_tokenizer
 from transformers import DataCollatorForSeq2Seq, GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_descent import DescentConfig, Seq2SeqDescentConfig, Seq2SeqDescentTrainer
@@ -44,8 +44,7 @@ def make(cls, folder, model, **given):
 @pytest.mark.parametrize("name", MODELS)
 def test_constrained_layers_and_the_stock_trainer_s_generation(tmp_path, name, smoothing):
     settings = {"predict_with_generate": True, "label_smoothing_factor": smoothing}
-    trainer = make(Seq2SeqDescentTrainer, tmp_path, build(name, MODELS[name]), **settings)
-    trainer.train()
+    trainer = fitted(make(Seq2SeqDescentTrainer, tmp_path, build(name, MODELS[name]), **settings))
     assert trainer.multipliers.values.max() > 0
     stock = make(Seq2SeqTrainer, tmp_path, trainer.model, **settings)
     for options in ({}, {"num_beams": 2, "max_length": 6}):
@@ -69,8 +68,7 @@ def test_constrained_layers_and_the_stock_trainer_s_generation(tmp_path, name, s
 def test_plain_training_is_the_stock_trainer_s(tmp_path):
     weights, logs = [], []
     for cls, given in ((Seq2SeqTrainer, {}), (Seq2SeqDescentTrainer, {"objective": "erm"})):
-        trainer = make(cls, tmp_path, build("T5ForConditionalGeneration", T5), **given)
-        trainer.train()
+        trainer = fitted(make(cls, tmp_path, build("T5ForConditionalGeneration", T5), **given))
         weights.append(trainer.model.state_dict())
         logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
     assert logs[0] == logs[1] and len(logs[0]) == 6
@@ -88,8 +86,7 @@ def test_a_resumed_run_is_the_one_that_was_not_cut(tmp_path):
     # As an object, and as the path that a command line gives.
     for how, resume in ((generation, None), (tmp_path / "generation", str(tmp_path / "checkpoint-3"))):
         model = build("T5ForConditionalGeneration", T5)
-        trainer = make(Seq2SeqDescentTrainer, tmp_path, model, **settings, generation_config=how)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer = fitted(make(Seq2SeqDescentTrainer, tmp_path, model, **settings, generation_config=how), resume)
         found.append((trainer.multipliers.values, trainer.model.state_dict(), trainer.predict(rows(12, 2))))
     (multipliers, weights, prediction), (again, weights_again, prediction_again) = found
     assert multipliers.max() > 0 and torch.equal(multipliers, again)

@@ -12,7 +12,7 @@ from architectures import MODELS
 from datasets import Dataset
 from packaging.version import Version
 from peft import PromptTuningConfig
-from tiny import spread
+from tiny import fitted, spread
 from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
 from torch import nn
 from transformers import DataCollatorWithFlattening, TrainingArguments
@@ -22,9 +22,7 @@ from hf_descent import DescentConfig, DescentTrainer, SFTDescentConfig, SFTDesce
 
 
 def trained(cls, folder, **given):
-    trainer = make(cls, folder, **given)
-    trainer.train()
-    return trainer
+    return fitted(make(cls, folder, **given))
 
 
 def stock_copy(ours, folder, **given):
@@ -117,8 +115,7 @@ def test_the_descent_is_that_of_the_plain_trainer_on_the_same_batches(tmp_path, 
     model = llama()
     torch.manual_seed(ours.args.seed)
     args = DescentConfig(str(tmp_path), remove_unused_columns=False, **args)
-    plain = DescentTrainer(model, args, train_dataset=rows, data_collator=ours.data_collator, **keywords)
-    plain.train()
+    plain = fitted(DescentTrainer(model, args, train_dataset=rows, data_collator=ours.data_collator, **keywords))
     torch.testing.assert_close(ours.multipliers.values, plain.multipliers.values, rtol=1e-4, atol=1e-6)
     assert ours.multipliers.values.gt(0).any() or "objective" in given
     assert_close_weights(ours, plain)
@@ -257,9 +254,7 @@ def test_a_run_warns_of_nothing_that_the_stock_trainer_does_not(tmp_path, caplog
     for cls, given in ((SFTTrainer, {}), (SFTDescentTrainer, {"objective": "deep_supervision"})):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = make(cls, tmp_path, peft_config=LORA, activation_checkpointing=True, **given)
-            trainer.train()
-            trainer.evaluate()
+            trained(cls, tmp_path, peft_config=LORA, activation_checkpointing=True, **given).evaluate()
         said.append({str(warning.message) for warning in caught})
     assert said[1] <= said[0]
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

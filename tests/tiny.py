@@ -133,10 +133,14 @@ class InOrder(DescentTrainer):
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
 
-def trained(model, args, trainer_class=DescentTrainer, **given):
-    trainer = trainer_class(model, args, **given)
-    trainer.train()
+def fitted(trainer, checkpoint=None):
+    """The trainer after training, from a checkpoint on where one is given."""
+    trainer.train(resume_from_checkpoint=checkpoint)
     return trainer
+
+
+def trained(model, args, trainer_class=DescentTrainer, **given):
+    return fitted(trainer_class(model, args, **given))
 
 
 def truncated(model, layers):

@@ -4,9 +4,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import bert, classification_data, config, truncated
+from tiny import bert, classification_data, config, trained, truncated
 
-from hf_descent import DescentProblem, DescentTrainer
+from hf_descent import DescentProblem
 from hf_descent.evaluation import LayerProfile, layer_profile, noise_curve
 
 
@@ -87,8 +87,7 @@ def test_flat_profile_holds_plain_floats():
 
 def test_the_descent_share_needs_no_constraints_and_is_that_of_the_best_constant_prediction_of_these_labels(tmp_path):
     data = classification_data(64, pad=False)
-    trainer = DescentTrainer(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=data)
-    trainer.train()
+    trainer = trained(bert(), config(tmp_path, objective="erm", max_steps=60), train_dataset=data)
     profile = trainer.evaluate_layers(data)
     counts = np.bincount([row["labels"] for row in data])
     chance = -(counts / 64 * np.log(counts / 64)).sum()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import DECODER, GPT, XLNET, build
-from tiny import InOrder, config
+from tiny import InOrder, config, trained
 from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -72,8 +72,7 @@ def test_items_are_the_labels_that_are_predicted(tmp_path, case, objective):
             tmp_path, objective=objective, label_smoothing_factor=smoothing, per_device_train_batch_size=size,
             gradient_accumulation_steps=8 // size, max_steps=1, dual_warmup_steps=1, max_grad_norm=0.0,
         )  # fmt: skip
-        trainer = InOrder(build(name, fields), args, train_dataset=data, compute_loss_func=loss_fn)
-        trainer.train()
+        trainer = trained(build(name, fields), args, InOrder, train_dataset=data, compute_loss_func=loss_fn)
         log = trainer.state.log_history[0]
         assert log["loss"] == pytest.approx(expected.item(), rel=1e-5), size
         assert log["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), size

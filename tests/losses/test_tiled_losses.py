@@ -4,7 +4,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, llama
+from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted, llama
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
@@ -87,12 +87,10 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_steps_follow_the_replay(tmp_path, no_tiles, readouts, setting):
-    tiled = trainer(tmp_path, max_steps=20, **SETTINGS[setting])
-    tiled.train()
+    tiled = fitted(trainer(tmp_path, max_steps=20, **SETTINGS[setting]))
     metrics = tiled.evaluate()
     no_tiles()
-    replayed = trainer(tmp_path, max_steps=20, **SETTINGS[setting])
-    replayed.train()
+    replayed = fitted(trainer(tmp_path, max_steps=20, **SETTINGS[setting]))
     assert readouts() == ["tiles", "replay"]
     multipliers = torch.stack(replayed.history)  # [steps, layers]
     assert (multipliers > 0).any() == (replayed.args.objective == "descent")
@@ -111,12 +109,9 @@ def test_a_router_s_loss_is_weighed_as_in_the_replay(tmp_path, no_tiles, readout
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
         router = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
         model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **router))
-        made = trainer(
-            tmp_path, model=model, label_smoothing_factor=smoothing, max_steps=6, logging_steps=1,
-            dual_warmup_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        )  # fmt: skip
-        made.train()
-        return made
+        settings = {"label_smoothing_factor": smoothing, "per_device_train_batch_size": 2}
+        settings |= {"gradient_accumulation_steps": 2, "max_steps": 6, "logging_steps": 1, "dual_warmup_steps": 1}
+        return fitted(trainer(tmp_path, model=model, **settings))
 
     tiled = trained()
     no_tiles()
@@ -164,11 +159,9 @@ def test_steps_follow_a_naive_loop(tmp_path):
 def test_sampled_run_resumes_bit_for_bit(tmp_path):
     settings = {"readout_token_fraction": 0.5, "max_steps": 12, "dual_warmup_steps": 2}
     settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    straight = trainer(tmp_path / "straight", **settings)
-    straight.train()
+    straight = fitted(trainer(tmp_path / "straight", **settings))
     trainer(tmp_path / "parts", save_strategy="steps", save_steps=5, **settings).train()
-    resumed = trainer(tmp_path / "parts", **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
+    resumed = fitted(trainer(tmp_path / "parts", **settings), str(tmp_path / "parts" / "checkpoint-5"))
     assert_equal_runs(straight, resumed)
 
 
@@ -269,8 +262,7 @@ def test_a_compute_loss_that_asks_for_outputs_in_training_gets_logits(tmp_path):
 
 def test_metrics_get_the_models_own_logits(tmp_path):
     seen = []
-    made = trainer(tmp_path, max_steps=1, compute_metrics=lambda prediction: seen.append(prediction) or {})
-    made.train()
+    made = fitted(trainer(tmp_path, max_steps=1, compute_metrics=lambda prediction: seen.append(prediction) or {}))
     made.evaluate()
     ids = torch.tensor([row["input_ids"] for row in rows(10, seed=1)])
     with torch.no_grad():

@@ -12,10 +12,8 @@ the second holds with room (0.125 <= 0.25), lambda_2* = 0.
 import numpy as np
 import pytest
 import torch
-from tiny import config
+from tiny import config, trained
 from torch import nn
-
-from hf_descent import DescentTrainer
 
 
 class Shift(nn.Module):
@@ -49,9 +47,7 @@ def solve(tmp_path, steps, model=None, rows=8, **arguments):
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 500, "negative_weights": "keep",
     }  # fmt: skip
     args = config(tmp_path, **settings | arguments)
-    trainer = DescentTrainer(model or Parabolas(), args, train_dataset=data)
-    trainer.train()
-    return trainer
+    return trained(model or Parabolas(), args, train_dataset=data)
 
 
 def rest(trainer):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import InOrder, assert_equal_runs, bert, classification_data, config
+from tiny import InOrder, assert_equal_runs, bert, classification_data, config, fitted, trained
 from transformers import TrainerCallback
 
 from hf_descent import DescentProblem, DescentTrainer
@@ -90,14 +90,11 @@ IN_TIME |= {"resilience_form": "slack"}
     [(Preempted, IN_TIME, range(6, 40), 0, ""), (FullDisk, {}, [5], 7, "too large")],
 )
 def test_stopped_by_sigterm_or_a_full_disk_and_resumed_equals_straight(tmp_path, callback, changes, steps, code, said):
-    straight = make(tmp_path / "straight", **changes)
-    straight.train()
+    straight = fitted(make(tmp_path / "straight", **changes))
     ended, words = forked(lambda: make(tmp_path / "stopped", [callback()], **changes).train())
     assert ended == code and said in words.lower()
     assert int(newest_complete_checkpoint(str(tmp_path / "stopped")).rsplit("-")[-1]) in steps
-    resumed = make(tmp_path / "stopped", **changes)
-    resumed.train(resume_from_checkpoint=True)
-    assert_equal_runs(straight, resumed)
+    assert_equal_runs(straight, fitted(make(tmp_path / "stopped", **changes), checkpoint=True))
 
 
 def test_an_output_path_below_a_file_is_named_before_training(tmp_path):
@@ -177,8 +174,7 @@ def test_one_layer_in_one_micro_batch_that_is_not_finite_moves_no_multiplier(tmp
             tmp_path, max_steps=5, learning_rate=0.0, dual_optim="sgd", gradient_accumulation_steps=2,
             per_device_train_batch_size=4,
         )  # fmt: skip
-        trainer = InOrder(bert(), args, train_dataset=DATA, layer_loss_fn=loss_fn)
-        trainer.train()
+        trainer = trained(bert(), args, InOrder, train_dataset=DATA, layer_loss_fn=loss_fn)
         steps.append(trainer.multipliers.steps.item())
     assert steps == [5, 4]
     assert caplog.text.count("The loss of layer 2 was not finite") == 1
@@ -188,8 +184,8 @@ def test_an_exploding_unrolled_network_is_reported_and_leaves_finite_multipliers
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 40}
     model = UTForSequenceClassification(UTConfig(**sizes, num_labels=3))
-    trainer = make(tmp_path, model=model, learning_rate=1e12, optim="sgd", max_grad_norm=0.0, noise_gamma=0.0)
-    trainer.train()
+    settings = {"learning_rate": 1e12, "optim": "sgd", "max_grad_norm": 0.0, "noise_gamma": 0.0}
+    trainer = fitted(make(tmp_path, model=model, **settings))
     assert "was not finite" in caplog.text
     assert torch.isfinite(trainer.multipliers.values).all()
 

@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import VOCAB, bert, config, llama
-
-from hf_descent import DescentTrainer
+from tiny import VOCAB, bert, config, llama, trained
 
 
 deterministic = settings(
@@ -64,9 +62,7 @@ def naive_losses(model, batch, language):
 
 def one_step(folder, model, batch):
     args = config(folder, max_steps=1, remove_unused_columns=False, learning_rate=0.0, dual_optim="sgd")
-    trainer = DescentTrainer(model, args, train_dataset=[0] * 8, data_collator=lambda rows: dict(batch))
-    trainer.train()
-    return trainer
+    return trained(model, args, train_dataset=[0] * 8, data_collator=lambda rows: dict(batch))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, assert_equal_runs, bert, classification_data, config
+from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -51,9 +51,7 @@ def make(args):
 
 
 def trained(folder, resume_from_checkpoint=None, **changes):
-    trainer = make(arguments(folder, **changes))
-    trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    return trainer
+    return fitted(make(arguments(folder, **changes)), resume_from_checkpoint)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -85,8 +83,7 @@ def test_the_scale_of_a_loss_of_numbers_is_that_of_the_uninterrupted_run(tmp_pat
     bounds = []
     for checkpoint in (None, str(tmp_path / "checkpoint-2"), str(tmp_path / "checkpoint-4")):
         trainer = DescentTrainer(bert(num_labels=1), arguments(tmp_path, **settings), train_dataset=rows)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        bounds.append(trainer.problem.initial_loss_bound)
+        bounds.append(fitted(trainer, checkpoint).problem.initial_loss_bound)
     assert len(set(bounds)) == 1
 
 
@@ -156,11 +153,9 @@ def test_another_schedule_is_refused(tmp_path, three_steps, change, match):
 
 
 def test_noise_keeps_its_scale_where_a_checkpoint_of_adapters_holds_trained_embeddings(tmp_path):
-    straight = adapted(arguments(tmp_path, learning_rate=0.1))
-    straight.train()
+    straight = fitted(adapted(arguments(tmp_path, learning_rate=0.1)))
     assert not (tmp_path / "checkpoint-6" / "config.json").exists()
-    resumed = adapted(arguments(tmp_path, learning_rate=0.1))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    resumed = fitted(adapted(arguments(tmp_path, learning_rate=0.1)), str(tmp_path / "checkpoint-6"))
     assert straight.model.config.noise_sigma == resumed.model.config.noise_sigma
     assert torch.equal(straight.multipliers.values, resumed.multipliers.values)
     trained = straight.model.get_input_embeddings()(torch.arange(VOCAB)).std().item()
@@ -201,8 +196,7 @@ def make_renamed(tmp_path, name, change=nothing, **changes):
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
 @pytest.mark.parametrize("name", RENAMED)
 def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_size, caplog):
-    straight = make_renamed(tmp_path, name)
-    straight.train()
+    straight = fitted(make_renamed(tmp_path, name))
     folder = tmp_path / "checkpoint-2"
     saved = type(straight.model).from_pretrained(folder)
     assert not set(load_file(folder / "model.safetensors")) <= set(saved.state_dict())
@@ -210,9 +204,7 @@ def test_weights_of_other_names_on_disk_are_resumed(tmp_path, name, max_shard_si
     (folder / CHECKSUMS_NAME).unlink()
     saved.save_pretrained(folder, max_shard_size=max_shard_size)
     assert (folder / "model.safetensors").is_file() == (max_shard_size == "5GB")
-    resumed = make_renamed(tmp_path, name)
-    resumed.train(resume_from_checkpoint=str(folder))
-    assert_equal_runs(straight, resumed)
+    assert_equal_runs(straight, fitted(make_renamed(tmp_path, name), str(folder)))
     assert "missing keys" not in caplog.text or max_shard_size == "40KB"  # Trainer looks at the files of the shards
 
 

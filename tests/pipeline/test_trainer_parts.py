@@ -9,6 +9,7 @@ from tiny import (
     bert,
     classification_data,
     config,
+    fitted,
     language_data,
     llama,
     naive_layer_losses,
@@ -24,9 +25,7 @@ DATA_TEST = classification_data(32, seed=1)
 
 
 def trained(model, args, data=DATA, trainer_class=DescentTrainer, **given):
-    trainer = trainer_class(model, args, train_dataset=data, **given)
-    trainer.train()
-    return trainer
+    return fitted(trainer_class(model, args, train_dataset=data, **given))
 
 
 def watch(event, see):

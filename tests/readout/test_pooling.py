@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, batches, bert, classification_data, config, llama
+from tiny import VOCAB, batches, bert, classification_data, config, llama, trained
 from transformers import (
     BertForSequenceClassification,
     DistilBertConfig,
@@ -81,8 +81,7 @@ def test_layers_are_read_by_the_last_linear_layer_of_the_model_alone(tmp_path, n
 def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
     model = bert()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    trainer = DescentTrainer(model, config(tmp_path, max_steps=2), train_dataset=DATA, readout="mean")
-    trainer.train()
+    trainer = trained(model, config(tmp_path, max_steps=2), train_dataset=DATA, readout="mean")
     trainer.save_model()
     trainer.create_model_card()
     fixed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}

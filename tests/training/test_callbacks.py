@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny import Stream, bert, classification_data, config
+from tiny import Stream, bert, classification_data, config, trained
 from transformers import TrainerCallback
 
 from hf_descent import DescentTrainer
@@ -52,8 +52,7 @@ def test_tensorboard_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     steps = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "report_to": "tensorboard"}
     sets = {"a": classification_data(16), "b": classification_data(16, seed=1)}
-    trainer = DescentTrainer(bert(), config(tmp_path, **steps), train_dataset=DATA, eval_dataset=sets)
-    trainer.train()
+    trainer = trained(bert(), config(tmp_path, **steps), train_dataset=DATA, eval_dataset=sets)
     metrics = trainer.evaluate(sets["b"])  # the writer of the training is closed
     trainer.create_model_card()
     certificate = Certificate.from_json(tmp_path / "verdict.json")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, Stream, bert, classification_data, config, llama, word_tokenizer
+from tiny import VOCAB, Stream, bert, classification_data, config, llama, trained, word_tokenizer
 from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, default_data_collator
 
 from hf_descent import DescentTrainer, EmbeddingNoise
@@ -19,8 +19,7 @@ def measured(folder, model, data, collator=default_data_collator, **settings):
         folder,
         **{"max_steps": 1, "descent_alpha": 0.1, "initial_loss_bound": "auto", "dual_warmup_steps": 1, **settings},
     )
-    trainer = DescentTrainer(model, args, train_dataset=data, data_collator=collator)
-    trainer.train()
+    trainer = trained(model, args, train_dataset=data, data_collator=collator)
     return trainer.problem.chance_loss, trainer
 
 

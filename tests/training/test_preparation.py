@@ -15,6 +15,7 @@ from tiny import (
     bert,
     classification_data,
     config,
+    fitted,
     language_data,
     llama,
     spread,
@@ -46,9 +47,7 @@ def make(folder, model, data, loss=None, readout=None, **settings):
 
 
 def trained(*given, **settings):
-    trainer = make(*given, **settings)
-    trainer.train()
-    return trainer
+    return fitted(make(*given, **settings))
 
 
 class Weighted(BertForSequenceClassification):
@@ -87,8 +86,7 @@ def test_a_model_that_was_cut_adapted_or_whose_folder_is_gone_is_evaluated_witho
 
 
 def test_a_model_that_is_evaluated_is_held_against_the_rows_that_are_given_now(tmp_path):
-    trainer = make(tmp_path / "run", bert(), classification_data(8), max_steps=4, dual_warmup_steps=1)
-    trainer.train()
+    trainer = trained(tmp_path / "run", bert(), classification_data(8), max_steps=4, dual_warmup_steps=1)
     trainer.save_model()
     model = BertForSequenceClassification.from_pretrained(tmp_path / "run")
     auto = {"descent_alpha": None, "initial_loss_bound": "auto"}
@@ -105,8 +103,7 @@ def test_a_model_whose_layers_the_rows_leave_alone_is_measured_without_a_problem
     assert single.evaluate()["eval_feasible"] == 0 and single.problem is None
     with pytest.raises(ValueError, match="No layer has a constraint"):
         single.train()
-    last = make(tmp_path, bert(), data, objective="deep_supervision", constrained_layers=[3])
-    last.train()
+    last = trained(tmp_path, bert(), data, objective="deep_supervision", constrained_layers=[3])
     assert last.evaluate()["eval_feasible"] == 0
 
 
@@ -308,8 +305,7 @@ def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_pa
     ]
     args = config(tmp_path, **AUTO, per_device_train_batch_size=6, max_steps=5)
     pad = DataCollatorWithPadding(word_tokenizer())
-    trainer = InOrder(XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows, data_collator=pad)
-    trainer.train()
+    trainer = fitted(InOrder(XLNetForQuestionAnsweringSimple(config_), args, train_dataset=rows, data_collator=pad))
     assert trainer.problem.initial_loss_bound == pytest.approx(math.log(34), rel=1e-3)
 
 
@@ -329,8 +325,7 @@ def test_a_saved_model_is_judged_by_the_problem_it_was_trained_on(tmp_path):
         assert metrics[name] == pytest.approx(expected[name], rel=1e-4), name
     other = make(tmp_path, bert(), data)
     assert other.evaluate()["eval_feasible"] == 0 and other.problem.alpha == "line"  # nothing is known of this one
-    again = make(tmp_path / "again", saved, data)
-    again.train()
+    again = trained(tmp_path / "again", saved, data)
     assert again.problem.initial_loss_bound != 1.0  # measured afresh
 
 
@@ -367,9 +362,7 @@ def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
             trainer_class(bert(), config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
         given = config(tmp_path, noise_gamma=0.5, noise_sigma=0.02, max_steps=8)
         data = data and Stream(iter(DATA))
-        trainer = trainer_class(bert(), given, train_dataset=data)
-        trainer.train()
-        assert trainer.state.global_step == 8  # all of the data
+        assert fitted(trainer_class(bert(), given, train_dataset=data)).state.global_step == 8  # all of the data
 
 
 def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
@@ -416,9 +409,7 @@ def test_training_without_noise_measures_the_deviation_for_the_tests_under_noise
     for settings in ({"eval_gammas": [0.0, 1.0]}, {"noise_gamma": 0.5}, {}):
         model = bert(dropout=0.1)
         args = config(tmp_path, objective="erm", learning_rate=0.3, **settings)
-        trainer = DescentTrainer(model, args, train_dataset=DATA, eval_dataset=DATA)
-        trainer.train()
-        trainer.save_model()
+        fitted(DescentTrainer(model, args, train_dataset=DATA, eval_dataset=DATA)).save_model()
         sigmas.append(json.loads((tmp_path / "config.json").read_text()).get("noise_sigma"))
         weights.append(model.classifier.weight)
     expected = estimate_sigma(bert(), batches(DATA))

@@ -1,7 +1,7 @@
 """Which checkpoint is kept: the rule's definition on small cases, and in a real run."""
 
 import pytest
-from tiny import bert, classification_data, config
+from tiny import bert, classification_data, config, trained
 
 from hf_descent import DescentTrainer
 
@@ -12,8 +12,7 @@ def test_the_least_violation_is_chosen(tmp_path):
         load_best_model_at_end=True, metric_for_best_model="max_violation", descent_alpha="auto", dual_warmup_steps=3,
     )  # fmt: skip
     data = classification_data(32)
-    trainer = DescentTrainer(bert(), args, train_dataset=data, eval_dataset=data)
-    trainer.train()
+    trainer = trained(bert(), args, train_dataset=data, eval_dataset=data)
     logs = {log["step"]: log for log in trainer.state.log_history if "eval_max_violation" in log}
     assert trainer.state.best_global_step == min(logs, key=lambda step: logs[step]["eval_max_violation"])
 

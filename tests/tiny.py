@@ -13,6 +13,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -141,6 +142,16 @@ def fitted(trainer, checkpoint=None):
 
 def trained(model, args, trainer_class=DescentTrainer, **given):
     return fitted(trainer_class(model, args, **given))
+
+
+def watch(event, see):
+    """A callback, and the list of what it sees at each event: `see(args, state, arguments)`."""
+    seen = []
+
+    def keep(self, args, state, control, **kwargs):
+        seen.append(see(args, state, kwargs))
+
+    return type("Watch", (TrainerCallback,), {event: keep})(), seen
 
 
 def truncated(model, layers):

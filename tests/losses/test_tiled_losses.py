@@ -4,7 +4,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted, llama
+from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted, llama, watch
 from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM, TrainerCallback
 
@@ -28,16 +28,6 @@ def rows(count, seed=0):
     return data
 
 
-class History(TrainerCallback):
-    """Keeps the multipliers of every step."""
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.history.append(self.trainer.multipliers.values.clone())
-
-
 def trainer(tmp_path, *, model=None, compute_metrics=None, compute_loss_func=None, **given):
     args = config(
         tmp_path,
@@ -50,8 +40,8 @@ def trainer(tmp_path, *, model=None, compute_metrics=None, compute_loss_func=Non
         model or llama(LAYERS), args, train_dataset=rows(64), eval_dataset=rows(10, seed=1),
         compute_metrics=compute_metrics, compute_loss_func=compute_loss_func,
     )  # fmt: skip
-    made.history = []
-    made.add_callback(History(made))
+    callback, made.history = watch("on_step_end", lambda *_: made.multipliers.values.clone())
+    made.add_callback(callback)
     return made
 
 

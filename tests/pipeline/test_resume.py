@@ -15,7 +15,7 @@ from architectures import MODELS, batch_for, build
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted
+from tiny import VOCAB, assert_equal_runs, bert, classification_data, config, fitted, watch
 from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
@@ -230,6 +230,14 @@ def mix_precisions(model):
     model.half().vit.float()
 
 
+def keep_weights(trainer):
+    """The list of the weights after each step to come."""
+    model = trainer.model
+    callback, kept = watch("on_step_end", lambda *_: [weight.clone() for weight in model.state_dict().values()])
+    trainer.add_callback(callback)
+    return kept
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [(name, nothing) for name in RENAMED]
@@ -240,7 +248,7 @@ def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by
     given = {"change": change, "load_best_model_at_end": True, "greater_is_better": True, "eval_strategy": "steps"}
     given |= {"eval_steps": 1, "metric_for_best_model": "eval_loss", "bf16": change is mix_precisions}
     finished = make_renamed(tmp_path, name, **given)
-    finished.add_callback(Keeper(finished, kept := []))
+    kept = keep_weights(finished)
     finished.train()
     best = finished.state.best_global_step
     assert best < 4
@@ -248,21 +256,11 @@ def test_weights_of_other_names_on_disk_are_loaded_whole_whatever_was_changed_by
     torch.manual_seed(0)
     resumed = make_renamed(tmp_path, name, **given)
     optimizer_knows = {id(parameter) for parameter in resumed.model.parameters()}
-    resumed.add_callback(Keeper(resumed, again := []))
+    again = keep_weights(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert optimizer_knows == {id(parameter) for parameter in resumed.model.parameters()}
     for step, wanted in zip(again, kept[2:], strict=True):
         assert all(map(torch.equal, step, wanted))
-
-
-class Keeper(TrainerCallback):
-    """Keeps the weights after each step."""
-
-    def __init__(self, trainer, kept):
-        self.model, self.kept = trainer.model, kept
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.kept.append([weight.clone() for weight in self.model.state_dict().values()])
 
 
 def test_every_process_resumes_from_the_checkpoint_that_the_first_one_chooses(three_steps, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from tiny import (
     llama,
     naive_layer_losses,
     truncated,
+    watch,
 )
 from transformers import AlbertConfig, AlbertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
@@ -26,16 +27,6 @@ DATA_TEST = classification_data(32, seed=1)
 
 def trained(model, args, data=DATA, trainer_class=DescentTrainer, **given):
     return fitted(trainer_class(model, args, train_dataset=data, **given))
-
-
-def watch(event, see):
-    """A callback, and the list of what it sees at each event: `see(args, state, arguments)`."""
-    seen = []
-
-    def keep(self, args, state, control, **kwargs):
-        seen.append(see(args, state, kwargs))
-
-    return type("Watch", (TrainerCallback,), {event: keep})(), seen
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

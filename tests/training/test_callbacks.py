@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny import Stream, bert, classification_data, config, trained
-from transformers import TrainerCallback
+from tiny import Stream, bert, classification_data, config, trained, watch
 
 from hf_descent import DescentTrainer
 from hf_descent.evaluation import Certificate
@@ -23,15 +22,11 @@ DATA = classification_data(32)
 
 @pytest.mark.parametrize("data", [DATA, Stream(DATA)], ids=["sized", "stream"])
 def test_slacks_start_afresh_with_every_pass_over_the_data(tmp_path, data):
-    seen = {}
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            seen[state.global_step] = trainer.multipliers.slack_steps.item()
-
+    callback, seen = watch("on_step_end", lambda *_: trainer.multipliers.slack_steps.item())
     args = config(tmp_path, max_steps=10, resilience=1.0, resilience_form="slack")
-    trainer = DescentTrainer(bert(), args, train_dataset=data, callbacks=[Watch()])
+    trainer = DescentTrainer(bert(), args, train_dataset=data, callbacks=[callback])
     trainer.train()
+    seen = dict(enumerate(seen, start=1))  # by step
     assert trainer.multipliers.slack_steps.item() == 2
     if data is not DATA:
         assert seen[5] == seen[9] == 1

@@ -12,7 +12,8 @@ from architectures import MODELS
 from datasets import Dataset
 from packaging.version import Version
 from peft import PromptTuningConfig
-from tiny import fitted, spread
+from PIL import Image
+from tiny import fitted, spread, tokenizer
 from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
 from torch import nn
 from transformers import DataCollatorWithFlattening, TrainingArguments
@@ -246,6 +247,32 @@ def test_a_resumed_run_goes_on_counting_tokens(tmp_path, objective):
 def test_preview(tmp_path):
     assert make(SFTDescentTrainer, tmp_path).preview() == (
         "First training example: 12 tokens, 5 with a label\n[no label] 'Say c0:'\n[label] ' c0!</s>'"
+    )
+
+
+def test_preview_of_an_image_and_its_text(tmp_path):
+    """Of which TRL makes tokens in the collator alone."""
+    tok = tokenizer(chat=False)
+    tok.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tok.image_token, pixels = "<image>", {"height": 8, "width": 8}
+    images = transformers.CLIPImageProcessorPil(size=pixels, crop_size=pixels)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=len(tok)),
+        image_token_index=tok.convert_tokens_to_ids("<image>"), vision_feature_layer=-1,
+    )  # fmt: skip
+    template = "{% for m in messages %}{% for c in m.content %}{{ c.text or '<image>' }}{% endfor %}{% endfor %}"
+    given = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    processor = transformers.LlavaProcessor(images, tok, **given, chat_template=template)
+    ask, answer = [{"role": "user", "content": "what? "}], [{"role": "assistant", "content": "a cat"}]
+    row = {"images": [Image.new("RGB", (8, 8))], "prompt": ask, "completion": answer}
+    args = SFTDescentConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=None)
+    model = transformers.LlavaForConditionalGeneration(config)
+    rows = Dataset.from_list([row] * 4)
+    assert SFTDescentTrainer(model, args, train_dataset=rows, processing_class=processor).preview() == (
+        "First training example: 15 tokens, 5 with a label\n[no label] '<image><image><image><image>what? '\n"
+        "[label] 'a cat'"
     )
 
 

@@ -13,6 +13,8 @@ from transformers import (
     AutoTokenizer,
     BartConfig,
     BartForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
 from hf_descent import cli, layer_logits
@@ -142,6 +144,16 @@ def test_onnx_runtime_gives_the_logits_of_the_first_layers(kind, language_model,
         whole = auto_class.from_pretrained(folder, dtype=torch.float32)
         expected = layer_logits(whole, {name: torch.tensor(rows) for name, rows in named.items()})[1]
     assert logits.shape == expected.shape and np.abs(logits - expected.numpy()).max() < 1e-4
+
+
+@pytest.mark.slow
+def test_a_graph_for_texts_of_one_length_is_refused(tmp_path):
+    tok = tokenizer(chat=True)
+    MambaForCausalLM(MambaConfig(vocab_size=len(tok), hidden_size=16, num_hidden_layers=2)).save_pretrained(tmp_path)
+    tok.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="MambaForCausalLM has a graph for texts of one length"):
+        export(tmp_path, 1, tmp_path / "onnx", "--format", "onnx")
+    assert not (tmp_path / "onnx").exists()
 
 
 def test_an_adapter_is_no_start_of_a_training_but_what_is_made_of_it_is(tmp_path):

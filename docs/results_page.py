@@ -80,19 +80,21 @@ def denoisers(*tasks: str) -> str:
     return markdown(header, rows)
 
 
-def imdb() -> str:
+def texts() -> str:
     header = [
         "arm", "learning rate", "seeds", "f_6", "f_3", "accuracy", "at layer 3", "noise 1", "noise 2", "typos",
-        "rt-polarity",
+        "the other data",
     ]  # fmt: skip
     rows = []
-    for arm, (rate, runs) in controlled("imdb").items():
+    others = {"imdb": ("IMDb", "rt-polarity"), "rt_polarity": ("rt-polarity", "imdb")}
+    for task, arm, (rate, runs) in [(each, *item) for each in others for item in controlled(each).items()]:
+        name, other = others[task]
         tests = [run["test"] for run in runs]
         losses = [spread([test["losses"][layer] for test in tests], 3) for layer in (-1, 2)]
         cells = [[test["accuracy"][layer] for test in tests] for layer in (-1, 2)]
         cells += [[test["noise"][index] for test in tests] for index in (2, 4)]
-        cells += [[test["typos"][0] for test in tests], [run["rt-polarity"]["accuracy"][-1] for run in runs]]
-        rows.append([arm, f"{rate:g}", f"{len(runs)}", *losses, *(spread(cell, 1, 100) for cell in cells)])
+        cells += [[test["typos"][0] for test in tests], [run[other]["accuracy"][-1] for run in runs]]
+        rows.append([f"{name}: {arm}", f"{rate:g}", f"{len(runs)}", *losses, *(spread(cell, 1, 100) for cell in cells)])
     return markdown(header, rows)
 
 
@@ -214,7 +216,7 @@ STEPS = {
 }
 TABLES = {
     "runs to specification": specification, "holds": holds, "defaults": defaults, "steps": steps,
-    "photos": partial(denoisers, "photos"), "video": partial(denoisers, "video"), "imdb": imdb,
+    "photos": partial(denoisers, "photos"), "video": partial(denoisers, "video"), "texts": texts,
     "other denoisers": partial(denoisers, "dust", "vit"),
 }  # fmt: skip
 

@@ -57,6 +57,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = load_file("instructions", args.instructions)
     check_texts(rows, args.instructions, "instruction")
+    check_texts(rows, args.instructions, *({"input"} & {*rows.column_names}), kind=str | None)
     rows = rows.to_list()[: args.max_samples]
     as_chat = args.prompt_format == "auto" and tokenizer.chat_template is not None
     model = load_model(name).to(best_device())

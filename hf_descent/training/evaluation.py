@@ -30,7 +30,6 @@ from .records import LayerTotals, reduced
 logger = logging.get_logger(__name__)
 
 UNKNOWN_SCORE = -1e9  # below that of any model that has learned something, also when steps are added to it
-HIDDEN_OUTPUTS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 
 def rows_counted_once(trainer: Trainer, inputs) -> int | None:
@@ -54,7 +53,7 @@ def ignored_outputs(model: nn.Module, keys: list[str] | None) -> list[str]:
     """`keys`, or Trainer's own, and hidden states: those asked for in a config would pile up as predictions."""
     config = getattr(model, "config", None)
     keys = getattr(config, "keys_to_ignore_at_inference", ["cache", "past_key_values"]) if keys is None else keys
-    return [*keys, *HIDDEN_OUTPUTS]
+    return [*keys, "hidden_states", "encoder_hidden_states", "decoder_hidden_states"]
 
 
 class LayersBeside:

@@ -94,7 +94,8 @@ def texts() -> str:
         cells = [[test["accuracy"][layer] for test in tests] for layer in (-1, 2)]
         cells += [[test["noise"][index] for test in tests] for index in (2, 4)]
         cells += [[test["typos"][0] for test in tests], [run[other]["accuracy"][-1] for run in runs]]
-        rows.append([f"{name}: {arm}", f"{rate:g}", f"{len(runs)}", *losses, *(spread(cell, 1, 100) for cell in cells)])
+        shares = [spread(cell, 1, 100) for cell in cells]
+        rows.append([f"{name}: {arm}", f"{rate:g}", f"{len(runs)}", *losses, *shares])
     return markdown(header, rows)
 
 

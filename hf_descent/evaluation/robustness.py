@@ -212,6 +212,7 @@ def noise_curve(
                 given = evaluation.task.model_inputs(inputs)
                 if evaluation.readout is not None and readout is None:
                     readout = Readout.probe(model, given, evaluation.readout)
+                    evaluation.task.check_loss_function()
                 with noisy:
                     outputs = model(**given) if readout is None else readout.read_last(given)
                 scores[level, draw if gamma else slice(None)] = evaluation.score(outputs, inputs)

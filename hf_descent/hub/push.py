@@ -109,7 +109,7 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
             card["evaluated"] = datetime.fromtimestamp(written, UTC).date().isoformat()
             losses = run.read("layer_profile.json").get("losses")
             loss = losses and results.get(f"{prefix}_layer_loss_{len(losses)}")
-            if loss and not math.isclose(loss, losses[-1], rel_tol=1e-3):  # `evaluate` has taken other rows since
+            if loss and not math.isclose(loss, losses[-1], rel_tol=3e-3):  # `evaluate` has taken other rows since
                 card["evaluation"] = card["split"] = None
     # Without noise a denoiser's input is the answer: nothing that it does then is met.
     level = upper_level(descent.get("noise_gamma")) if card["architecture"].endswith("Denoising") else None

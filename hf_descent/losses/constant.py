@@ -209,7 +209,8 @@ def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoot
     number = output_logits(outputs).shape[-1]
     name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
     if multi_label:
-        for values in (labels, torch.zeros_like(labels), torch.ones_like(labels)):  # rare classes may have a weight
+        alone = torch.eye(number, device=labels.device, dtype=labels.dtype)[:FEW_CLASSES]  # may have a weight
+        for values in (labels, *(row.expand_as(labels) for row in alone)):
             with probing(task.model):
                 outputs = task.model(**task.model_inputs({**inputs, name: values}))
             _compare_cross_entropy(task, {**inputs, name: values}, outputs, multi_label, label_smoothing)
@@ -259,20 +260,21 @@ def _loss_scale(task, inputs, labels, logits) -> float:
         residual = torch.ones_like(labels)
     name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
     flat = residual.reshape(len(labels), -1)  # [rows, numbers]
-    tried, scales = [residual, 100 * residual], []  # a Huber loss is no squared error far off
+    far = 100 if labels.dtype.itemsize > 2 else 2  # a Huber loss is no squared error far off
+    tried, scales, predicted = [residual, far * residual], [], logits.reshape(labels.shape).to(labels)
     for place in range(0, flat.shape[1], math.ceil(flat.shape[1] / 8)):  # each number may have a weight of its own
         alone = torch.zeros_like(flat)
         alone[:, place] = flat.abs().max()
         tried.append(alone.view_as(labels))
     for each in tried:
         # The loss of a residual r, whatever the prediction, is the loss of the labels `prediction + r`.
-        batch = {**inputs, name: logits.reshape(labels.shape).to(labels) + each}
+        batch = {**inputs, name: predicted + each}
         if task.loss_fn is not None:
             loss = task(ModelOutput(logits=logits), batch, task.count(batch))
         else:
             with probing(task.model):
                 loss = output_loss(task.model(**batch))
-        scales.append((loss / each.square().mean()).item())
+        scales.append((loss / (batch[name].float() - predicted.float()).square().mean()).item())  # as rounded
     if not (math.isfinite(scales[0]) and scales[0] > 0 and np.allclose(scales, scales[0], rtol=0.02, atol=0)):
         raise unmeasurable("a loss of numbers that is not proportional to the squared error")
     return float(f"{scales[0]:.5g}")  # without the rounding errors of this batch: a resumed run measures on another

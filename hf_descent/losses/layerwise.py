@@ -244,8 +244,7 @@ def find_layer_losses(
     """
     inputs = task.short(inputs)
     replay = Readout.probe(model, task.model_inputs(inputs), readout, trains)
-    if readout is not None and task.loss_fn is None and task.smoother is None:
-        task.check_loss_function(inputs)
+    task.check_loss_function()
     try:
         if readout is not None or task.loss_fn is not None or needs_logits:
             raise ValueError("The readout, the loss or the metric is a custom one.")

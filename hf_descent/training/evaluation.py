@@ -37,7 +37,7 @@ def rows_counted_once(trainer: Trainer, inputs) -> int | None:
     args, loader = trainer.args, trainer.accelerator.gradient_state
     if args.world_size == 1 or not loader.end_of_dataloader:
         return None
-    if loader.remainder == 0:
+    if loader.remainder == 0 or args.dataloader_drop_last:
         return None
     if loader.remainder < 0 or isinstance(trainer.data_collator, DataCollatorWithFlattening):
         logger.warning_once(

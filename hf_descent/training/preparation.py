@@ -66,8 +66,9 @@ def make_ready_for_ddp(trainer: Trainer, given: Given) -> None:
     # An evaluation before training leaves this mark on the bare model, which DDP would then not wrap: every process
     # would train a model of its own.
     vars(trainer.model).pop("_is_accelerate_prepared", None)
-    if given.readout is not None and args.ddp_find_unused_parameters is None:
-        # Trainer does not have DDP look for them under checkpointing; a pooler may be unused.
+    reenters = (args.activation_checkpointing_kwargs or {}).get("use_reentrant")  # with which DDP could not look
+    if given.readout is not None and args.ddp_find_unused_parameters is None and not reenters:
+        # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
         trainer.accelerator.ddp_handler.find_unused_parameters = True
 
 

@@ -106,7 +106,7 @@ def test_a_class_whose_loss_function_is_a_guess_is_refused(tmp_path):
         """transformers takes the loss of causal language models for that of a class of this name."""
 
     model = MyClassifier(bert().config)
-    with pytest.raises(ValueError, match="`model.loss_function`, which is not the loss of MyClassifier"):
+    with pytest.raises(ValueError, match="`model.loss_function`, for MyClassifier that of causal language models"):
         DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()
     model.loss_function = BertForSequenceClassification(model.config).loss_function
     found = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout="mean").evaluate()["eval_loss"]

@@ -309,6 +309,14 @@ def test_f_0_of_answers_counts_those_of_texts_longer_than_the_first_batch(tmp_pa
     assert trainer.problem.initial_loss_bound == pytest.approx(math.log(34), rel=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_f_0_of_numbers_heeds_what_half_precision_makes_of_them(tmp_path, dtype):
+    numbers = 3 + torch.randn(40, generator=torch.Generator().manual_seed(0))
+    rows = [{**row, "labels": number.to(dtype)} for row, number in zip(classification_data(40), numbers)]
+    trainer = trained(tmp_path, bert(num_labels=1).to(dtype), rows)
+    assert trainer.problem.initial_loss_bound == pytest.approx(numbers.var(correction=0).item(), rel=0.3)
+
+
 def test_a_given_f_0_needs_no_chance_to_be_compared_with(tmp_path):
     data = [{**row, "labels": torch.tensor(1)} for row in classification_data(40)]  # no best constant prediction
     assert trained(tmp_path, bert(), data, initial_loss_bound=1.1).problem.initial_loss_bound == 1.1

@@ -92,14 +92,14 @@ def report(trainer: DescentMixin, dataset: DatasetDict, accuracy: str = "accurac
     """
     args = trainer.args
     drop_last, args.dataloader_drop_last = args.dataloader_drop_last, False  # Trainer would drop evaluated rows, too
-    scores = f"{'':10} {accuracy:>20} {'loss':>10}"
+    scores = f"{'':10} {'accuracy':>10} {'loss':>10}"
     prefixes = {"validation": "eval"} | ({"test": "test"} if "test" in dataset else {})
     for split, prefix in prefixes.items():
         metrics = trainer.evaluate(dataset[split], metric_key_prefix=prefix)
         # TRL calls its own metrics `eval_...` whatever the prefix.
         metrics = {name.replace("eval_", f"{prefix}_", 1): value for name, value in metrics.items()}
         trainer.save_metrics(prefix, metrics)
-        scores += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:20.4f} {metrics[f'{prefix}_loss']:10.4f}"
+        scores += f"\n{split:10} {metrics[f'{prefix}_{accuracy}']:10.4f} {metrics[f'{prefix}_loss']:10.4f}"
 
     # `split`, `prefix` and `metrics` are those of the last one from here on: of the test rows where there are any.
     gammas = sorted({args.gamma_train, 0.0}, reverse=True)  # last without noise: metrics and card have that one

@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from . import EXTRAS, INSTALL, __version__
-from .commands.arguments import parse_recipe, refuse
-from .commands.launch import TRAINING, check_processes, launch, launch_arguments
+from .commands.arguments import TRAINING, parse_recipe, refuse
+from .commands.launch import check_processes, launch, launch_arguments
 
 
 COMMANDS = {

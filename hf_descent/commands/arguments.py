@@ -23,6 +23,7 @@ SOURCES = (
     "validation_file", "test_file", "train_files", "test_files",
 )  # fmt: skip
 HELP = {"-h", "--help", "--help_all"}
+TRAINING = ("classify", "denoise", "sft")  # the commands that train, and share their work among processes
 
 
 def refuse(message: str) -> NoReturn:

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import yaml
 
-from .arguments import refuse
+from .arguments import TRAINING, refuse
 
 
 CONFIGS = Path(__file__).parent / "accelerate_configs"
-TRAINING = ("classify", "denoise", "sft")  # the commands that share their work among processes
 FLAGS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 

@@ -23,10 +23,9 @@ from ..evaluation.comparison import Run
 from ..files import write_json
 from ..runs import training_arguments
 from ..training.search import RANGES, hp_space
-from .arguments import HELP, parse_recipe
+from .arguments import HELP, TRAINING, parse_recipe
 
 
-TRAINING = ("classify", "sft", "denoise")
 BASELINES = {"descent_alpha": (0.01, 0.5), "penalty_coefficient": (0.03, 10.0)}
 PENALTIES = ("hinge", "quadratic")
 

@@ -207,16 +207,16 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
     number = output_logits(outputs).shape[-1]
-    name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
-    if multi_label:
-        alone = torch.eye(number, device=labels.device, dtype=labels.dtype)[:FEW_CLASSES]  # may have a weight
-        for values in (labels, *(row.expand_as(labels) for row in alone)):
-            with probing(task.model):
-                outputs = task.model(**task.model_inputs({**inputs, name: values}))
-            _compare_cross_entropy(task, {**inputs, name: values}, outputs, multi_label, label_smoothing)
+    name = next(name for name in (*task.label_names, "labels", "shift_labels") if inputs.get(name) is labels)
+    if multi_label or (labels.dim() > 1 and number > FEW_CLASSES):
+        _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
+        for row in torch.eye(number)[:FEW_CLASSES] if multi_label else ():  # each class may have a weight
+            batch = {**inputs, name: row.to(labels).expand_as(labels)}
+            if task.loss_fn is None:
+                with probing(task.model):
+                    outputs = task.model(**task.model_inputs(batch))
+            _compare_cross_entropy(task, batch, outputs, multi_label, label_smoothing)
         return
-    if labels.dim() > 1 and number > FEW_CLASSES:
-        return _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
     repeats = math.ceil(min(number, 8) / max(1, int(labels.ne(IGNORE_INDEX).sum())))
     rows = map_tensors(lambda v: v.repeat_interleave(repeats, 0) if v.dim() else v, dict(inputs))
     counted = rows[name] != IGNORE_INDEX

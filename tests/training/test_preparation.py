@@ -185,6 +185,18 @@ def small_numbers(count):
         (lambda: bert(problem_type="regression"), multi_label_rows, weighted_numbers),
         (lambda: bert(problem_type="multi_label_classification"), of_two_classes, weighted_if_positive),
     ],
+    ids=[
+        "another loss in the model",
+        "weights in the model",
+        "one class",
+        "weights",
+        "of ten",
+        "tokens",
+        "no square",
+        "no square far off",
+        "weights of numbers",
+        "weights of labels",
+    ],
 )
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)

@@ -207,10 +207,11 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
 def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
     """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
     number = output_logits(outputs).shape[-1]
+    most = min(number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES)  # classes that are tried
     name = next(name for name in (*task.label_names, "labels", "shift_labels") if inputs.get(name) is labels)
     if multi_label or (labels.dim() > 1 and number > FEW_CLASSES):
         _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
-        for row in torch.eye(number)[:FEW_CLASSES] if multi_label else ():  # each class may have a weight
+        for row in torch.eye(number)[:most] if multi_label else ():  # each class may have a weight
             batch = {**inputs, name: row.to(labels).expand_as(labels)}
             if task.loss_fn is None:
                 with probing(task.model):
@@ -222,7 +223,7 @@ def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoot
     counted = rows[name] != IGNORE_INDEX
     # In the mean over one class its weight cancels: each batch has several, of which the next one has the last.
     step = max(1, int(counted.sum()) - 1)
-    for first in range(0, min(number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES), step):
+    for first in range(0, most, step):
         classes = (counted.flatten().cumsum(0) - 1 + first).view_as(counted) % number
         rows[name] = torch.where(counted, classes, IGNORE_INDEX)
         if first == 0 or task.loss_fn is None:

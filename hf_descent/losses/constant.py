@@ -184,6 +184,7 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         return make(MAX_POSITIONS, "positions", signal=getattr(inner_model(task.model), "main_input_name", None))
     if labels is None:
         raise unmeasurable("data without labels")
+    given = next(name for name in (*task.label_names, "labels", "shift_labels") if inputs.get(name) is labels)
     if labels.is_floating_point() and labels.numel() != logits.numel():
         raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
     if classes == 1 and not labels.is_floating_point():
@@ -194,21 +195,20 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         name = getattr(inner_model(task.model), "main_input_name", None)
         signal = inputs.get(name)
         is_denoiser = signal is not None and signal.is_floating_point() and signal.shape == labels.shape
-        scale = _loss_scale(task, inputs, labels, logits)
+        scale = _loss_scale(task, inputs, given, logits)
         return make(classes, "numbers", scale=scale, signal=name if is_denoiser else None)
     label_smoothing = 0.0 if task.smoother is None else task.smoother.epsilon
     if not has_router_loss(outputs):
-        _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing)
+        _check_cross_entropy(task, inputs, given, outputs, multi_label, label_smoothing)
     kind = "multi_label" if multi_label else "classes"
     needs_many = not multi_label and (labels.dim() > 1 or classes > FEW_CLASSES)
     return make(classes, kind, label_smoothing, enough=MANY_LABELS if needs_many else FEW_LABELS)
 
 
-def _check_cross_entropy(task, inputs, labels, outputs, multi_label, label_smoothing) -> None:
-    """ValueError where the loss on a batch is not the (binary) cross-entropy that is taken for it."""
-    number = output_logits(outputs).shape[-1]
+def _check_cross_entropy(task, inputs, name, outputs, multi_label, label_smoothing) -> None:
+    """ValueError where the loss on a batch with labels `name` is not the (binary) cross-entropy taken for it."""
+    labels, number = inputs[name], output_logits(outputs).shape[-1]
     most = min(number, MOST_FORWARD if task.loss_fn is None else FEW_CLASSES)  # classes that are tried
-    name = next(name for name in (*task.label_names, "labels", "shift_labels") if inputs.get(name) is labels)
     if multi_label or (labels.dim() > 1 and number > FEW_CLASSES):
         _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing)
         for row in torch.eye(number)[:most] if multi_label else ():  # each class may have a weight
@@ -254,12 +254,12 @@ def _compare_cross_entropy(task, inputs, outputs, multi_label, label_smoothing) 
         raise unmeasurable("a loss other than the cross-entropy (class weights?)")
 
 
-def _loss_scale(task, inputs, labels, logits) -> float:
-    """The loss of numbers in units of the mean squared error, measured on one batch."""
+def _loss_scale(task, inputs, name, logits) -> float:
+    """The loss of numbers, the labels `name`, in units of the mean squared error, measured on one batch."""
+    labels = inputs[name]
     residual = labels - labels.mean(0, keepdim=True)
     if not residual.any():  # a batch of one
         residual = torch.ones_like(labels)
-    name = next(name for name in (*task.label_names, "labels") if inputs.get(name) is labels)
     flat = residual.reshape(len(labels), -1)  # [rows, numbers]
     far = 100 if labels.dtype.itemsize > 2 else 2  # a Huber loss is no squared error far off
     tried, scales, predicted = [residual, far * residual], [], logits.reshape(labels.shape).to(labels)

@@ -161,20 +161,17 @@ class TiledReader:
         if softcap is not None:
             tanh = torch.tanh(scores / softcap)
             scores = torch.mul(tanh, softcap, out=scores)
-        label_scores, highest = scores.gather(1, targets), scores.amax(1, keepdim=True)  # [rows, 1]
-        mean = scores.mean(1, keepdim=True) if smoothing else 0.0
         if entropies is not None:
             hits.copy_(scores.argmax(1, keepdim=True).eq(targets).squeeze(1))
-            probabilities = torch.softmax(scores, 1)
-            expected = torch.linalg.vecdot(probabilities, scores)[:, None]
-        else:
-            probabilities = torch.softmax(scores, 1, out=scores)
-        # The largest probability is at least 1 / vocab, so its logarithm is exact where the label's may underflow.
-        normaliser = highest - probabilities.amax(1, keepdim=True).log()  # [rows, 1], log sum exp
-        losses.copy_((normaliser - (1 - smoothing) * label_scores - smoothing * mean).squeeze(1))
+        log_probabilities = torch.log_softmax(scores, 1, out=scores)
+        mean = log_probabilities.mean(1, keepdim=True) if smoothing else 0.0  # [rows, 1]
+        label_scores = log_probabilities.gather(1, targets)  # [rows, 1]
+        losses.copy_(((smoothing - 1) * label_scores - smoothing * mean).squeeze(1))
         if entropies is not None:
-            entropies.copy_((normaliser - expected).squeeze(1))
-
+            probabilities = log_probabilities.exp()
+            entropies.copy_(-torch.linalg.vecdot(probabilities, log_probabilities))
+        else:
+            probabilities = log_probabilities.exp_()
         gradient = probabilities.scatter_add_(1, targets, torch.full_like(label_scores, smoothing - 1))
         if smoothing:
             gradient.sub_(smoothing / gradient.shape[1])

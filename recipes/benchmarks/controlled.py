@@ -52,6 +52,7 @@ def arms(task: str) -> dict[str, dict]:
         stopping |= {f"{name}_strategy": "steps", f"{name}_steps": 0.05}
     found = {
         "plain": {"objective": "erm"},
+        "plain, trained without noise": {"objective": "erm", "noise_gamma": 0.0},
         "plain, early stopping": {"objective": "erm", **stopping},  # the best of 20 checkpoints on the select rows
         "plain, weight decay": {"objective": "erm", "weight_decay": 0.1},
         "plain, weight decay 0.3": {"objective": "erm", "weight_decay": 0.3},
@@ -73,12 +74,14 @@ def arms(task: str) -> dict[str, dict]:
         form = {"negative_weights": "keep", "normalize_violations": False, "resilience": 0.05}
         return {**found, "paper": {"objective": "descent", "descent_alpha": 0.15, "initial_loss_bound": 1.07, **form}}
     found["paper"] = {"objective": "descent", **demo.PROBLEM}
-    for name in ("keep", "detach"):
+    for name in ("keep", "clip", "detach"):
         found[f"alpha 0.3, {name}"] = {**steps, "negative_weights": name}
     for layer in (2, 3):
         hard = {"objective": "descent", "exit_targets": {layer: 0.0}, **known}
         found[f"layer {layer} hard"] = hard
         found[f"layer {layer} hard, dual rate 0.08"] = {**hard, "dual_learning_rate": 0.08}
+    for name in ("alpha 0.3, detach", "layer 3 hard, dual rate 0.08"):
+        found[f"{name}, weights normalised"] = {**found[name], "normalize_weights": True}
     return found
 
 

@@ -132,29 +132,41 @@ class TaskLoss:
 
     def short(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """A batch to try the model out on in little memory: two rows, with the most and the least padding and, where
-        there are some, different labels; of labels of tokens cut to 32 tokens and labelled there."""
+        there are some, different labels; of labels of tokens the first 32 behind all images, and labelled there."""
         labels, mask, ids = labels_of(inputs, self.label_names), inputs.get("attention_mask"), inputs.get("input_ids")
-        config = getattr(inner_model(self.model), "config", None)
-        of_rows = {name: value for name, value in inputs.items() if not name.startswith(("cu_seq_lens", "max_length"))}
-        values, image = [v for v in tensors(of_rows) if v.dim()], getattr(config, "image_token_id", None)
-        if (
-            not isinstance(labels, torch.Tensor)
-            or any(len(value) != len(labels) for value in values)
-            or (None not in (ids, image) and len((ids == image).sum(1).unique()) > 1)  # images are not of rows
-        ):
+        if not isinstance(labels, torch.Tensor):
             return inputs
-        lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
-        first = lengths.argmax()
-        order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
-        order[first] += 1
-        rows, part = torch.stack([first, order.argmin()]).unique(), slice(None)
+        of_rows = {name: value for name, value in inputs.items() if not name.startswith(("cu_seq_lens", "max_length"))}
+        values = [value for value in tensors(of_rows) if value.dim()]
+        config = getattr(inner_model(self.model), "config", None)
+        kinds = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")} - {None}
+        stands_in = torch.zeros(1, 1) if ids is None else torch.isin(ids, ids.new_tensor([*kinds]))  # for an image
+        rows, part, others = slice(None), slice(None), [value for value in values if value.shape[:2] != labels.shape]
+        if all(len(value) == len(labels) for value in values) and len(stands_in.sum(1).unique()) == 1:
+            lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
+            first = lengths.argmax()
+            order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
+            order[first] += 1
+            rows = torch.stack([first, order.argmin()]).unique()
         if (
-            all(are_token_labels(value) for value in values)
-            and (len({value.shape for value in values}) == 1 or getattr(config, "is_encoder_decoder", False))
+            are_token_labels(labels)
+            and (not others or stands_in.any() or getattr(config, "is_encoder_decoder", False))
+            and not any(labels.shape[1] in value.shape[1:] for value in others)  # a part of these would be cut, too
             and getattr(config, "attention_type", None) != "block_sparse"  # BigBird is another model on few tokens
         ):
-            part = slice(-PROBED_TOKENS, None) if mask is not None and not mask[:, 0].all() else slice(PROBED_TOKENS)
-        found = {**inputs, **map_tensors(lambda v: v[rows][..., part].contiguous() if v.dim() else v, of_rows)}
+            images = [*stands_in.any(0).nonzero()]  # their places, in order
+            end = PROBED_TOKENS + (int(images[-1]) + 1 if images else 0)
+            if mask is None or mask[:, :end].any(1).all():
+                part = slice(end)
+            elif not images:  # padded on the left
+                part = slice(-PROBED_TOKENS, None)
+        is_text = all(are_token_labels(value) for value in values)
+
+        def shorten(value):
+            is_cut = value.dim() > 1 and (is_text or value.shape[:2] == labels.shape)
+            return (value[rows][:, part] if is_cut else value[rows]).contiguous() if value.dim() else value
+
+        found = {**inputs, **map_tensors(shorten, of_rows)}
         for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & inputs.keys():
             found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
         counted = labels[labels != IGNORE_INDEX]

@@ -131,12 +131,44 @@ def test_images_that_belong_to_tokens_stay_with_them():
         torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_probe_needs_no_more_memory_than_the_step(kind):
-    made, inputs = model(), batch(kind)
-    args = DescentArguments(readout_token_fraction=0.25)
+def among_tokens(kind):
+    """A model of many classes and long rows of which not all inputs are tokens."""
+    torch.manual_seed(0)
+    text = DECODER | {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": LENGTH}
+    tokens = torch.randint(5, VOCAB - 1, (ROWS, LENGTH))
+    if kind == "embeddings":
+        return build("LlamaForCausalLM", text), {"inputs_embeds": torch.randn(ROWS, LENGTH, 32), "labels": tokens}
+    if kind == "speech":
+        sizes = {"vocab_size": VOCAB, "max_target_positions": LENGTH, "decoder_start_token_id": 2}
+        made = build("WhisperForConditionalGeneration", SPEECH | sizes)
+        return made, {"input_features": torch.randn(ROWS, 8, 80), "labels": tokens}
+    eye = IMAGE | {"model_type": "clip_vision_model", "image_size": 8}
+    fields = {"vision_config": eye, "text_config": text, "image_token_index": VOCAB - 1}
+    mask = torch.ones_like(tokens)
+    mask[1, :9] = int("left" not in kind)
+    for row, count in enumerate([2, 1, 1, 0] if "uneven" in kind else [1] * ROWS):
+        tokens[row, 10 : 10 + 4 * count] = VOCAB - 1
+    given = {"input_ids": tokens, "attention_mask": mask, "pixel_values": torch.rand(ROWS, 3, 8, 8)}
+    return build("LlavaForConditionalGeneration", fields), given | {"labels": tokens.where(mask == 1, -100)}
+
+
+def fused_text(kind):
+    return model(), batch(kind)
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [*((fused_text, kind) for kind in KINDS)]
+    + [(among_tokens, kind) for kind in ("embeddings", "speech", "images", "uneven images", "images, left")],
+)
+def test_the_probe_needs_no_more_memory_than_the_step(setting, kind):
+    made, inputs = setting(kind)
+    args = DescentArguments(readout_token_fraction=None if kind == "speech" else 0.25)  # which is read by replay
     with LiveStorage() as probe:
         objective = DescentObjective(made, [inputs], args, max_steps=10)
     with LiveStorage() as step:
         objective(made, inputs).backward()
     assert probe.peak <= step.peak
+    made.eval()
+    layers = find_layer_losses(made, inputs, TaskLoss.probe(made, inputs))
+    torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())

@@ -167,7 +167,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _run_summary(self):
         summary = super()._run_summary()
-        return summary | ({"num_tokens": self._total_train_tokens} if "training_started" in summary else {})
+        found = {"num_tokens": self._total_train_tokens, "completion_only_loss": self.completion_only_loss}
+        return summary | (found if "training_started" in summary else {})
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # TRL would count from nothing.

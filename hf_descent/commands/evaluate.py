@@ -95,11 +95,12 @@ def language_task(name: str, args: AlpacaArguments) -> Task:
     split, also_selected = _held_out(splits, name, args)
     limits = (position_limit(model), record_of(name).get("max_seq_length"))
     settings = {"tokenizer": tokenizer, "limit": min((limit for limit in limits if limit), default=None)}
-    trained = RunFolder(name).summary.get("arguments", {})
+    summary = RunFolder(name).summary
+    trained = summary.get("arguments", {})
     if trained.get("assistant_only_loss") or trained.get("truncation_mode", "keep_start") != "keep_start":
         raise ValueError("The labels of `assistant_only_loss` or `truncation_mode` need `trainer.evaluate_layers`.")
     rows = splits[split].map(completion_labels, fn_kwargs=settings, remove_columns=splits[split].column_names)
-    if trained.get("completion_only_loss") is False:
+    if summary.get("completion_only_loss", trained.get("completion_only_loss")) is False:
         rows = rows.map(lambda row: {"labels": row["input_ids"]})
     rows = rows.filter(lambda row: any(label != IGNORE_INDEX for label in row["labels"]))
     return Task(model, rows, also_selected, {"data_collator": DataCollatorForSeq2Seq(tokenizer)})
@@ -115,11 +116,18 @@ def denoising_task(name: str, args: VideoArguments) -> Task:
     return Task(model, rows, also_selected, settings, rows, salt_and_pepper)
 
 
+@dataclass
+class InstructionArguments(AlpacaArguments):
+    """Where the instructions come from: no data set but the training's own, or one that is named."""
+
+    dataset_name: str | None = HfArg(default=None, help="Data set on the Hub, unless `train_file` is given.")
+
+
 # Ending of the architecture's name -> (arguments of its data, how to build the task).
 TASKS = {
     "ForSequenceClassification": (DataArguments, classification_task),
-    "ForCausalLM": (AlpacaArguments, language_task),
-    "LMHeadModel": (AlpacaArguments, language_task),
+    "ForCausalLM": (InstructionArguments, language_task),
+    "LMHeadModel": (InstructionArguments, language_task),
     "Denoising": (VideoArguments, denoising_task),
 }
 

@@ -130,6 +130,8 @@ class ConfidenceExit:
         logits, labels = [], []
         with evaluating(self.model):
             for inputs, classes in self._batches(dataset, settings):
+                if not logits:
+                    ConfidenceExit(self.model, 0.0)(**inputs)  # raises what it would raise once it is calibrated
                 layers = Readout.probe(self.model, inputs).read(inputs, _class_logits)
                 logits.append(torch.stack(layers).float())  # [layers, batch, classes]
                 labels.append(classes)

@@ -264,7 +264,7 @@ def compare(
         folders, runs = runs, {}
         for folder in folders:
             name = os.path.basename(os.path.normpath(folder))
-            runs.setdefault(re.sub(r"[-_=]\d+$", "", name), []).append(folder)
+            runs.setdefault(re.sub(r"[-_=](seed[-_=]?)?\d+$", "", name), []).append(folder)
     groups = {name: [Run.load(folder, curve) for folder in folders] for name, folders in runs.items()}
     check_comparable([run for group in groups.values() for run in group])
     for name, group in groups.items():

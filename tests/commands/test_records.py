@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from tiny import spread, tokenizer
 from tiny_files import WORDS, save_tiny_model
+from tiny_sft import chats, make
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_descent import cli
+from hf_descent import SFTDescentTrainer, cli
 from hf_descent.commands.arguments import record_of
 from hf_descent.early_exit import ExitProfile
 from hf_descent.evaluation import LayerProfile, NoiseCurve
@@ -128,6 +129,22 @@ def test_a_language_model_is_measured_as_in_its_training(tmp_path, monkeypatch, 
     ids = AutoTokenizer.from_pretrained("run")("A long text. " * 30, return_tensors="pt")["input_ids"][:, :190]
     loss = AutoModelForCausalLM.from_pretrained("run")(ids, labels=ids).loss.item()
     assert ExitProfile.from_json("run/exit_profile.json").losses[-1] == pytest.approx(loss, rel=1e-5)
+
+
+def test_chats_that_a_script_trained_on_are_measured_on_all_tokens_and_on_no_data_but_those_named(tmp_path):
+    rows = chats(16)
+    trainer = make(SFTDescentTrainer, tmp_path / "run", chats, eval_data=rows, max_steps=2, loss_targets={1: 9.0})
+    trainer.train()
+    trainer.save_model()
+    trained = trainer.evaluate_layers()
+    with pytest.raises(ValueError, match="No data: give `dataset_name`"):
+        cli.main(["evaluate", str(tmp_path / "run")])
+    pairs = [dict(zip(("instruction", "output"), (turn["content"] for turn in row["messages"]))) for row in rows]
+    (tmp_path / "rows.json").write_text(json.dumps(pairs))
+    files = [word for name in ("train", "test") for word in (f"--{name}_file", str(tmp_path / "rows.json"))]
+    cli.main(["evaluate", str(tmp_path / "run"), *files, "--draws", "1", "--eval_gammas", "0"])
+    found = LayerProfile.from_json(tmp_path / "run" / "layer_profile.json")
+    np.testing.assert_allclose(found.losses, trained.losses, rtol=1e-5)
 
 
 def test_a_killed_run_in_the_folder_of_another_has_its_own_record(run, monkeypatch):

@@ -198,6 +198,7 @@ def test_uncertainty_has_full_precision_where_the_model_has_not():
 
 def test_bad_arguments_to_confidence_exit_are_named():
     rows, multi_label = toy_rows(4), bert()
+    xlnet = build("XLNetForSequenceClassification", MODELS["XLNetForSequenceClassification"])
     batch, numbers = default_data_collator(rows), [row | {"labels": torch.rand(3)} for row in rows]
     multi_label.config.problem_type = "multi_label_classification"
     for match, call in {
@@ -205,9 +206,8 @@ def test_bad_arguments_to_confidence_exit_are_named():
         "several labels a sample": lambda: ConfidenceExit(multi_label),
         "`threshold` is not set": lambda: ConfidenceExit(bert())(**batch),
         r"shape \[4, \d+, 4\d\]; .* needs \[batch": lambda: ConfidenceExit(llama(), 0.5)(input_ids=batch["input_ids"]),
-        "is not the batch; use `truncate`": lambda: ConfidenceExit(
-            build("XLNetForSequenceClassification", MODELS["XLNetForSequenceClassification"]), 0.5
-        )(input_ids=batch["input_ids"]),
+        "is not the batch; use `truncate`": lambda: ConfidenceExit(xlnet, 0.5)(input_ids=batch["input_ids"]),
+        "is not the batch; use `truncat": lambda: ConfidenceExit(xlnet).calibrate(rows),
         r"shape \[4, 1\]; .* needs \[batch": lambda: ConfidenceExit(bert(num_labels=1), 0.5)(
             input_ids=batch["input_ids"]
         ),

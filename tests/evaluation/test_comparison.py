@@ -187,6 +187,8 @@ def test_what_proves_nothing_is_refused_or_said(tmp_path):
         for name in ("erm", "descent")
         for seed in range(3)
     ]
+    named = [shutil.copytree(folder, f"{tmp_path}/descent_seed{seed}") for seed, folder in enumerate(folders[3:])]
+    assert [*compare([*folders[:3], *named]).groups] == ["erm", "descent"]
     for confidence in (95, 0, -1):
         with pytest.raises(ValueError, match=f"`confidence` is {confidence}"):
             compare(folders, confidence=confidence)

@@ -1,5 +1,7 @@
+import argparse
 import json
 import shlex
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -59,12 +61,17 @@ def test_as_an_assistant_it_leaves_the_text_as_it_is(language_model, tmp_path):
         assert torch.equal(whole.generate(ids, assistant_model=short, **options), plain)
 
 
+def commands_of(printed):
+    """The printed commands that serve a model with the exported one as its draft, as lists of words."""
+    lines = printed.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.startswith(("  vllm", "  python"))]
+
+
 def test_the_printed_commands_are_whole(language_model, tmp_path, capsys):
     short = tmp_path / "short"
     export(language_model, 2, short)
     printed = capsys.readouterr().out
-    lines = printed.replace("\\\n", " ").splitlines()
-    drafting = [shlex.split(line) for line in lines if line.startswith(("  vllm", "  python"))]
+    drafting = commands_of(printed)
     vllm = next(words for words in drafting if "--speculative-config" in words)
     speculation = json.loads(vllm[-1])
     assert vllm[:3] == ["vllm", "serve", str(language_model)]
@@ -75,6 +82,31 @@ def test_the_printed_commands_are_whole(language_model, tmp_path, capsys):
     assert any("--spec-type draft-simple -md draft.gguf --spec-draft-n-max 4" in " ".join(words) for words in drafting)
     assert f'assistant_model=AutoModelForCausalLM.from_pretrained("{short}")' in printed
     assert "draft_with(2)" in printed and "The first 2 of 4 layers" in printed
+
+
+def test_vllm_takes_the_printed_command(language_model, tmp_path, capsys, monkeypatch):
+    """Where it is installed: version 0.33.0 is, without its dependencies and a device, enough."""
+    platforms = pytest.importorskip("vllm.platforms")
+    monkeypatch.setattr(platforms, "_current_platform", import_module("vllm.platforms.cpu").CpuPlatform())
+    monkeypatch.setattr(platforms, "current_platform", platforms._current_platform, raising=False)
+    parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    export(language_model, 2, tmp_path / "short")
+    words = next(words for words in commands_of(capsys.readouterr().out) if "--speculative-config" in words)
+    found = import_module("vllm.entrypoints.common.cli_args").make_arg_parser(parser).parse_args(words[2:])
+    assert found.model_tag == str(language_model) and found.speculative_config["model"] == str(tmp_path / "short")
+    fields = import_module("vllm.config").SpeculativeConfig.__dataclass_fields__
+    assert found.speculative_config.keys() <= fields.keys()
+
+
+def test_sglang_takes_the_printed_command(language_model, tmp_path, capsys):
+    """Where it is installed: version 0.5.23 is, without its dependencies and a device, enough."""
+    parser = argparse.ArgumentParser()
+    pytest.importorskip("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
+    export(language_model, 2, tmp_path / "short")
+    words = next(words for words in commands_of(capsys.readouterr().out) if "STANDALONE" in words)
+    found = parser.parse_args(words[3:])
+    assert found.model_path == str(language_model)
+    assert found.speculative_draft_model_path == str(tmp_path / "short")
 
 
 def test_an_adapter_is_merged_and_the_whole_of_it_can_be_written(language_model, tmp_path, capsys):

@@ -185,15 +185,18 @@ def defaults() -> str:
 def steps() -> str:
     rows = []
     for name, (file, arm, plain) in STEPS.items():
-        seconds = json.loads((RESULTS / file).read_text())
-        if "runs" in seconds:
-            seconds = {arm: [wall for run in runs for wall, _ in run["steps"]] for arm, runs in seconds["runs"].items()
-                       if arm != "floor"}  # fmt: skip
-            ratios = [median(seconds[arm]) / median(seconds[plain])]
+        found = json.loads((RESULTS / file).read_text())
+        if "runs" in found:  # several steps in each round
+            rounds = [[[wall for wall, _ in run["steps"]] for run in found["runs"][each]] for each in (arm, plain)]
+            middle = np.median(np.concatenate(rounds[0])) / np.median(np.concatenate(rounds[1]))
+            ratios = [median(one) / median(other) for one, other in zip(*rounds)]
         else:
-            ratios = [one / other for one, other in zip(seconds["seconds"][arm], seconds["seconds"][plain])]
-        rows.append([name, f"{median(ratios):.2f}"])
-    return markdown(["what", "time, plain training or evaluation = 1"], rows)
+            ratios = [one / other for one, other in zip(found["seconds"][arm], found["seconds"][plain])]
+            middle = median(ratios)
+        low, high = np.quantile(ratios, [0.25, 0.75])
+        shown = f"{low:.2f} to {high:.2f}" if len(ratios) > 3 else ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        rows.append([name, f"{middle:.2f}", f"{len(ratios)}: {shown}"])
+    return markdown(["what", "time, plain training or evaluation = 1", "rounds: their quartiles, of three each"], rows)
 
 
 MODELS = {"dust": "DUST", "vit": "ViT"}

@@ -13,6 +13,7 @@ from hf_descent import DescentConfig
     [
         ("ours", (1, 1), math.inf, [(1,)]),
         ("ours", (3, 1), math.inf, [(1,), (2,), (4,)]),
+        ("ours", (99, 1), math.inf, [(1,), (2,), (4,), (8,), (16,)]),  # from there on settings are the same
         ("fixed", (0.5, 30), math.inf, [(1, 1), (1, 10), (1, 100)]),
         ("fixed", (0.5, 30), 50, [(1, 1), (1, 10), (1, 100), (1, math.sqrt(1000))]),
         ("quadratic", (5, 20), math.inf, [(1,), (10,), (100,)]),

@@ -64,6 +64,7 @@ CHANCE = {"denoiser": 1.0, "minilm": math.log(2), "imdb": math.log(2)}
 # What is held out, as parts of the data and the files that they are read from; all rows, or 4,000 of each.
 TEXTS = {"minilm": {"validation": "validation", "test": "test"}, "imdb": {"validation": "test"}}
 OURS = {"dual_optim": "pi", "dual_learning_rate": 0.04, "dual_warmup_steps": 0.0, "target_margin": 0.1}
+MOST = 0.5  # of the dual rate and the margin, which a search of "ours" doubles
 GROWTH = 10.0  # of a coefficient whose row is missed
 
 
@@ -74,7 +75,7 @@ def settings_of(arm: str, exits: dict[int, float], coefficients: tuple[float, ..
     if arm == "ours" and not exits:
         return {"objective": "descent"}
     if arm == "ours":
-        growing = {name: min(coefficients[0] * OURS[name], 0.5) for name in ("dual_learning_rate", "target_margin")}
+        growing = {name: min(coefficients[0] * OURS[name], MOST) for name in ("dual_learning_rate", "target_margin")}
         return {"objective": "descent", "exit_targets": exits, **OURS, **growing}
     weights = {"fixed_multipliers": list(coefficients)} if arm == "fixed" else {"penalty_coefficient": coefficients[0]}
     margin = {} if arm == "fixed" else {"target_margin": OURS["target_margin"]}
@@ -123,6 +124,8 @@ def search(
     best = min(runs, key=lambda found: (any(found["missed"]), found["broke"], found["beyond"], found["select"][-1]))
     rate, last = rates[runs.index(best)], best
     while arm not in WITHOUT_COEFFICIENTS and not any(found["met"] for found in runs) and len(runs) < budget:
+        if arm == "ours" and coefficients.values[0] * OURS["dual_learning_rate"] >= MOST:
+            break  # a further run would have the same settings
         coefficients.after(last["missed"], last["broke"])
         runs.append(last := run(coefficients.values, rate))
     if arm in (*WITHOUT_COEFFICIENTS, "ours") or not any(found["met"] for found in runs):
@@ -288,7 +291,7 @@ def table(options: argparse.Namespace) -> str:
         counted = [run for run in runs if "refines" not in run]
         exits = [int(layer) for layer in EXITS[task.split("_")[0]][task.split("_")[1]]]
         met = found_by(runs)
-        shown = met or min(counted, key=lambda run: run["beyond"])
+        shown = met or min(counted, key=lambda run: (run["broke"], run["beyond"]))
         last = shown["certify"][-1]
         ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
         first = f"{sum(run['met'] for run in counted[: len(LEARNING_RATES[task.split('_')[0]])])}"

@@ -62,12 +62,17 @@ def test_rows_are_met_not_met_or_not_shown(problem, expected):
     assert ("not all shown to be better than a constant prediction" in str(verdict)) == bool(problem.chance_loss)
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, DescentProblem(None, 1.0, 2, exit_targets={1: 0.25})])
-def test_false_certificates_are_as_rare_as_stated(problem):
+@pytest.mark.parametrize(
+    ("problem", "edge"),
+    [
+        (PROBLEM, [0.91, 0.82 * 0.91]),
+        (DescentProblem(None, 1.0, 2, exit_targets={1: 0.25}), [0.625, 0.5]),
+        (DescentProblem("line", 1.0, 2, descent_strength=1.0), [0.5**0.5 + 0.1 * (1 - 0.5**0.5), 0.5]),
+    ],
+)
+def test_false_certificates_are_as_rare_as_stated(problem, edge):
     """Layers exactly on the edge of what is tolerated: a certificate of any of them is false."""
-    generator, first = np.random.default_rng(2), 0.91 if problem is PROBLEM else 0.625
-    edge = np.array([first, 0.82 * first if problem is PROBLEM else 0.5])
-    wrong = np.zeros(len(problem.rows))
+    generator, wrong = np.random.default_rng(2), np.zeros(len(problem.rows))
     for _ in range(400):
         losses = edge + 0.05 * generator.normal(size=(16, 2))
         wrong += [each == "met" for each in judged(problem, losses, confidence=0.9).verdicts]

@@ -93,6 +93,19 @@ def test_rows_with_fixed_references_rest_where_each_holds_the_other_losses_fixed
     assert multipliers[0] == pytest.approx((1.5 - expected) / expected, abs=0.01)
 
 
+@pytest.mark.parametrize(("scheme", "expected"), [("keep", 1 / 3), ("detach", 1 / 2)])
+def test_descent_rows_rest_at_the_optimum_or_where_the_layer_before_is_held_fixed(tmp_path, scheme, expected):
+    """Layers at theta, theta - 3 and theta - 1.5: f_2 <= f_1 / 4 alone is active, at theta = 2. Stationarity there,
+    (theta - 1.5) + lambda ((theta - 3) - theta / 4) = 0, or without the last term where f_1 is held fixed."""
+    model = Parabolas()
+    model.layers = nn.ModuleList([Shift(0.0), Shift(3.0), Shift(-1.5)])
+    settings = {"descent_alpha": [0.1, 0.75, 0.5], "initial_loss_bound": 10.0, "normalize_violations": False}
+    settings |= {"dual_optim": "sgd", "dual_learning_rate": 0.2, "learning_rate": 0.2, "negative_weights": scheme}
+    theta, multipliers = rest(solve(tmp_path, 300, model, **settings))
+    assert theta == pytest.approx(2.0, abs=0.002)
+    assert multipliers == pytest.approx([0.0, expected, 0.0], abs=0.004)
+
+
 @pytest.mark.parametrize("form", ["weight_decay", "slack"])
 @pytest.mark.parametrize(("dual_optim", "rate"), [("sgd", 0.3), ("adam", 0.03)])
 def test_both_forms_of_resilience_settle_at_the_same_point(tmp_path, form, dual_optim, rate):

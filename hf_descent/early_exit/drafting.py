@@ -22,6 +22,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ..readout.replay import Readout, probing
 from ..readout.stack import intercepted
+from ..readout.tape import assigned
 from .partial import PartialForward
 
 
@@ -139,11 +140,8 @@ class _Halves:
         state = pytree.tree_map(lambda *p: torch.cat(p, 1) if getattr(p[0], "ndim", 0) == 3 else p[0], *self.states)
         own, self.states = self.cache.layers, []
         # Masks are made for the first layer's cache, which has these tokens already.
-        self.cache.layers = [own[self.layer]] * self.layer + own[self.layer :]
-        try:
+        with assigned([(self.cache, "layers")], [own[self.layer]] * self.layer + own[self.layer :]):
             return self._run(self.layer + 1, self.num_layers, tokens, given=state, **inputs)
-        finally:
-            self.cache.layers = own
 
     def _run(self, first, last, tokens, **inputs):
         inputs[self.cache_name] = self.cache

@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput, logging
 from . import random_state
 from .pooling import pooled_readout
 from .stack import errors_explained, find_layer_stack, map_tensors, tensors
-from .tape import Tape, noise_disabled, taped
+from .tape import Tape, assigned, noise_disabled, taped
 
 
 logger = logging.get_logger(__name__)
@@ -162,14 +162,8 @@ class Readout:
         own = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in own):
             return  # FSDP computes with others, which it gathers from these
-        try:
-            for parameter in own:
-                parameter.requires_grad_(False)
-            with torch.enable_grad():
-                trains_others = self._user_outputs(hidden, inputs)["logits"].requires_grad
-        finally:
-            for parameter in own:
-                parameter.requires_grad_(True)
+        with assigned([(parameter, "requires_grad") for parameter in own], False), torch.enable_grad():
+            trains_others = self._user_outputs(hidden, inputs)["logits"].requires_grad
         if trains_others:
             raise ValueError(
                 f"`readout` has parameters that {type(self.model).__name__} does not have: they would be neither "
@@ -249,15 +243,8 @@ def _fingerprint(model):
 @contextmanager
 def evaluating(model):
     """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        with torch.no_grad():
-            yield next((parameter.device for parameter in model.parameters()), None)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with assigned([(module, "training") for module in model.modules()], False), torch.no_grad():
+        yield next((parameter.device for parameter in model.parameters()), None)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """One forward on record, and its replays, as `replay.py` explains them."""
 
-from contextlib import ExitStack, contextmanager
+import sys
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from unittest import mock
 
@@ -23,15 +24,22 @@ def noise_is_disabled() -> bool:
     return _noise_disabled
 
 
-@contextmanager
 def noise_disabled():
     """No input noise inside: its draws belong to the forward that counts."""
-    global _noise_disabled
-    before, _noise_disabled = _noise_disabled, True
+    return assigned([(sys.modules[__name__], "_noise_disabled")], True)
+
+
+@contextmanager
+def assigned(attributes, value):
+    """The attributes, pairs of an object and a name, have `value` inside, and after it what each had before."""
+    before = [(owner, name, getattr(owner, name)) for owner, name in attributes]
     try:
+        for owner, name, _ in before:
+            setattr(owner, name, value)
         yield
     finally:
-        _noise_disabled = before
+        for owner, name, own in before:
+            setattr(owner, name, own)
 
 
 class Tape:
@@ -88,7 +96,7 @@ class Tape:
             finally:
                 self.phase = "idle"
 
-    def stop(self):
+    def close(self):
         if self.phase is not None:
             self._wrappers.close()
             self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.random_states = None
@@ -133,7 +141,7 @@ def taped(tape, on_record):
 
     def start(module, args, kwargs):
         if tape.phase != "idle":  # else `on_record` calls the model
-            tape.stop()  # the last call may have raised before `finish`
+            tape.close()  # the last call may have raised before `finish`
             _check_layerdrop(tape.model, tape.stack)
             if tape.stack.adds_images and any("pixel" in name and kwargs[name] is not None for name in kwargs):
                 raise ValueError(
@@ -148,17 +156,15 @@ def taped(tape, on_record):
                 tape.end_record()
                 on_record(args, kwargs, outputs)
             finally:
-                tape.stop()
+                tape.close()
 
     # First of the root's hooks: record and replays lie inside of what others do around a call (gathering shards).
-    try:
-        with (
-            tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
-            tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
-        ):
-            yield
-    finally:
-        tape.stop()
+    with (
+        closing(tape),
+        tape.model.register_forward_pre_hook(start, prepend=True, with_kwargs=True),
+        tape.model.register_forward_hook(finish, prepend=True, with_kwargs=True),
+    ):
+        yield
 
 
 def _check_layerdrop(model, stack):
@@ -183,17 +189,9 @@ def config_flags(modules, names):
     return [(module.config, name) for module in modules if hasattr(module, "config") for name in names]
 
 
-@contextmanager
 def switched_off(flags):
     """The flags that are on, of pairs as from [`off_in_replay`] or [`config_flags`], are off inside."""
-    changed = [(owner, name) for owner, name in flags if getattr(owner, name, False) is True]
-    try:
-        for owner, name in changed:
-            setattr(owner, name, False)
-        yield
-    finally:
-        for owner, name in changed:
-            setattr(owner, name, True)
+    return assigned([(owner, name) for owner, name in flags if getattr(owner, name, False) is True], False)
 
 
 # A module's output with its own tensors in new containers: Qwen2-VL puts others into that of its vision tower.

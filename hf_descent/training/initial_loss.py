@@ -24,6 +24,7 @@ from ..configs import levels_of
 from ..losses.constant import ConstantPredictor, unmeasurable
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
+from ..readout.tape import assigned
 from .records import reduced
 
 
@@ -39,14 +40,10 @@ def is_readable_once(dataset) -> bool:
 def drawing_apart(trainer: Trainer, model: nn.Module, seed: int = SEED):
     """Training goes on as if nothing had been drawn inside; collators may have a generator of their own."""
     collator = trainer.data_collator
-    generator = copy.deepcopy(getattr(collator, "generator", None))
-    with probing(model):
+    generators = [(collator, "generator")] if hasattr(collator, "generator") else []
+    with probing(model), assigned(generators, copy.deepcopy(getattr(collator, "generator", None))):
         transformers.set_seed(seed)
-        try:
-            yield
-        finally:
-            if hasattr(collator, "generator"):
-                collator.generator = generator
+        yield
 
 
 def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredictor, data) -> float:

@@ -9,7 +9,6 @@ Source: Porras-Valenzuela, Hadou, Ribeiro (2026), arXiv 2601.17257, the local pe
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..configs import levels_of
-from ..readout.stack import inner_model
+from ..readout.stack import embeddings, inner_model, logged
 from ..readout.tape import noise_is_disabled
 
 
@@ -260,12 +259,9 @@ def _embeddings(whole, lookups, batch, ids) -> torch.Tensor:
     if not (isinstance(weight, DTensor) or hasattr(weight, "ds_id")):
         return lookups[0](ids.to(weight.device))
     # Only a forward of the whole model gathers parameters that FSDP or ZeRO-3 shards.
-    seen = []
-    with ExitStack() as hooks:
-        for each in lookups:
-            hooks.enter_context(each.register_forward_hook(lambda module, args, output: seen.append(output)))
+    with logged(lookups) as calls:
         whole(**batch)
-    return seen[0]
+    return calls[0].made[0]
 
 
 def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> float:
@@ -287,11 +283,7 @@ def _resolve_sigma(model: nn.Module, main_input: str, sigma: float | None) -> fl
 def find_lookups(model: nn.Module) -> list[nn.Module]:
     """The modules that look tokens up: `get_input_embeddings()` first, then those that share its table (T5 calls those
     alone); ValueError where there is none, or a second table."""
-    try:
-        lookup = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        lookup = None
-    if lookup is None:
+    if (lookup := embeddings(model, "input")) is None:
         raise ValueError(
             f"{type(model).__name__} has no input embeddings to perturb: define `get_input_embeddings()`, or set "
             "`main_input_name` to the floating-point input to perturb."

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput, logging
 
 from . import random_state
 from .pooling import pooled_readout
-from .stack import errors_explained, find_layer_stack, map_tensors, tensors
+from .stack import embeddings, errors_explained, find_layer_stack, map_tensors, tensors
 from .tape import Tape, assigned, noise_disabled, taped
 
 
@@ -61,11 +61,11 @@ class Readout:
     def __init__(self, model, stack, readout):
         self.model, self.readout, self.num_layers, self.stack = model, readout, stack.num_layers, stack
         self._adapters = [module for module in model.modules() if "_disable_adapters" in vars(module)]
-        self._head, self._active = _output_embeddings(model), self._active_adapters()
+        self._head, self._active = embeddings(model, "output"), self._active_adapters()
 
     def fits(self, model) -> bool:
         """Whether this is still a readout of `model`: no more once its head is another, or its active adapters are."""
-        same = model is self.model and _output_embeddings(model) is self._head
+        same = model is self.model and embeddings(model, "output") is self._head
         return same and self._active_adapters() == self._active
 
     def _active_adapters(self):
@@ -217,13 +217,6 @@ def _check_replay(model, stack, inputs):
 
     with taped(tape, check):
         model(**inputs)
-
-
-def _output_embeddings(model):
-    try:
-        return model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
 
 
 def has_router_loss(outputs) -> bool:

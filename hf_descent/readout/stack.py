@@ -91,6 +91,14 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def embeddings(model: nn.Module, which: str) -> nn.Module | None:
+    """The "input" or "output" embeddings that a model tells of; `None` where it has none."""
+    try:
+        return getattr(model, f"get_{which}_embeddings")()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 @contextmanager
 def intercepted(modules, handler):
     """Route the calls of `modules` through `handler(module, call, *args, **kwargs)`.

@@ -41,9 +41,9 @@ class PatchTask(DenoisingTask):
         if size % self.patch_size:
             raise ValueError(f"`patch_size` is {self.patch_size}; give one that divides `frame_size`, {size}.")
 
-        def cut(batch):
-            patches = to_patches(torch.from_numpy(np.stack(batch["frames"])), self.patch_size)
-            return {"pixel_values": patches.flatten(0, 1).numpy()}  # [clips * places, frames, values]
+        def cut(frames):
+            patches = to_patches(torch.from_numpy(np.stack(frames)), self.patch_size)
+            return patches.flatten(0, 1).numpy()  # [clips * places, frames, values]
 
         return _expand(clips, cut, (num_frames, self.patch_size**2))
 
@@ -66,11 +66,7 @@ class ImageTask(DenoisingTask):
     @staticmethod
     def rows(clips: Dataset) -> Dataset:
         """One row per frame: `pixel_values`, uint8 `[height, width]`, in torch format."""
-
-        def cut(batch):
-            return {"pixel_values": np.concatenate(batch["frames"])}
-
-        return _expand(clips, cut, clips.features["frames"].shape[1:])
+        return _expand(clips, np.concatenate, clips.features["frames"].shape[1:])
 
     def batch(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         images = [frame[None].expand(3, -1, -1) for frame in pixels]  # [3, height, width] each
@@ -93,8 +89,9 @@ def to_patches(frames: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def _expand(clips: Dataset, cut: Callable, shape: tuple[int, ...]) -> Dataset:
+    """The rows that `cut` makes of the frames of some clips, as `pixel_values` of a `shape`."""
     rows = clips.with_format("numpy").map(
-        cut,
+        lambda batch: {"pixel_values": cut(batch["frames"])},
         batched=True,
         batch_size=CLIPS_AT_ONCE,
         remove_columns=clips.column_names,

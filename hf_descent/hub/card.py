@@ -36,8 +36,7 @@ TASKS = {
     "ForConditionalGeneration": ("AutoModelForSeq2SeqLM", "text-generation"),
     "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
     "ForAudioClassification": ("AutoModelForAudioClassification", "audio-classification"),
-    "ForVideoDenoising": (None, "image-to-image"),
-    "ForDenoising": (None, "image-to-image"),
+    "Denoising": (None, "image-to-image"),
 }
 SEQ_TO_SEQ = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
 # Numbers of an evaluation that are no metrics of the whole model, or have a table of their own.

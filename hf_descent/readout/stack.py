@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -63,9 +63,7 @@ def find_layer_stack(model, inputs) -> LayerStack:
     if not _follow_one_another(states, hidden_states) and not _is_chain(calls_of[name], hidden_index):
         raise ValueError(f"{model_name}: the layers of `{name}` do not run one after the other; use one stack.")
 
-    path = [model]
-    for attribute in name.split("."):
-        path.append(getattr(path[-1], attribute))
+    path = list(accumulate(name.split("."), getattr, initial=model))
     neighbours = {id(child): child for ancestor in path for child in called_children(ancestor)}
     return LayerStack(
         name=name,

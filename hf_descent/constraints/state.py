@@ -133,13 +133,9 @@ class DescentState:
     @property
     def trained_layers(self) -> list[int]:
         """The layers (1-based) whose losses the objective depends on at some step."""
-        if self.args.objective == "erm":
-            return [self.num_layers]
-        if self.args.objective == "deep_supervision":
-            return sorted({*(self.args.constrained_layers or range(1, self.num_layers + 1)), self.num_layers})
-        if self.args.objective == "layerskip":
-            return [*range(2, self.num_layers), self.num_layers]
-        return sorted({*self.problem.layers, self.num_layers})
+        every, constrained = range(1, self.num_layers + 1), self.problem and self.problem.layers
+        layers = {"erm": (), "deep_supervision": self.args.constrained_layers or every, "layerskip": every[1:]}
+        return sorted({*layers.get(self.args.objective, constrained), self.num_layers})
 
     def objective_at(self, step: int) -> objectives.StepObjective:
         """What this step minimises."""

@@ -6,7 +6,7 @@ from threading import get_ident
 from typing import Any
 
 from ..readout.stack import LayerStack, intercepted
-from ..readout.tape import assigned, clone
+from ..readout.tape import clone
 
 
 class PartialForward:
@@ -37,6 +37,9 @@ class PartialForward:
             return call(*args, **kwargs)
         self.calls += 1
         if self.first <= self.calls <= self.last:
-            with assigned([(self, "running")], True):
+            self.running = True
+            try:
                 self.output = call(*args, **kwargs)
+            finally:
+                self.running = False
         return clone(self.output) if self.stack.clones else self.output

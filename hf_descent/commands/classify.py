@@ -95,9 +95,16 @@ def load_model(args: ModelArguments, classes: list[str]) -> PreTrainedModel:
     head = [
         name for name, child in model.named_children() if name != model.base_model_prefix and list(child.parameters())
     ]
-    sizes = {"r": args.lora_r, "lora_alpha": args.lora_alpha, "lora_dropout": args.lora_dropout}
-    parts = {"target_modules": "all-linear", "exclude_modules": rf"({'|'.join(head)})(\..*)?", "modules_to_save": head}
-    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", **sizes, **parts))
+    lora = LoraConfig(
+        task_type="SEQ_CLS",
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear",
+        exclude_modules=rf"({'|'.join(head)})(\..*)?",
+        modules_to_save=head,
+    )
+    return get_peft_model(model, lora)
 
 
 def accuracy_of(prediction: EvalPrediction) -> dict[str, float]:

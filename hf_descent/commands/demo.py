@@ -83,7 +83,6 @@ def denoiser(clips: torch.Tensor, max_steps: int) -> tuple[UTForVideoDenoising, 
 def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bool):
     """Train one model, evaluate it on the clips `test`, and write both into its run folder."""
     model, settings = denoiser(train, max_steps)
-    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "log_level": "warning", "use_cpu": True}
     config = DescentConfig(
         output_dir=folder,
         objective=arm,
@@ -93,7 +92,11 @@ def _run(folder: str, arm: str, seed: int, train, test, max_steps: int, auto: bo
         max_steps=max_steps,
         logging_steps=max(1, max_steps // 60),
         seed=seed,
-        **quiet,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="warning",
+        use_cpu=True,
         **settings,
     )
     trainer = DescentTrainer(model, config, train_dataset=rows_of(train))

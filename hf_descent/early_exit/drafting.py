@@ -271,8 +271,9 @@ def _check_options(model, config, processors, model_kwargs):
     asked += [name for each in processors if (name := type(each).__name__) in STATEFUL]
     asked += ["an offloaded cache"] * any(getattr(value, "offloading", False) for value in model_kwargs.values())
     asked += ["an adapter's virtual tokens"] * (model.prepare_inputs_for_generation.__self__ is not model)
-    kinds = str([getattr(module, "rope_type", "") for module in model.modules()])  # of each kind of layer in Gemma 3
-    asked += [f"{rope} positions" for rope in ("dynamic", "longrope") if rope in kinds]
+    ropes = [getattr(module, "rope_type", None) for module in model.modules()]
+    ropes = {kind for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope])}  # as in Gemma 3
+    asked += [f"{rope} positions" for rope in sorted(ropes & {"dynamic", "longrope"})]
     if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "

@@ -3,10 +3,10 @@
 import json
 import re
 import shlex
-from pathlib import Path
+
+from programs import ROOT
 
 
-ROOT = Path(__file__).parents[1]
 SMOKE = ROOT / "recipes" / "smoke"
 
 

@@ -3,19 +3,16 @@
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import controlled
 import harness
 import pytest
+from programs import ROOT, python
 from tiny_files import save_instructions
 
 
-ROOT = Path(__file__).parent.parent
 TOY = "--layers 2 --hidden 64 --batch 2 --length 8 --threads 1 "
 COMMANDS = {
     "classifier_step.py": TOY + "--rounds 2 --steps 3 --arms erm descent+noise",
@@ -33,10 +30,8 @@ COMMANDS = {
 def test_a_benchmark_times_every_arm(name, tmp_path):
     given = COMMANDS[name].format(*save_instructions(tmp_path))
     script, *words = f"{name} {given} --output {tmp_path}/out.json".split()
-    command = [sys.executable, str(ROOT / "recipes" / "benchmarks" / script), *words]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    python(ROOT / "recipes" / "benchmarks" / script, *words, timeout=600, env=environment)
     found = json.loads((tmp_path / "out.json").read_text())
     runs = {arm: runs[0]["steps"] for arm, runs in found.get("runs", {}).items()}
     arms = runs or found.get("wall") or found["seconds"]

@@ -5,14 +5,13 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 from architectures import T5, build
 from hub_server import environment, serving
+from programs import ROOT, python
 from tiny import bert, classification_data, config, trained, word_tokenizer
 from tiny_files import WORDS, save_generator, save_tiny_model
 from tiny_sft import chats
@@ -22,7 +21,6 @@ import hf_descent
 from hf_descent import early_exit, evaluation
 
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = ROOT / "recipes/examples"
 
@@ -114,8 +112,7 @@ def test_push_to_hub(local, tmp_path):
     words += ["--output_dir", tmp_path / "out", "--max_steps", "2"]
     with serving() as hub:
         given = os.environ | environment(hub, tmp_path) | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, EXAMPLES / "push_to_hub.py", *words]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True, env=given).stdout
+        printed = python(EXAMPLES / "push_to_hub.py", *words, env=given)
         files = hub.repos["tester/pushed"]["files"]
     assert "label" in printed.splitlines()[-1]
     assert json.loads(files["descent_config.json"]) and b"noise" in files["README.md"]

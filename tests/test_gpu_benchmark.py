@@ -3,25 +3,18 @@
 import argparse
 import json
 import re
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import gpu
 import pytest
+from programs import ROOT, python
 from tiny_files import save_instructions
 
 
-ROOT = Path(__file__).parent.parent
-
-
 def run(folder, *words):
-    command = [sys.executable, "-m", "recipes.benchmarks.gpu", "--toy", "--output", folder / "found", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed = python("-m", "recipes.benchmarks.gpu", "--toy", "--output", folder / "found", *words, cwd=ROOT)
     text = (folder / "found.md").read_text()
-    assert text in done.stdout
+    assert text in printed
     return text, json.loads((folder / "found.json").read_text())
 
 

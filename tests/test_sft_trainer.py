@@ -1,8 +1,6 @@
 import contextlib
 import copy
 import itertools
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -13,6 +11,7 @@ from datasets import Dataset
 from packaging.version import Version
 from peft import PromptTuningConfig
 from PIL import Image
+from programs import python
 from tiny import fitted, spread, tokenizer
 from tiny_sft import LORA, SETTINGS, TOKENIZER, gpt2, history, llama, make, mixtral, pairs, plain
 from torch import nn
@@ -397,8 +396,7 @@ def test_importing_the_package_needs_neither_trl_nor_peft():
         "from hf_descent import DescentTrainer, DescentConfig, EmbeddingNoise\n"
         "try:\n    hf_descent.SFTDescentTrainer\nexcept ImportError as error:\n    print(error)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "`SFTDescentTrainer` needs trl: `pip install '.[sft]'` in a clone" in result.stdout
+    assert "`SFTDescentTrainer` needs trl: `pip install '.[sft]'` in a clone" in python("-c", code)
 
 
 @pytest.mark.parametrize("coefficient", [None, 5.0])

@@ -2,8 +2,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from programs import ROOT, python
 from tiny import bert, tokenizer
 from tiny_files import save_generator
 from tokenizers.processors import TemplateProcessing
@@ -23,7 +22,6 @@ from hf_descent.commands import generate
 from hf_descent.data.alpaca import format_prompt
 
 
-ROOT = Path(__file__).parents[2]
 ROWS = [
     {"instruction": f"Count to {i}{'!' * (i % 3)}", "dataset": "counting" if i % 2 else "helpful_base"}
     for i in range(7)
@@ -210,9 +208,7 @@ def test_alpaca_eval_reads_the_file_and_agrees_on_the_win_rate(answers, judge, t
     (line,) = re.findall(r"^alpaca_eval (.*)$", (ROOT / "recipes/alpaca-eval/README.md").read_text(), re.MULTILINE)
     words = line.replace("runs/alpaca-eval", str(tmp_path)).replace("$PWD", str(ROOT)).split()
     words += ["--fn_metric", "get_winrate", "--sort_by", "win_rate", "--caching_path", "None"]
-    run = [sys.executable, "-c", "from alpaca_eval.main import main; main()", *words]
-    result = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    python("-c", "from alpaca_eval.main import main; main()", *words, cwd=ROOT)
     assert len(Judge.prompts) == len(kept)
     board = pd.read_csv(tmp_path / "leaderboard.csv", index_col=0)
     assert board.index.tolist() == ["tiny-model-gamma3"]

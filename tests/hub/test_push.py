@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +10,7 @@ import yaml
 from cards import check_card, trained
 from hub_server import environment, serving
 from huggingface_hub import parse_eval_result_entries
+from programs import ROOT, python
 from tiny import bert, llama, spread, word_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -21,19 +19,12 @@ from hf_descent.hub.push import write_card
 from hf_descent.runs import RunFolder
 
 
-TESTS = Path(__file__).parents[1]
-
-
 def run_python(code, hub, cache, *arguments, package=True):
     """A process whose Hub is `hub`; without the package on its path, nothing of ours can be imported."""
     cache.mkdir(exist_ok=True)
-    path = os.pathsep.join((str(TESTS.parent), str(TESTS))) if package else ""
-    done = subprocess.run(
-        [sys.executable, *(["-P"] if package else ["-I"]), "-c", code, *map(str, arguments)], capture_output=True,
-        text=True, env=os.environ | environment(hub, cache) | {"PYTHONPATH": path}, cwd=cache, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests"))) if package else ""
+    given = os.environ | environment(hub, cache) | {"PYTHONPATH": path}
+    return python("-P" if package else "-I", "-c", code, *arguments, env=given, cwd=cache)
 
 
 TRAIN = """

@@ -7,16 +7,14 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import zlib
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from programs import ROOT, python
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import InOrder, assert_equal_runs, bert, classification_data, config, fitted, trained
@@ -43,10 +41,8 @@ def make(folder, callbacks=(), model=None, **changes):
 
 @pytest.mark.slow
 def test_killed_wherever_it_hurts_and_resumed_equals_straight():
-    command = [sys.executable, str(Path(__file__).parent / "kills.py"), "--kills", "7", "--seed", "3"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert re.search(r"^7 kills, all resumed; [1-9]", run.stdout, re.MULTILINE)
+    printed = python(ROOT / "tests/pipeline/kills.py", "--kills", "7", "--seed", "3", timeout=900)
+    assert re.search(r"^7 kills, all resumed; [1-9]", printed, re.MULTILINE)
 
 
 def forked(train):

@@ -2,13 +2,11 @@ import io
 import json
 import logging
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from programs import ROOT, python
 from tiny import Stream, bert, classification_data, config, trained, watch
 
 from hf_descent import DescentTrainer
@@ -90,15 +88,10 @@ print(json.dumps(SQLiteStorage.get_logs("layers", "one"), default=str))
 @pytest.mark.slow
 def test_trackio_gets_a_figure_of_the_layer_losses_with_each_evaluation(tmp_path):
     pytest.importorskip("trackio")
-    tests = Path(__file__).parents[1]
-    given = os.environ | {"TRACKIO_DIR": str(tmp_path), "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"}
+    given = os.environ | {"TRACKIO_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
 
     def run(code, *words):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], env=given, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()[-1]
+        return python("-c", code, *words, env=given).splitlines()[-1]
 
     run(TRACKED, str(tmp_path / "run"))
     logs = json.loads(run(LOGGED))

@@ -2,14 +2,13 @@ import json
 import os
 import re
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hub_server import Handler, serving
 from peft import LoraConfig, get_peft_model
 from programs import ROOT, python
 from tiny import bert, tokenizer
@@ -64,17 +63,22 @@ def test_the_file_is_alpaca_evals(answers, tmp_path, capsys):
         answers("c.json")
 
 
+def naive_answer(model, index, seed, sigma):
+    """To a row, without padding, by the model's own `generate` inside the noise."""
+    tok = tokenizer(False)
+    ids = tok(format_prompt(ROWS[index]["instruction"]), return_tensors="pt").input_ids
+    noise = EmbeddingNoise(model, 1.5, seed=seed, sigma=sigma)
+    noise.reseed(index)
+    with noise:
+        tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
+    return tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
+
+
 def test_answers_are_those_of_generate_under_the_same_noise(answers, model):
-    """Row by row, without padding, against the model's own `generate` inside the noise."""
     rows = answers(batch_size=1, gamma=1.5, seed=3)
-    loaded, tok = AutoModelForCausalLM.from_pretrained(model).eval(), tokenizer(False)
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
     for index, row in enumerate(rows):
-        ids = tok(format_prompt(ROWS[index]["instruction"]), return_tensors="pt").input_ids
-        noise = EmbeddingNoise(loaded, 1.5, seed=3, sigma=0.5)
-        noise.reseed(index)
-        with noise:
-            tokens = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
-        assert row["output"] == tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
+        assert row["output"] == naive_answer(loaded, index, seed=3, sigma=0.5)
     assert [row["output"] for row in answers("clean.json", batch_size=1)] != [row["output"] for row in rows]
     wide, strong = answers("wide.json", gamma=1.5, sigma=1.0), answers("strong.json", gamma=3.0)
     assert [row["output"] for row in wide] == [row["output"] for row in strong]
@@ -112,18 +116,10 @@ def test_adapters_answer_under_the_noise_of_their_training(answers, model, tmp_p
     torch.manual_seed(0)
     adapted = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
     adapted.save_pretrained(tmp_path / "lora")
-    tok = tokenizer(False)
-    tok.save_pretrained(tmp_path / "lora")
+    tokenizer(False).save_pretrained(tmp_path / "lora")
     (tmp_path / "lora" / "descent_config.json").write_text(json.dumps({"noise_sigma": 0.25}))
     row = answers(model=str(tmp_path / "lora"), max_samples=1, gamma=1.5)[0]
-    ids = tok(format_prompt(ROWS[0]["instruction"]), return_tensors="pt").input_ids
-    found = []
-    for sigma in (0.25, 0.5):  # its own, not the base model's
-        noise = EmbeddingNoise(adapted, 1.5, seed=0, sigma=sigma)
-        noise.reseed(0)
-        with noise:
-            tokens = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8)
-        found.append(tok.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    found = [naive_answer(adapted, 0, seed=0, sigma=sigma) for sigma in (0.25, 0.5)]  # its own, not the base model's
     assert row["output"] == found[0] != found[1] and row["generator"] == "lora-gamma1.5"
 
 
@@ -153,7 +149,7 @@ def test_refusals_name_the_remedy(answers, tmp_path, instructions):
 # ---- the real alpaca_eval package ----
 
 
-class Judge(BaseHTTPRequestHandler):
+class Judge(Handler):
     """Prefers the answer with more different letters; a draw goes to the first."""
 
     prompts = []
@@ -169,27 +165,16 @@ class Judge(BaseHTTPRequestHandler):
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
         }  # fmt: skip
-        body = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+        self.send(body, **{"Content-Type": "application/json"})
 
 
 @pytest.fixture
 def judge(monkeypatch):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     Judge.prompts.clear()
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    monkeypatch.setenv("OPENAI_API_BASE", f"http://127.0.0.1:{server.server_port}/v1")
-    yield
-    server.shutdown()
-    server.server_close()
+    with serving(Judge) as server:
+        monkeypatch.setenv("OPENAI_API_BASE", f"{server.endpoint}/v1")
+        yield
 
 
 def letters(row):

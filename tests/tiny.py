@@ -14,6 +14,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     TrainerCallback,
+    default_data_collator,
 )
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -175,11 +176,12 @@ def naive_layer_losses(model, batch):
     return torch.stack([F.cross_entropy(logit, batch["labels"]) for logit in logits])  # [layers]
 
 
+def pool(hidden, mask, pooling):
+    """The first token, or the mean of those that the mask keeps, one row at a time."""
+    rows = [row[0] if pooling == "cls" else row[keep.bool()].mean(0) for row, keep in zip(hidden, mask)]
+    return torch.stack(rows)
+
+
 def batches(data, size=8):
     for start in range(0, len(data), size):
-        rows = data[start : start + size]
-        yield {
-            "input_ids": torch.stack([row["input_ids"] for row in rows]),
-            "attention_mask": torch.stack([row["attention_mask"] for row in rows]),
-            "labels": torch.tensor([row["labels"] for row in rows]),
-        }
+        yield default_data_collator(data[start : start + size])

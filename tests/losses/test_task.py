@@ -12,16 +12,12 @@ from hf_descent.losses.task import TaskLoss, loss_from_logits
 from hf_descent.readout.labels import shifts_labels
 
 
-def collate(rows):
-    return {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
-
-
 @pytest.mark.parametrize(
     ("model", "rows", "stack"),
     [(bert(), classification_data(8), "bert.encoder.layer"), (llama(), language_data(8), "model.layers")],
 )
 def test_layer_losses_are_those_of_truncated_models(model, rows, stack):
-    batch = collate(rows)
+    batch = default_data_collator(rows)
     losses = layer_losses(model.eval(), batch)
     assert losses.shape == (3,) and losses.dtype == torch.float32 and losses.requires_grad
     for layer in (1, 2, 3):
@@ -33,7 +29,7 @@ def test_layer_losses_are_those_of_truncated_models(model, rows, stack):
 
 @pytest.mark.parametrize("model", [bert(return_dict=False), ByPlace(bert())])
 def test_layer_losses_of_a_model_that_returns_tuples(model):
-    batch = collate(classification_data(4))
+    batch = default_data_collator(classification_data(4))
     assert torch.equal(layer_losses(model.eval(), batch), layer_losses(bert().eval(), batch))
     del batch["labels"]
     for each in (model, bert()):
@@ -114,7 +110,6 @@ def test_the_loss_of_an_image_classifier_scores_logits_of_a_readout():
 
 
 def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
-    torch.manual_seed(0)
     model = BertForQuestionAnswering(bert(num_labels=2).config)
     rows = [{**row, "start_positions": 1, "end_positions": 2} for row in classification_data(8, pad=False)]
     trainer = DescentTrainer(

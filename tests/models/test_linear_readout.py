@@ -1,19 +1,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import SIZES, pool
 from transformers import AlbertConfig, AutoModel, BertConfig, DistilBertConfig, RobertaConfig
 
 from hf_descent import layer_logits
 from hf_descent.models import LinearReadoutConfig, LinearReadoutForSequenceClassification
 
 
-SIZES = {
-    "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 40,
-}  # fmt: skip
+TEXT = SIZES | {"num_hidden_layers": 3, "vocab_size": 40}
 ENCODERS = {
-    "bert": BertConfig(**SIZES),
-    "roberta": RobertaConfig(**SIZES, pad_token_id=1),
-    "albert": AlbertConfig(**SIZES, embedding_size=8),
+    "bert": BertConfig(**TEXT),
+    "roberta": RobertaConfig(**TEXT, pad_token_id=1),
+    "albert": AlbertConfig(**TEXT, embedding_size=8),
     "distilbert": DistilBertConfig(vocab_size=40, dim=16, hidden_dim=32, n_heads=2, n_layers=3),
 }
 
@@ -31,12 +30,6 @@ def inputs():
     mask = torch.ones_like(ids)
     ids[1, 4:], mask[1, 4:] = 1, 0
     return {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 2, 1, 2])}
-
-
-def pool(hidden, mask, pooling):
-    """One row at a time."""
-    rows = [row[0] if pooling == "cls" else row[keep.bool()].mean(0) for row, keep in zip(hidden, mask)]
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, batches, bert, classification_data, config, llama, trained
+from tiny import VOCAB, batches, bert, classification_data, config, llama, pool, trained
 from transformers import (
     BertForSequenceClassification,
     DistilBertConfig,
@@ -67,11 +67,7 @@ def test_layers_are_read_by_the_last_linear_layer_of_the_model_alone(tmp_path, n
     [batch] = batches(DATA, len(DATA))
     with torch.no_grad():
         hidden = model(batch["input_ids"], batch["attention_mask"], output_hidden_states=True).hidden_states[1:]
-        mask = batch["attention_mask"].bool()
-        pooled = [
-            torch.stack([row[0] if pooling == "cls" else row[keep].mean(0) for row, keep in zip(states, mask)])
-            for states in hidden
-        ]
+        pooled = [pool(states, batch["attention_mask"], pooling) for states in hidden]
         expected = [F.cross_entropy(find_head(model)(states), batch["labels"]).item() for states in pooled]
     metrics = DescentTrainer(model, config(tmp_path), eval_dataset=DATA, readout=pooling).evaluate()
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(expected, rel=1e-5)

@@ -48,6 +48,19 @@ def gemma3n():
     )  # fmt: skip
 
 
+class Gain(nn.Module):
+    """A denoiser of one number."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, pixel_values, attention_mask=None):
+        return self.gain * pixel_values
+
+
 class Spy:
     """Records what lookups give and by how much that differs from the table's rows."""
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import ByPlace
+from noisy import Gain
 from tiny import VOCAB, bert, classification_data, language_data, llama, spread
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
-    BertConfig,
     BertForQuestionAnswering,
     BertForTokenClassification,
     Trainer,
@@ -25,25 +25,14 @@ from hf_descent.evaluation import layer_profile, noise_curve
 from hf_descent.evaluation.scoring import _accuracy
 
 
-CONFIG = {
-    "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
-    "max_position_embeddings": 32,
-}  # fmt: skip
-
-
 def causal_xlnet():
     torch.manual_seed(0)
     return XLNetLMHeadModel(XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=2, n_head=2, d_inner=16))
 
 
 def token_classifier(**config):
-    torch.manual_seed(0)
-    return BertForTokenClassification(BertConfig(**CONFIG, num_labels=VOCAB, **config))
-
-
-def answerer(**config):
-    torch.manual_seed(0)
-    return BertForQuestionAnswering(BertConfig(**CONFIG, **config))
+    """With weights that hit some labels."""
+    return BertForTokenClassification(bert(num_layers=2, num_labels=VOCAB, seed=5, **config).config)
 
 
 def answers():
@@ -131,7 +120,7 @@ def test_unshifted_token_labels_are_scored_in_place(build):
 
 
 def test_question_answering_scores_both_positions():
-    model, data = answerer().eval(), answers()
+    model, data = BertForQuestionAnswering(bert(num_layers=2, num_labels=2, seed=3).config).eval(), answers()
     result = layer_profile(model, data, batch_size=5)
     hits = []
     for row in data:
@@ -153,13 +142,7 @@ def test_a_model_that_returns_tuples_is_scored_as_one_that_names_its_outputs(bui
 
 
 def test_rmse_and_own_metrics():
-    class Identity(nn.Module):
-        main_input_name = "pixel_values"
-
-        def __init__(self):
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(()))
-
+    class Identity(Gain):
         def forward(self, pixel_values, labels=None):
             return {"loss": F.mse_loss(pixel_values * self.gain, labels), "logits": pixel_values * self.gain}
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_all_models import batch_of
 from transformers import (
     CLIPVisionConfig,
     DeiTConfig,
@@ -30,12 +31,6 @@ def tiny(encoder_config=None, **config):
     return ViTForDenoising(ViTDenoiserConfig(encoder_config=encoder_config or encoder(), **config)).eval()
 
 
-def images(n=4):
-    generator = torch.Generator().manual_seed(0)
-    clean = torch.rand(n, 3, 1, 1, generator=generator).expand(n, 3, 16, 16)
-    return {"pixel_values": clean + 0.1 * torch.randn(n, 3, 16, 16, generator=generator), "labels": clean}
-
-
 def to_image(tokens):
     """Tokens `[16, 48]` of one 16x16 image, laid out pixel by pixel."""
     image = torch.empty(3, 16, 16)
@@ -50,7 +45,7 @@ def to_image(tokens):
     "kind", [ViTConfig, DeiTConfig, Dinov2Config, DINOv3ViTConfig, CLIPVisionConfig, SiglipVisionConfig]
 )
 def test_every_layers_tokens_are_read_as_the_patches_of_an_image(kind):
-    model, batch = tiny(encoder(kind)), images()
+    model, batch = tiny(encoder(kind)), batch_of("vit", 4)
     outputs = model(**batch, output_hidden_states=True)
     assert len(outputs.hidden_states) == 4
     for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
@@ -72,7 +67,7 @@ def test_images_may_be_oblong():
 
 
 def test_linear_readout_is_shared_by_the_layers():
-    model, batch = tiny(encoder(hidden_size=32), readout="linear"), images()
+    model, batch = tiny(encoder(hidden_size=32), readout="linear"), batch_of("vit", 4)
     outputs = model(**batch, output_hidden_states=True)
     for state, logits in zip(outputs.hidden_states[1:], layer_logits(model, batch)):
         torch.testing.assert_close(logits[0], to_image(model.readout(state)[0, -16:]))
@@ -81,7 +76,7 @@ def test_linear_readout_is_shared_by_the_layers():
 def test_a_linear_readout_has_the_precision_of_its_encoder(tmp_path):
     ViTModel(encoder(hidden_size=32)).bfloat16().save_pretrained(tmp_path)
     model = ViTForDenoising.from_encoder(tmp_path, readout="linear")
-    assert model(images()["pixel_values"].bfloat16()).logits.dtype == torch.bfloat16
+    assert model(batch_of("vit", 4)["pixel_values"].bfloat16()).logits.dtype == torch.bfloat16
 
 
 def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
@@ -90,8 +85,9 @@ def test_a_pretrained_classifier_gives_its_encoder(tmp_path):
     classifier.save_pretrained(tmp_path / "vit")
     model = ViTForDenoising.from_encoder(tmp_path / "vit", loss_scale=2.0)
     assert not model.training
-    states = classifier(images()["pixel_values"], output_hidden_states=True).hidden_states
-    tokens = model(images()["pixel_values"], output_hidden_states=True).hidden_states
+    images = batch_of("vit", 4)["pixel_values"]
+    states = classifier(images, output_hidden_states=True).hidden_states
+    tokens = model(images, output_hidden_states=True).hidden_states
     torch.testing.assert_close(tokens, states)
     assert not isinstance(model.encoder, ViTModel) or isinstance(model.encoder.layernorm, torch.nn.Identity)
 

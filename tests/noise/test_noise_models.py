@@ -4,10 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from noisy import Spy, added_noise, assert_noise_on, batch, gemma3n, t5, vit
+from noisy import Gain, Spy, added_noise, assert_noise_on, batch, gemma3n, t5, vit
 from scipy.stats import kstest
 from tiny import VOCAB, bert, llama
-from torch import nn
 from transformers import GPT2Config, GPT2Model, MarianConfig, MarianMTModel, XLNetConfig, XLNetModel
 
 from hf_descent.noise.embedding_noise import EmbeddingNoise
@@ -44,19 +43,8 @@ def test_images_are_perturbed_at_the_main_input():
     assert kstest(sample, "norm", args=(0.0, 1.0)).pvalue > 0.01
 
 
-class Denoiser(nn.Module):
-    main_input_name = "pixel_values"
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, pixel_values, attention_mask=None):
-        return self.gain * pixel_values
-
-
 def test_masks_of_other_inputs_do_not_count_for_images():
-    model, frames = Denoiser(), torch.zeros(2, 4, 8, 8)
+    model, frames = Gain(), torch.zeros(2, 4, 8, 8)
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
     with EmbeddingNoise(model, 1.0, seed=0, sigma=1.0):
         by_frame = model(frames, attention_mask=mask)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import VOCAB, Stream, bert, classification_data, config, llama, trained, word_tokenizer
-from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, default_data_collator
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling, default_data_collator
 
 from hf_descent import DescentTrainer, EmbeddingNoise
 from hf_descent.models import UTConfig, UTForVideoDenoising
@@ -81,9 +81,7 @@ def test_training_draws_as_if_nothing_had_been_measured(tmp_path, monkeypatch, s
     tokenizer.mask_token = "[UNK]"
 
     def losses():
-        torch.manual_seed(0)
-        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=32))
+        model = BertForMaskedLM(bert(num_layers=2, dropout=0.1).config)
         settings = {"max_steps": 4, "logging_steps": 1, "initial_loss_bound": 3.0, "noise_gamma": 0.5}
         collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=seed)
         rows = [{"input_ids": row["input_ids"]} for row in classification_data(40)]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from hf_descent import DescentProblem, EmbeddingNoise
-from hf_descent.evaluation import LayerProfile, NoiseCurve, layer_profile, noise_curve
+from hf_descent.evaluation import NoiseCurve, layer_profile, noise_curve
 from hf_descent.evaluation.perturbations import salt_and_pepper
 
 
@@ -78,11 +78,12 @@ def test_flat_dict_holds_plain_floats():
 
 def test_results_survive_the_disk(tmp_path):
     path = str(tmp_path / "curve.json")
-    before = curve(gamma_train=0.5)
-    before.to_json(path)
-    after = NoiseCurve.from_json(path)
-    assert after.to_dict() == before.to_dict()
-    assert str(after) == str(before)
+    problem = DescentProblem(0.1, 1.0, 3)
+    for before in (layer_profile(bert(), classification_data(20), problem=problem), curve(gamma_train=0.5)):
+        before.to_json(path)
+        after = type(before).from_json(path)
+        assert after.to_dict() == before.to_dict()
+        assert str(after) == str(before)
     assert str(before).splitlines()[2].split() == ["0.5", "0.85", "-", "0.071", "2.5"]
     np.testing.assert_array_equal(after.losses, before.losses)
     former = json.loads((tmp_path / "curve.json").read_text()) | {"gone": 1}
@@ -91,12 +92,6 @@ def test_results_survive_the_disk(tmp_path):
     with pytest.raises(TypeError):
         curve(settings={"seed": {0}}).to_json(path)
     assert NoiseCurve.from_json(path).to_dict() == before.to_dict()
-    problem = DescentProblem(0.1, 1.0, 3)
-    before = layer_profile(bert(), classification_data(20), problem=problem)
-    before.to_json(path)
-    after = LayerProfile.from_json(path)
-    assert after.to_dict() == before.to_dict()
-    assert str(after) == str(before)
 
 
 def test_noisy_levels_equal_a_loop_by_hand():

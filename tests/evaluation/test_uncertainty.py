@@ -34,17 +34,13 @@ def test_intervals_hold_as_often_as_they_say():
     """Accuracy over 32 blocks of 20 draws with probability 0.8, and the rmse of a chi-square mean."""
     generator = np.random.default_rng(2)
     hits = generator.binomial(20, 0.8, size=(2000, 32))
-    inside = 0
-    for row in hits:
-        blocks = np.stack([row, np.full(32, 20)], axis=1)
-        inside += abs(mean(blocks.sum(0)) - 0.8) <= radius(mean, blocks)
-    assert stats.binomtest(int(inside), 2000, 0.95).pvalue > 1e-3
     squares = generator.chisquare(20, size=(1000, 32))
-    covered = 0
-    for row in squares:
-        blocks = np.stack([row, np.full(32, 20.0)], axis=1)
-        covered += abs(np.sqrt(mean(blocks.sum(0))) - 1) <= radius(lambda sums: np.sqrt(mean(sums)), blocks)
-    assert stats.binomtest(int(covered), 1000, 0.95).pvalue > 1e-3
+    for rows, figure, truth in ((hits, mean, 0.8), (squares, lambda sums: np.sqrt(mean(sums)), 1)):
+        inside = 0
+        for row in rows:
+            blocks = np.stack([row, np.full(32, 20)], axis=1)
+            inside += abs(figure(blocks.sum(0)) - truth) <= radius(figure, blocks)
+        assert stats.binomtest(int(inside), len(rows), 0.95).pvalue > 1e-3
 
 
 def test_too_little_data_gives_no_interval():

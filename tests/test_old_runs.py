@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import bert, classification_data
+from tiny import bert, classification_data, fitted
 from transformers import AutoModelForSequenceClassification
 
 from hf_descent import DescentConfig, DescentTrainer
@@ -30,18 +30,13 @@ def test_a_run_is_resumed_as_it_would_have_gone_on(run):
     args = torch.load(run / "checkpoint-3" / "training_args.bin", weights_only=False)
     assert type(args) is DescentConfig and args.descent_alpha == 0.05
     data = classification_data(16)
-    given = {
-        name: value
-        for name, value in args.to_dict().items()
-        if name in ("descent_alpha", "seed", "max_steps", "resilience")
-    }
+    given = {name: getattr(args, name) for name in ("descent_alpha", "seed", "max_steps", "resilience")}
     args = DescentConfig(
         output_dir=str(run), initial_loss_bound=1.2, dual_warmup_steps=1, dual_learning_rate=0.1, learning_rate=1e-3,
         per_device_train_batch_size=8, save_strategy="no", logging_steps=1, report_to=[], use_cpu=True,
         disable_tqdm=True, noise_gamma=0.3, eval_gammas=[0.0, 1.0], **given,
     )  # fmt: skip
-    trainer = DescentTrainer(bert(num_layers=2), args, train_dataset=data, eval_dataset=data)
-    trainer.train(resume_from_checkpoint=True)
+    trainer = fitted(DescentTrainer(bert(num_layers=2), args, train_dataset=data, eval_dataset=data), checkpoint=True)
     assert trainer.multipliers.values.tolist() == pytest.approx(EXPECTED["multipliers"], rel=1e-6)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses == pytest.approx(EXPECTED["losses"], rel=1e-6)

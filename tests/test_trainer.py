@@ -265,9 +265,7 @@ def test_compiled_layers_train_as_plain_ones_and_resume(tmp_path, monkeypatch, m
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "dual_learning_rate": 0.1}
 
     def trained(folder, resume=None):
-        trainer = InOrder(model(), config(tmp_path / folder, **settings), train_dataset=data)
-        trainer.train(resume)
-        return trainer
+        return tiny.fitted(InOrder(model(), config(tmp_path / folder, **settings), train_dataset=data), resume)
 
     plain = trained("plain")
     torch._dynamo.reset()

@@ -125,8 +125,7 @@ def test_restart_clears_slacks_only():
 
 
 def test_state_round_trip_and_its_checks():
-    straight = Multipliers(3, 0.1, resilience=0.1, resilience_form="slack")
-    resumed = Multipliers(3, 0.1, resilience=0.1, resilience_form="slack")
+    straight, resumed = (Multipliers(3, 0.1, resilience=0.1, resilience_form="slack") for _ in range(2))
     steps = violations(20)
     for violation in steps[:10]:
         straight.step(violation)

@@ -57,10 +57,6 @@ def stock(tmp_path, model, rows, **arguments):
     return Trainer(model, TrainingArguments(str(tmp_path), **arguments), eval_dataset=rows)
 
 
-def stock_loss(*args, **arguments):
-    return stock(*args, **arguments).evaluate()["eval_loss"]
-
-
 def evaluated_and_drawn(trainer):
     torch.manual_seed(1)
     return trainer.evaluate(), torch.rand(()).item()
@@ -83,8 +79,9 @@ def test_plain_training_is_told_how_its_layers_descend(tmp_path):
     figures = ("eval_loss", "eval_layer_loss_1", "eval_descent_share", "eval_largest_rise")
     assert [last[name] for name in figures] == [metrics[name] for name in figures]
     assert trainer.problem is None and trainer.multipliers is None
-    losses = [stock_loss(tmp_path, truncated(trainer.model, layer), rows, per_device_eval_batch_size=250)
-              for layer in (1, 2, 3)]  # fmt: skip
+    size = {"per_device_eval_batch_size": 250}
+    short = [stock(tmp_path, truncated(trainer.model, layer), rows, **size) for layer in (1, 2, 3)]
+    losses = [each.evaluate()["eval_loss"] for each in short]
     assert [metrics[f"eval_layer_loss_{layer}"] for layer in (1, 2, 3)] == pytest.approx(losses, rel=1e-5)
     frequencies = np.bincount([row["labels"] for row in rows]) / len(rows)
     heights = [math.log(-frequencies @ np.log(frequencies) / loss) for loss in losses]
@@ -168,16 +165,18 @@ def test_a_collator_that_draws_by_itself_draws_for_plain_training_as_for_trainer
     assert found[0] == found[1] and len(found[0]) == 6
 
 
-def test_batches_count_by_their_labels(tmp_path):
-    def loss(outputs, labels, num_items_in_batch=None):
-        return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+def per_token(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
+
+def test_batches_count_by_their_labels(tmp_path):
     data = language_data(16, ragged=False)
     for row in data[5:]:
         row["labels"] = torch.full_like(row["labels"], -100)
     args = config(tmp_path, per_device_eval_batch_size=4)
     whole, part = (
-        DescentTrainer(llama(), args, eval_dataset=rows, layer_loss_fn=loss).evaluate() for rows in (data, data[:5])
+        DescentTrainer(llama(), args, eval_dataset=rows, layer_loss_fn=per_token).evaluate()
+        for rows in (data, data[:5])
     )
     for name in ("eval_loss", "eval_layer_loss_1"):
         assert whole[name] == pytest.approx(part[name], rel=1e-6), name
@@ -316,10 +315,6 @@ def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_p
         logits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1]  # [batch, seq - 1, vocab]
     expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), label_smoothing=0.1)
     assert measured == pytest.approx([expected.item()] * 2, rel=1e-5)
-
-
-def per_token(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.parametrize("loss", [None, per_token])

@@ -280,9 +280,7 @@ class Shifted(torch.nn.Module):
 
 def test_outputs_may_be_a_tuple(tmp_path):
     cut = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2, "initial_loss_bound": "auto"}
-    runs = [make(tmp_path, Shifted(as_tuple), language_data(), **cut, dual_warmup_steps=2) for as_tuple in (0, 1)]
-    for trainer in runs:
-        trainer.train()
+    runs = [trained(tmp_path, Shifted(as_tuple), language_data(), **cut, dual_warmup_steps=2) for as_tuple in (0, 1)]
     names = [f"{kind}_{layer}" for kind in ("layer_loss", "multiplier") for layer in (1, 2, 3)]
     named, by_place = ([log[name] for log in run.state.log_history for name in names if name in log] for run in runs)
     assert named and by_place == pytest.approx(named, rel=1e-5, abs=1e-6)
@@ -386,12 +384,9 @@ def test_the_deviation_is_not_measured_on_data_that_can_be_read_once(tmp_path):
 
 
 def test_the_deviation_is_measured_on_a_stream_that_starts_afresh(tmp_path):
-    found = []
-    for data in (DATA, Stream(DATA)):
-        model = bert()
-        DescentTrainer(model, config(tmp_path, noise_gamma=0.5), train_dataset=data).train()
-        found.append(model.config.noise_sigma)
-    assert found[0] == found[1] > 0
+    args = config(tmp_path, noise_gamma=0.5)
+    models = [fitted(DescentTrainer(bert(), args, train_dataset=data)).model for data in (DATA, Stream(DATA))]
+    assert models[0].config.noise_sigma == models[1].config.noise_sigma > 0
 
 
 @pytest.mark.parametrize("batch_size", [2, 48, 3000])

@@ -1,6 +1,5 @@
 """Every recipe parses, every command in the recipes' READMEs parses, and the smoke recipes run."""
 
-import json
 import os
 import re
 import shlex
@@ -186,10 +185,8 @@ def test_smoke_recipes_run(smoke, path, capsys):
 
 def test_the_saved_model_is_the_evaluated_one(smoke, workplace):
     folder = smoke("imdb-erm", "--validation_file", str(workplace / "train.csv"), "--max_steps", "40")
-    model, tokenizer = (
-        AutoModelForSequenceClassification.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = [line.rsplit(",", 1) for line in (workplace / "train.csv").read_text().splitlines()[1:]]
     with torch.no_grad():
         logits = model.eval()(**tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")).logits
@@ -296,7 +293,7 @@ def test_the_test_rows_are_read_only_after_training(smoke, workplace, tmp_path):
         "imdb-descent", "--test_file", str(test), "--max_steps", "4", "--eval_strategy", "steps", "--eval_steps", "2"
     )
     results = results_of(folder)
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    history = results_of(folder, "trainer_state")["log_history"]
     assert {"eval_accuracy", "test_accuracy", "test_accuracy_auc", "test_layer_loss_1"} <= results.keys()
     assert any("eval_loss" in entry for entry in history)
     assert not any(name.startswith("test") for entry in history for name in entry)

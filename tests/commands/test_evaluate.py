@@ -32,9 +32,8 @@ def workplace(tmp_path_factory):
         torch.manual_seed(seed)
         model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2)
         model.config.id2label = {0: "1", 1: "0"}
-        torch.nn.utils.vector_to_parameters(
-            8 * torch.nn.utils.parameters_to_vector(model.parameters()), model.parameters()
-        )
+        for parameter in model.parameters():
+            parameter.data *= 8
         model.save_pretrained(folder / f"run-{seed}")
         tokenizer.save_pretrained(folder / f"run-{seed}")
     summary = {

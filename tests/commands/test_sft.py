@@ -91,11 +91,8 @@ def test_lora_chat_and_test_rows(sft, workplace):
     assert measured["losses"][0][0] == pytest.approx(trained["losses"][0][0], rel=1e-4)
     results = results_of(folder)
     assert {"eval_layer_loss_1", "test_layer_loss_1", "test_mean_token_accuracy", "test_accuracy_auc"} <= set(results)
-    assert not any(
-        name.startswith("test")
-        for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        for name in entry
-    )
+    history = results_of(folder, "trainer_state")["log_history"]
+    assert not any(name.startswith("test") for entry in history for name in entry)
 
 
 def test_a_chat_template_from_a_file_is_that_of_the_prompts(sft, tmp_path, capsys):

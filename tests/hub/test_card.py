@@ -11,8 +11,7 @@ import yaml
 from cards import read, trained
 from datasets import Dataset
 from huggingface_hub import parse_eval_result_entries
-from tiny import bert, classification_data, config, language_data, llama, word_tokenizer
-from torch.utils.data import IterableDataset
+from tiny import Stream, bert, classification_data, config, language_data, llama, word_tokenizer
 
 from hf_descent import DescentTrainer, cli
 from hf_descent.early_exit import ConfidenceReport, ExitProfile, SpeculationProfile
@@ -171,15 +170,11 @@ def test_rows_of_evaluations_in_training_are_told_by_what_is_in_them(tmp_path):
 
 
 def test_a_card_names_each_of_several_data_sets_and_those_of_training(tmp_path):
-    class Uncounted(IterableDataset):
-        def __iter__(self):
-            return iter(classification_data(16))
-
     def verdict():
         trainer.create_model_card()
         return json.loads((tmp_path / "verdict.json").read_text())
 
-    sets = {"a": Uncounted(), "b": classification_data(16)}
+    sets = {"a": Stream(classification_data(16)), "b": classification_data(16)}
     settings = config(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2)
     trainer = DescentTrainer(bert(), settings, train_dataset=classification_data(16), eval_dataset=sets)
     before = trainer.evaluate()

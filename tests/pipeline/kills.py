@@ -49,7 +49,7 @@ def make(folder):
     return DescentTrainer(bert(dropout=0.2), args, train_dataset=classification_data(40))
 
 
-def die():
+def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -88,14 +88,13 @@ def half_written(path, mode="w"):
 def arm(site, call, trainer):
     """Have the n-th call at `site` kill this process."""
     if site == "forward":
-        count = Countdown(call, lambda *args, **kwargs: die())
+        count = Countdown(call)
         for layer in trainer.model.bert.encoder.layer:
             layer.forward = count(layer.forward)
     elif site == "dual step":
-        descent_state.Multipliers.step = Countdown(call, lambda *args: die())(descent_state.Multipliers.step)
+        descent_state.Multipliers.step = Countdown(call)(descent_state.Multipliers.step)
     elif site == "between files":
-        count = Countdown(call, lambda *args, **kwargs: die())
-        torch.save = count(torch.save)
+        torch.save = Countdown(call)(torch.save)
     elif site == "half a file":
         if call % 2:
             torch.save = Countdown(call // 2 + 1, half_saved)(torch.save)

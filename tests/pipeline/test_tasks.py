@@ -115,9 +115,7 @@ def model_and_data(task, **settings):
 def truncated(model, layers):
     model = copy.deepcopy(model)
     stack = next(stack for start, stack in STACKS.items() if type(model).__name__.startswith(start))
-    parent, name = stack.rsplit(".", 1)
-    parent = model.get_submodule(parent)
-    setattr(parent, name, getattr(parent, name)[:layers])
+    del model.get_submodule(stack)[layers:]
     for field in ("num_hidden_layers", "n_layer", "num_decoder_layers"):
         if hasattr(model.config, field):
             setattr(model.config, field, layers)

@@ -76,8 +76,7 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.part, self.peak, self.operations = "weights", Counter(), Counter()
-        self.alive, self._held, self._model = Counter(), {}, model
+        self.part, self.peak, self.operations, self.alive, self._held = "weights", Counter(), Counter(), Counter(), {}
         for tensor in (*model.parameters(), *model.buffers()):
             self.hold(tensor)
 
@@ -93,14 +92,15 @@ class Meter(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         if (count := OPERATIONS.get(func._overloadpacket)) is not None:
             self.operations[self.part] += count(*args, **(kwargs or {}), out_val=out)
+        cast = func is _aten._to_copy.default and "weights" in self._held.get(id(args[0].untyped_storage()), ())
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
-                self.hold(leaf)
+                self.hold(leaf, "weights" if cast and leaf.itemsize == 2 else None)  # as autocast copies them
         if self.alive.total() > self.peak.total():
             self.peak = self.alive.copy()
         return out
 
-    def follow(self, stack: LayerStack) -> list:
+    def follow(self, stack: LayerStack, trained: list) -> list:
         """Set `part` in the next passes: what follows the last layer is the readout's. Returns the hooks' handles."""
         self.part, calls = "hidden states", []
 
@@ -110,11 +110,8 @@ class Meter(TorchDispatchMode):
                 self.part = "readout"
                 stack.hidden_state(output).register_hook(lambda grad: setattr(self, "part", "hidden states"))
 
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        return [layer.register_forward_hook(leave) for layer in stack.layers] + [
-            weight.register_post_accumulate_grad_hook(lambda weight: self.hold(weight.grad, "gradients"))
-            for weight in trained
-        ]
+        own = [layer.register_forward_hook(leave) for layer in stack.layers]
+        return own + [w.register_post_accumulate_grad_hook(lambda w: self.hold(w.grad, "gradients")) for w in trained]
 
     def hold(self, tensor, part=None):
         """Count the memory of a tensor; where `part` is given for that part, also if another one had it so far."""
@@ -124,9 +121,8 @@ class Meter(TorchDispatchMode):
             self._held[key] = part or self.part, weakref.ref(storage, partial(self._free, key, size))
             self.alive[part or self.part] += size
         elif part is not None:
-            before, reference = self._held[key]
-            self._held[key] = part, reference
-            self.alive[before] -= size
+            self.alive[self._held[key][0]] -= size
+            self._held[key] = part, self._held[key][1]
             self.alive[part] += size
 
     def _free(self, key, size, _):
@@ -207,7 +203,7 @@ class PlannedModel:
             for weight in trained if args.gradient_accumulation_steps > 1 else ():
                 weight.grad = torch.empty_like(weight)
                 meter.hold(weight.grad, "gradients")
-            hooks = meter.follow(layers.readout.stack)
+            hooks = meter.follow(layers.readout.stack, trained)
             with noise:
                 if args.objective == "erm":
                     objective = output_loss(self.model(**batch))
@@ -242,10 +238,13 @@ class PlannedModel:
         fetched = copies - sum(layers) + 2 * max(layers)
         held = {"zero2": (copies, 0), "zero3": (size(weights, 2), fetched), "fsdp2": (size(frozen), fetched)}
         found, share = {}, masters / sum(weight.nbytes for weight in trained)
+        # DeepSpeed's are bf16. Its update flattens them and makes them float32, ZeRO-3 a billion of them at a time.
+        passes, flat = share * cost.moments[0]["gradients"], masters / 2 + 1.5 * min(masters, 4e9)
+        gradients = {"zero2": (passes / 2, 2 * masters), "zero3": (masters / 2, flat), "fsdp2": (passes, masters)}
         for name, (kept, extra) in held.items():
             found[name] = StepCost([], cost.operations)
-            for moment, others in zip(cost.moments, (kept + extra, kept)):
-                shared = {part: round(share * moment[part]) for part in ("gradients", "optimizer")}
+            for moment, others, whole in zip(cost.moments, (kept + extra, kept), gradients[name]):
+                shared = {"gradients": round(whole), "optimizer": round(share * moment["optimizer"])}
                 found[name].moments.append(Counter(moment | shared | {"weights": masters + others}))
         return found
 

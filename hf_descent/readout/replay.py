@@ -236,7 +236,10 @@ def _fingerprint(model):
 @contextmanager
 def evaluating(model):
     """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
-    with assigned([(module, "training") for module in model.modules()], False), torch.no_grad():
+    # In eval mode bitsandbytes packs 4-bit weights on some CPUs, for good and for a product without gradients.
+    packing = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    modes = [[(module, "training") for module in modules] for modules in (model.modules(), packing)]
+    with assigned(modes[0], False), assigned(modes[1], True), torch.no_grad():
         yield next((parameter.device for parameter in model.parameters()), None)
 
 

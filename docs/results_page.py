@@ -196,7 +196,9 @@ def steps() -> str:
         low, high = np.quantile(ratios, [0.25, 0.75])
         shown = f"{low:.2f} to {high:.2f}" if len(ratios) > 3 else ", ".join(f"{ratio:.2f}" for ratio in ratios)
         rows.append([name, f"{middle:.2f}", f"{len(ratios)}: {shown}"])
-    return markdown(["what", "time, plain training or evaluation = 1", "rounds: their quartiles, of three each"], rows)
+    return markdown(
+        ["what", "time, plain training or evaluation = 1", "rounds: quartiles of ratios (of three: each)"], rows
+    )
 
 
 MODELS = {"dust": "DUST", "vit": "ViT"}

@@ -167,8 +167,12 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
 
     def _run_summary(self):
         summary = super()._run_summary()
-        found = {"num_tokens": self._total_train_tokens, "completion_only_loss": self.completion_only_loss}
-        return summary | (found if "training_started" in summary else {})
+        if "training_started" not in summary:
+            return summary
+        first = self.train_dataset[0] if isinstance(self.train_dataset, Dataset) else {"labels": [IGNORE_INDEX]}
+        if IGNORE_INDEX not in first.get("labels", ()):  # rows that come with labels may leave out others than prompts
+            summary["completion_only_loss"] = self.completion_only_loss
+        return summary | {"num_tokens": self._total_train_tokens}
 
     def _inner_training_loop(self, batch_size=None, *args, **kwargs):
         # TRL would count from nothing.

@@ -141,7 +141,13 @@ class TaskLoss:
         config = getattr(inner_model(self.model), "config", None)
         kinds = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")} - {None}
         stands_in = torch.zeros(1, 1) if ids is None else torch.isin(ids, ids.new_tensor([*kinds]))  # for an image
-        rows, part, others = slice(None), slice(None), [value for value in values if value.shape[:2] != labels.shape]
+        embeddings = {id(inputs.get(name)) for name in ("inputs_embeds", "decoder_inputs_embeds")}
+
+        def is_of_tokens(value):  # 80 bands of a sound may have the shape of 80 tokens
+            is_kind = value.dim() <= 2 or not value.is_floating_point() or id(value) in embeddings
+            return is_kind and value.shape[:2] == labels.shape and not {*labels.shape[1:]} & {*value.shape[2:]}
+
+        rows, part, others = slice(None), slice(None), [value for value in values if not is_of_tokens(value)]
         if all(len(value) == len(labels) for value in values) and len(stands_in.sum(1).unique()) == 1:
             lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
             first = lengths.argmax()
@@ -163,7 +169,7 @@ class TaskLoss:
         is_text = all(are_token_labels(value) for value in values)
 
         def shorten(value):
-            is_cut = value.dim() > 1 and (is_text or value.shape[:2] == labels.shape)
+            is_cut = value.dim() > 1 and (is_text or is_of_tokens(value))
             return (value[rows][:, part] if is_cut else value[rows]).contiguous() if value.dim() else value
 
         found = {**inputs, **map_tensors(shorten, of_rows)}

@@ -17,6 +17,9 @@ from .stack import map_tensors
 from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Workspace
 
 
+# A token's weight multiplies its normed state in the dtype of the head: float16 ends at 65504, and some states there
+# are of thousands. A smaller one would cost the gradients of half-precision states more of their digits.
+LARGEST_COEFFICIENT = 8.0
 # What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: so much of that
 # is taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`).
 # Not from the objective: its gradient would weigh the last layer's sampling errors by all multipliers.
@@ -126,8 +129,7 @@ def tiled_layer_losses(
         weights = weights.detach().to(there)
         trained = [index for index in range(len(reads)) if index + 1 not in value_only]
         spread = torch.stack([expansions[index] * weights[index] for index in trained])
-        # Weights multiply hidden states in the dtype of the head, and those of float16 may be near its end: 1 at most.
-        unit = (head_loss.logit_scale * spread.abs().max()).clamp(min=1.0)
+        unit = (head_loss.logit_scale / LARGEST_COEFFICIENT * spread.abs().max()).clamp(min=1.0)
         for index, coefficient in zip(trained, spread / unit):
             reads[index].coefficients = coefficient.expand(len(reads[index].rows))
 

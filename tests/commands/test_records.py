@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from tiny import spread, tokenizer
 from tiny_files import WORDS, save_tiny_model
-from tiny_sft import chats, make
+from tiny_sft import TOKENIZER, chats, make
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -21,6 +21,7 @@ from transformers import (
 
 from hf_descent import SFTDescentTrainer, cli
 from hf_descent.commands.arguments import record_of
+from hf_descent.data.alpaca import AlpacaArguments, completion_labels, load_alpaca
 from hf_descent.early_exit import ExitProfile
 from hf_descent.evaluation import LayerProfile, NoiseCurve
 
@@ -145,6 +146,22 @@ def test_chats_that_a_script_trained_on_are_measured_on_all_tokens_and_on_no_dat
     cli.main(["evaluate", str(tmp_path / "run"), *files, "--draws", "1", "--eval_gammas", "0"])
     found = LayerProfile.from_json(tmp_path / "run" / "layer_profile.json")
     np.testing.assert_allclose(found.losses, trained.losses, rtol=1e-5)
+
+
+def test_rows_with_labels_of_their_own_are_measured_on_completions(tmp_path):
+    pairs = [{"instruction": f"Say {i}", "output": f"one two {i}"} for i in range(16)]
+    (tmp_path / "rows.json").write_text(json.dumps(pairs))
+    files = {f"{name}_file": str(tmp_path / "rows.json") for name in ("train", "test")}
+    rows = load_alpaca(AlpacaArguments(**files), TOKENIZER)["test"]
+    rows = rows.map(completion_labels, fn_kwargs={"tokenizer": TOKENIZER}, remove_columns=rows.column_names)
+    rows = rows.select_columns(["input_ids", "labels"])
+    trainer = make(SFTDescentTrainer, tmp_path / "run", lambda: rows, eval_data=rows, max_steps=2, max_length=400)
+    trainer.train()
+    trainer.save_model()
+    words = [word for name, file in files.items() for word in (f"--{name}", file)]
+    cli.main(["evaluate", str(tmp_path / "run"), *words, "--draws", "1", "--eval_gammas", "0"])
+    found = LayerProfile.from_json(tmp_path / "run" / "layer_profile.json")
+    np.testing.assert_allclose(found.losses, trainer.evaluate_layers().losses, rtol=1e-5)
 
 
 def test_a_killed_run_in_the_folder_of_another_has_its_own_record(run, monkeypatch):

@@ -131,6 +131,20 @@ def test_images_that_belong_to_tokens_stay_with_them():
         torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
 
 
+@pytest.mark.parametrize("kind", ["bands", "permutations"])
+def test_what_only_looks_like_tokens_stays_whole(kind):
+    """As many bands of a sound, or rows and columns of a matrix, as there are labels in a row."""
+    tokens = torch.randint(5, 99, (ROWS, 40))
+    if kind == "bands":
+        made = build("WhisperForConditionalGeneration", SPEECH | {"num_mel_bins": 40, "decoder_start_token_id": 2})
+        inputs = {"input_features": torch.randn(ROWS, 40, 80), "labels": tokens}
+    else:
+        made = build("XLNetLMHeadModel", MODELS["XLNetForSequenceClassification"])
+        inputs = {"input_ids": tokens, "labels": tokens, "perm_mask": torch.ones(ROWS, 40, 40).triu()}
+    layers = find_layer_losses(made, inputs, TaskLoss.probe(made, inputs))
+    torch.testing.assert_close(layers.measure(made, inputs).means, layer_losses(made, inputs).detach())
+
+
 def among_tokens(kind):
     """A model of many classes and long rows of which not all inputs are tokens."""
     torch.manual_seed(0)

@@ -166,10 +166,9 @@ class TaskLoss:
                 part = slice(end)
             elif not images:  # padded on the left
                 part = slice(-PROBED_TOKENS, None)
-        is_text = all(are_token_labels(value) for value in values)
 
         def shorten(value):
-            is_cut = value.dim() > 1 and (is_text or is_of_tokens(value))
+            is_cut = value.dim() > 1 and is_of_tokens(value)
             return (value[rows][:, part] if is_cut else value[rows]).contiguous() if value.dim() else value
 
         found = {**inputs, **map_tensors(shorten, of_rows)}

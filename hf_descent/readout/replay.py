@@ -237,9 +237,9 @@ def _fingerprint(model):
 def evaluating(model):
     """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
     # In eval mode bitsandbytes packs 4-bit weights on some CPUs, for good and for a product without gradients.
-    packing = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
-    modes = [[(module, "training") for module in modules] for modules in (model.modules(), packing)]
-    with assigned(modes[0], False), assigned(modes[1], True), torch.no_grad():
+    modes = [(module, "training") for module in model.modules()]
+    packing = [mode for mode in modes if hasattr(mode[0], "support_avx512bf16_for_cpu")]
+    with assigned(modes, False), assigned(packing, True), torch.no_grad():
         yield next((parameter.device for parameter in model.parameters()), None)
 
 

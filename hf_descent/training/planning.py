@@ -76,7 +76,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.part, self.peak, self.operations, self.alive, self._held = "weights", Counter(), Counter(), Counter(), {}
+        self.part, self.peak, self.operations = "weights", Counter(), Counter()
+        self.alive, self._held = Counter(), {}
         for tensor in (*model.parameters(), *model.buffers()):
             self.hold(tensor)
 

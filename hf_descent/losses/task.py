@@ -140,7 +140,7 @@ class TaskLoss:
         values = [value for value in tensors(of_rows) if value.dim()]
         config = getattr(inner_model(self.model), "config", None)
         kinds = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")} - {None}
-        stands_in = torch.zeros(1, 1) if ids is None else torch.isin(ids, ids.new_tensor([*kinds]))  # for an image
+        of_images = torch.zeros(1, 1) if ids is None else sum((ids == kind for kind in kinds), torch.zeros_like(ids))
         embeddings = {id(inputs.get(name)) for name in ("inputs_embeds", "decoder_inputs_embeds")}
 
         def is_of_tokens(value):  # 80 bands of a sound may have the shape of 80 tokens
@@ -148,7 +148,7 @@ class TaskLoss:
             return is_kind and value.shape[:2] == labels.shape and not {*labels.shape[1:]} & {*value.shape[2:]}
 
         rows, part, others = slice(None), slice(None), [value for value in values if not is_of_tokens(value)]
-        if all(len(value) == len(labels) for value in values) and len(stands_in.sum(1).unique()) == 1:
+        if all(len(value) == len(labels) for value in values) and len(of_images.sum(1).unique()) == 1:
             lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
             first = lengths.argmax()
             order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
@@ -156,11 +156,11 @@ class TaskLoss:
             rows = torch.stack([first, order.argmin()]).unique()
         if (
             are_token_labels(labels)
-            and (not others or stands_in.any() or getattr(config, "is_encoder_decoder", False))
+            and (not others or of_images.any() or getattr(config, "is_encoder_decoder", False))
             and not any(labels.shape[1] in value.shape[1:] for value in others)  # a part of these would be cut, too
             and getattr(config, "attention_type", None) != "block_sparse"  # BigBird is another model on few tokens
         ):
-            images = [*stands_in.any(0).nonzero()]  # their places, in order
+            images = [*of_images.any(0).nonzero()]  # their places, in order
             end = PROBED_TOKENS + (int(images[-1]) + 1 if images else 0)
             if mask is None or mask[:, :end].any(1).all():
                 part = slice(end)

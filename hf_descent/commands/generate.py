@@ -56,8 +56,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
     generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
     rows = load_file("instructions", args.instructions)
-    check_texts(rows, args.instructions, "instruction")
-    check_texts(rows, args.instructions, *({"input"} & {*rows.column_names}), kind=str | None)
+    check_texts(rows, args.instructions, "instruction", optional=["input"])
     rows = rows.to_list()[: args.max_samples]
     as_chat = args.prompt_format == "auto" and tokenizer.chat_template is not None
     model = load_model(name).to(best_device())

@@ -71,8 +71,7 @@ def _instructions(rows: Dataset, split: str) -> Dataset:
     optional = ["input"] if "input" in rows.column_names else []
     columns = {name: name for name in ("instruction", *optional, "output")}
     rows = select_rows(rows, columns, split, "Name its columns `instruction`, `output`; chats take a script.")
-    check_texts(rows, f"The {split} split", "instruction", "output")
-    check_texts(rows, f"The {split} split", *optional, kind=str | None)
+    check_texts(rows, f"The {split} split", "instruction", "output", optional=optional)
     return rows
 
 

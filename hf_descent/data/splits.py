@@ -2,7 +2,7 @@
 
 import glob
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -149,10 +149,10 @@ def select_rows(rows: Dataset, columns: Mapping[str, str], split: str, remedy: s
     return rows
 
 
-def check_texts(rows: Dataset, source: str, *names: str, kind: Any = str) -> None:
-    """ValueError where there is no column of `names`, or a row of it holds no string; `kind` may be `str | None`."""
-    for name in names:
+def check_texts(rows: Dataset, source: str, *names: str, optional: Sequence[str] = ()) -> None:
+    """ValueError where a column of `names` is missing or a value is no string; `optional` ones may be, or be None."""
+    for name in (*names, *(each for each in optional if each in rows.column_names)):
         if name not in rows.column_names:
             raise ValueError(f"{source} has no column {name!r}; it has {rows.column_names}.")
-        if broken := sum(not isinstance(text, kind) for text in rows[name]):
+        if broken := sum(not (isinstance(text, str) or (text is None and name in optional)) for text in rows[name]):
             raise ValueError(f"{source} has {broken} rows whose {name} is not a string; repair or drop them.")

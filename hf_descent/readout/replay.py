@@ -238,7 +238,7 @@ def evaluating(model):
     """Eval mode without gradients, each module's own mode restored; gives the device that inputs belong on."""
     # In eval mode bitsandbytes packs 4-bit weights on some CPUs, for good and for a product without gradients.
     modes = [(module, "training") for module in model.modules()]
-    packing = [mode for mode in modes if hasattr(mode[0], "support_avx512bf16_for_cpu")]
+    packing = [mode for mode in modes if "support_avx512bf16_for_cpu" in vars(mode[0])]
     with assigned(modes, False), assigned(packing, True), torch.no_grad():
         yield next((parameter.device for parameter in model.parameters()), None)
 

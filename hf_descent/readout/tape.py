@@ -69,8 +69,7 @@ class Tape:
         self.random_states = None
         self.off_in_replay = off_in_replay(self.model, self.stack)
         self.python_states = self.replays and random_state.python_states()
-        self._begin()
-        self.phase = "record"
+        self._begin("record")
 
     def end_record(self):
         self.phase = "idle"
@@ -89,7 +88,7 @@ class Tape:
         kwargs = {key: key not in _EXTRA_OUTPUTS and value for key, value in kwargs.items()}
         if self.stack.clones:  # what the model would write into, the recorded graph may need
             args, kwargs = clone((args, kwargs))
-        self._begin()
+        self._begin("idle")
         states = random_state.preserved(self.devices, self.torch_only)
         with states, switched_off(self.off_in_replay), noise_disabled(), assigned([(self, "phase")], "replay"):
             return self.model.forward(*args, **kwargs)  # not __call__: the root's hooks have had their turn
@@ -99,8 +98,8 @@ class Tape:
             self._wrappers.close()
             self.phase = self.answers = self.layer_outputs = self.answer = self.pending = self.random_states = None
 
-    def _begin(self):
-        self.layer_calls, self.nested, self.in_tail = 0, False, False
+    def _begin(self, phase):
+        self.phase, self.layer_calls, self.nested, self.in_tail = phase, 0, False, False
 
     def _call(self, module, call, *args, **kwargs):
         if self.phase == "idle" or self.nested:
@@ -116,8 +115,11 @@ class Tape:
             for output in self.pending[id(module)]:
                 return self.give_within_stack(output) if self.layer_calls > 0 else self.give(output)
         # Calls inside an answered module do not exist in a replay; recording them would only keep them alive.
-        with assigned([(self, "nested")], True):
+        self.nested = True
+        try:
             output = call(*args, **kwargs)
+        finally:
+            self.nested = False
         if self.phase == "record" and not self.in_tail:
             kept = _rewrapped(output)
             self.answers[id(module)].append(kept)

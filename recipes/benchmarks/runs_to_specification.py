@@ -260,14 +260,14 @@ def searches(options: argparse.Namespace) -> Iterator[tuple[str, str, int, list[
 
 
 def defaults(options: argparse.Namespace) -> str:
-    """Plain training at its best learning rate, chosen on the select rows of the first seed, and the package's
-    defaults at the same rate."""
+    """Plain training and the package's defaults, each at its best learning rate, which the select rows of the first
+    seed choose."""
     lines = ["| task | arm | rate | seed | met | share | f_l | metric |", "|---|---|---|---|---|---|---|---|"]
-    for kind in options.defaults:
+    for kind, arm in itertools.product(options.defaults, ("plain", "ours")):
         task, first = f"{kind}_defaults", options.seeds[0]
-        tried = [runner(options, task, "plain", first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
+        tried = [runner(options, task, arm, first)((1.0,), rate) for rate in DEFAULT_RATES[kind]]
         rate = min(tried, key=lambda found: found["select"][-1])["rate"]
-        for arm, seed in itertools.product(("plain", "ours"), options.seeds):
+        for seed in options.seeds:
             run = runner(options, task, arm, seed)((1.0,), rate)
             losses, values = (" ".join(f"{value:.3f}" for value in run[name]) for name in ("certify", "values"))
             share = "-" if run["share"] is None else f"{run['share']:.2f}"

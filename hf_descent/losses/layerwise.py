@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributions import Categorical
 from transformers.utils import logging
 
 from ..constraints.objectives import StepObjective
@@ -128,12 +129,8 @@ class ReplayedLosses:
         logits, labels = self.task.predictions(outputs, inputs)
         labelled = labels != IGNORE_INDEX  # [batch, n]
         logits, targets = logits[labelled].float(), labels[labelled]  # [tokens, vocab], [tokens]
-        log_probs = logits.log_softmax(-1)
-        return TokenStatistics(
-            -log_probs.gather(1, targets[:, None]).squeeze(1),
-            -(log_probs.exp() * log_probs).sum(-1),
-            logits.argmax(-1) == targets,
-        )
+        predicted = Categorical(logits=logits, validate_args=False)  # a check would wait for the device
+        return TokenStatistics(-predicted.log_prob(targets), predicted.entropy(), logits.argmax(-1) == targets)
 
 
 class TiledLosses:

@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from scipy.special import digamma, entr, hyperu
 from transformers.utils import ModelOutput
 
-from ..readout.labels import IGNORE_INDEX, labels_of
+from ..readout.labels import IGNORE_INDEX, labels_of, names_of_labels
 from ..readout.replay import has_router_loss, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors
 from .task import TaskLoss
@@ -184,7 +184,7 @@ def find_predictor(task: TaskLoss, inputs: Mapping[str, Any], outputs: Any) -> C
         return make(MAX_POSITIONS, "positions", signal=getattr(inner_model(task.model), "main_input_name", None))
     if labels is None:
         raise unmeasurable("data without labels")
-    given = next(name for name in (*task.label_names, "labels", "shift_labels") if inputs.get(name) is labels)
+    given, *_ = names_of_labels(inputs, task.label_names)
     if labels.is_floating_point() and labels.numel() != logits.numel():
         raise unmeasurable(f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}")
     if classes == 1 and not labels.is_floating_point():

@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForSequenceClassificat
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
-from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, shifts_labels
+from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, names_of_labels, shifts_labels
 from ..readout.replay import Readout, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors, tensors
 
@@ -175,7 +175,7 @@ class TaskLoss:
         for name in {"cu_seq_lens_q", "cu_seq_lens_k"} & inputs.keys():
             found[name] = inputs[name].clamp(max=found["labels"].shape[1]).unique()
         counted = labels[labels != IGNORE_INDEX]
-        for name in {*self.label_names, "labels", "shift_labels"} & found.keys():
+        for name in names_of_labels(found, self.label_names):
             uncounted = are_token_labels(found[name]) and not found[name][:, 1:].ne(IGNORE_INDEX).any()
             if len(counted) and uncounted:  # they come later in each row, or in others
                 found[name] = counted[torch.arange(found[name].numel()) % len(counted)].view_as(found[name])

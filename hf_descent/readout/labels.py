@@ -14,10 +14,14 @@ from .replay import output_loss
 IGNORE_INDEX = -100
 
 
+def names_of_labels(inputs: Mapping[str, Any], label_names: Sequence[str]) -> list[str]:
+    """The names of a batch's labels; a custom loss may take `labels` that the model does not."""
+    return [name for name in dict.fromkeys([*label_names, "labels", "shift_labels"]) if inputs.get(name) is not None]
+
+
 def labels_of(inputs: Mapping[str, Any], label_names: Sequence[str]) -> Any | None:
-    """The first of a batch's labels; a custom loss may take `labels` that the model does not."""
-    names = (*label_names, "labels", "shift_labels")
-    return next((inputs[name] for name in names if inputs.get(name) is not None), None)
+    """The first of a batch's labels."""
+    return next((inputs[name] for name in names_of_labels(inputs, label_names)), None)
 
 
 def are_token_labels(labels: Any) -> bool:

@@ -17,7 +17,7 @@ from ..losses.constant import find_predictor
 from ..losses.layerwise import LayerLosses, find_layer_losses
 from ..losses.task import TaskLoss
 from ..noise.embedding_noise import estimate_sigma
-from ..readout.labels import IGNORE_INDEX
+from ..readout.labels import IGNORE_INDEX, names_of_labels
 from ..readout.replay import output_loss, probing
 from ..readout.stack import unwrapped
 from ..runs import RunFolder
@@ -47,7 +47,7 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     if args.world_size > 1:
         # By way of the CPU, or every process would hold it on the first one's device.
         inputs = send_to_device(broadcast_object_list([send_to_device(inputs, "cpu")])[0], args.device)
-    names = [name for name in {*trainer.label_names, "labels", "shift_labels"} if inputs.get(name) is not None]
+    names = names_of_labels(inputs, trainer.label_names)
     counted = [inputs[name] if inputs[name].dim() < 2 else inputs[name][..., 1:] for name in names]
     if any(labels.is_floating_point() or labels.ne(IGNORE_INDEX).any() for labels in counted):
         return inputs

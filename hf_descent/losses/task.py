@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForSequenceClassificat
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import find_labels
 
-from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, names_of_labels, shifts_labels
+from ..readout.labels import IGNORE_INDEX, are_token_labels, labels_of, names_of_labels, own_loss, shifts_labels
 from ..readout.replay import Readout, output_logits, output_loss, probing
 from ..readout.stack import inner_model, map_tensors, tensors
 
@@ -204,20 +205,19 @@ class TaskLoss:
         if not are_token_labels(batch.get(name)):
             return False
 
-        def custom(model, batch, name):
-            given = self.model_inputs(batch)
+        def custom_loss(labels):
+            model, given = self.model, self.model_inputs(batch)
             outputs = model(**given) if readout is None else Readout.probe(model, given, readout).read_last(given)
-            items = self.count(batch)
-            return shifts_labels(model, batch, name, lambda labels: self(outputs, {**batch, name: labels}, items))
+            return self(outputs, {**batch, name: labels}, self.count(batch))
 
         # A custom loss need not do as its model does.
-        finders = [] if self.loss_fn is None else [custom]
+        losses = [] if self.loss_fn is None else [custom_loss]
         if self.loss_fn is None or readout is None:
-            finders.append(shifts_labels)
-        for find in finders:
+            losses.append(partial(own_loss, self.model, batch, name))
+        for loss_of in losses:
             try:
                 with probing(self.model):
-                    return find(self.model, batch, name)
+                    return shifts_labels(batch[name], loss_of)
             except Exception:  # there is no loss, or none where labels are missing
                 continue
         return None

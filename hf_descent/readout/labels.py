@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +28,14 @@ def are_token_labels(labels: Any) -> bool:
     return isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
 
 
-def shifts_labels(
-    model: nn.Module, inputs: Mapping[str, Any], name: str = "labels", loss_of: Callable | None = None
-) -> bool:
-    """Whether a model's own loss on the labels `name` `[batch, seq]`, or `loss_of(labels)`, predicts token t at t-1:
-    a label of the first token alone then makes no loss, one of the second token does. Class names do not tell."""
-    labels, loss_of = inputs[name], loss_of or partial(_own_loss, model, inputs, name)
+def shifts_labels(labels: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether the loss of labels like `labels` `[batch, seq]` predicts token t at t-1: a label of the first token
+    alone then makes no loss, one of the second token does. Class names do not tell."""
     return not _has_loss(loss_of, labels, 0) and (labels.shape[1] == 1 or _has_loss(loss_of, labels, 1))
 
 
-def _own_loss(model, inputs, name, labels) -> torch.Tensor:
-    """The model's own loss on `labels` in the place of a batch's."""
+def own_loss(model: nn.Module, inputs: Mapping[str, Any], name: str, labels: torch.Tensor) -> torch.Tensor:
+    """The model's own loss on `labels` in the place of a batch's labels `name`."""
     # MBart, for one, makes no decoder input of a row without labels.
     kept = with_decoder_inputs(model, inputs)
     kept = {key: value for key, value in kept.items() if key != "shift_labels"}  # which the loss would prefer

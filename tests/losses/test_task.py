@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import BertForMaskedLM, BertForQuestionAnswering, Trainer, def
 
 from hf_descent import DescentTrainer, layer_losses
 from hf_descent.losses.task import TaskLoss, loss_from_logits
-from hf_descent.readout.labels import shifts_labels
+from hf_descent.readout.labels import own_loss, shifts_labels
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_what_a_label_alone_adds_to_a_loss_tells_its_shift(start, sure, shifts, 
         losses = F.cross_entropy(logits[:, : 4 - start].flatten(0, 1), labels[:, start:].flatten(), reduction="sum")
         return constant + losses / labels[:, start:].ne(-100).sum().clamp(min=1)
 
-    assert shifts_labels(None, {"labels": labels}, loss_of=loss_of) == shifts
-    assert not shifts_labels(None, {"labels": labels}, loss_of=lambda labels: constant)  # a distillation's
+    assert shifts_labels(labels, loss_of) == shifts
+    assert not shifts_labels(labels, lambda labels: constant)  # a distillation's
 
 
 @pytest.mark.parametrize(
@@ -122,17 +123,21 @@ def test_a_readout_cannot_feed_a_loss_of_several_outputs(tmp_path):
 def test_the_shift_is_found_where_the_losses_of_an_untrained_model_round_to_one_value():
     tokens = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": tokens, "labels": tokens}
-    assert shifts_labels(llama().bfloat16(), inputs)
+
+    def shifts(model, inputs):
+        return shifts_labels(inputs["labels"], partial(own_loss, model, inputs, "labels"))
+
+    assert shifts(llama().bfloat16(), inputs)
     zero = llama()
     mean = zero.loss_function
     zero.loss_function = lambda *args, **kwargs: mean(*args, **kwargs).nan_to_num()  # of no label
-    assert shifts_labels(zero, inputs)
+    assert shifts(zero, inputs)
     masked = BertForMaskedLM(bert(num_labels=2).config).bfloat16().eval()
-    assert not shifts_labels(masked, inputs)
+    assert not shifts(masked, inputs)
     masked.config.return_dict = False
-    assert not shifts_labels(masked, inputs)
+    assert not shifts(masked, inputs)
     token = {name: tensor[:, :1] for name, tensor in inputs.items()}  # which is of use where nothing is shifted
-    assert shifts_labels(llama(), token) and not shifts_labels(masked, token)
+    assert shifts(llama(), token) and not shifts(masked, token)
 
 
 def transcriptions(reduction):

@@ -20,10 +20,6 @@ from .tiles import PLAIN_CROSS_ENTROPY, HeadLoss, LayerRead, TiledReader, Worksp
 # A token's weight multiplies its normed state in the dtype of the head: float16 ends at 65504, and some states there
 # are of thousands. A smaller one would cost the gradients of half-precision states more of their digits.
 LARGEST_COEFFICIENT = 8.0
-# What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: so much of that
-# is taken back from `sums` (a control variate, which leaves them unbiased), by measurement (`recipes/benchmarks/`).
-# Not from the objective: its gradient would weigh the last layer's sampling errors by all multipliers.
-CORRECTION = 1.0
 # Layers without weight are only shown, and a quarter of a sample will do: of a deep model with two exits they would
 # cost more than all else that is read.
 SHOWN_PART = 4
@@ -77,9 +73,7 @@ class LayerLossSums(NamedTuple):
     """Losses of all layers, summed over the labelled tokens of one micro-batch."""
 
     objective: torch.Tensor | None  # sum_l w_l f_l, a scalar with its graph; None without weights
-    # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens, corrected by `CORRECTION` of
-    # what the sample is off on the last layer.
-    sums: torch.Tensor
+    sums: torch.Tensor  # [layers]; of a sample, an unbiased estimate of the sum over all labelled tokens
     tokens: TokenStatistics | None = None  # of the last layer, where asked for
 
 
@@ -139,8 +133,11 @@ def tiled_layer_losses(
         statistics = reader.run(reads, token_statistics)
         sums = torch.stack([factor * read.losses.sum() for factor, read in zip(expansions, reads)])  # [layers]
         if samples is not None:
+            # What a sample is off on the last layer, which is read on all tokens, it is off on one near it, too: a
+            # control variate, which leaves the sums unbiased. The objective goes without: its gradient would weigh the
+            # last layer's sampling errors by all multipliers.
             off = [sums[-1] - factor * reads[-1].losses[part].sum() for factor, part in zip(expansions, parts)]
-            sums = sums + CORRECTION * torch.stack(off)
+            sums = sums + torch.stack(off)
         value = sum((read.coefficients * read.losses).sum() for read in reads if read.coefficients is not None)
 
     objective = None

@@ -359,7 +359,7 @@ class DescentMixin:
         curve = noise_curve(model, self._held_out(eval_dataset), gammas, **{**settings, **kwargs})
         self.log({f"eval_{name}": value for name, value in curve.to_dict().items()})
         if is_noise:
-            self._record = replace(self._record, noise_curve=curve)
+            self._record.measured["noise_curve"] = curve
         return curve
 
     def evaluate_layers(self, eval_dataset=None, **kwargs) -> LayerProfile:
@@ -377,7 +377,7 @@ class DescentMixin:
             settings["sigma"] = self.noise_sigma(model)
         settings |= {"problem": self.problem} | kwargs
         profile = layer_profile(model, self._held_out(eval_dataset), **settings)
-        self._record = replace(self._record, layer_profile=profile)
+        self._record.measured["layer_profile"] = profile
         if profile.problem is not None:
             also_selected = holdout.is_of_training(self, eval_dataset, self._record)
             profile.facts = evaluation.facts_of(self._dual, profile.problem, also_selected)

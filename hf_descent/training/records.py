@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ..evaluation import Certificate, LayerProfile, NoiseCurve
+from ..evaluation import Certificate
 from ..evaluation.scoring import Result
 from ..evaluation.sums import BLOCKS
 from ..losses.constant import ConstantPredictor
@@ -108,8 +108,7 @@ class RunRecord:
     evaluated: dict[str, list[int]] = field(default_factory=dict)
     # By its step that of the last evaluation, and that of the best model so far.
     certificates: dict[int, Certificate | None] = field(default_factory=dict)
-    noise_curve: NoiseCurve | None = None  # of the last `evaluate_robustness`
-    layer_profile: LayerProfile | None = None  # of the last `evaluate_layers`
+    measured: dict[str, Result] = field(default_factory=dict)  # last, beside `certificate`, by the names of the files
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
     def keep_certificate(self, certificate: Certificate | None, step: int, best_step: int | None) -> None:
@@ -122,8 +121,7 @@ class RunRecord:
     @property
     def results(self) -> dict[str, Result]:
         """What was measured, by the names of the files."""
-        found = {"noise_curve": self.noise_curve, "layer_profile": self.layer_profile, "verdict": self.certificate}
-        return {name: result for name, result in found.items() if result is not None}
+        return self.measured | ({} if self.certificate is None else {"verdict": self.certificate})
 
     @property
     def step_seconds(self) -> float | None:

@@ -117,12 +117,10 @@ def certify(
     Args:
         problem ([`DescentProblem`]): what was asked.
         blocks (float64 `[B, L, 2]`): of each block of the data and each layer the sum of the losses and of the items.
-        confidence (`float`): of each interval.
-        gamma (`float`): the noise level of the input.
+        confidence, gamma, facts: as in the [`Certificate`]; facts are `warmup_share`, `also_selected`, `data_name`.
         multipliers (`[rows]`, *optional*): those of the training.
         chance (`float`, *optional*): the least loss of a constant prediction on these very data. Nothing is met where
             it is not known: labels of another distribution, or fewer of them, have another one.
-        facts: `warmup_share`, `also_selected` and `data_name` of the [`Certificate`].
     """
     arguments = problem.state_dict()
     known = [value for value in (arguments["chance_loss"], chance) if value]

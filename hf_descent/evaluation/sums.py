@@ -25,12 +25,8 @@ BLOCKS = 32
 
 
 def pseudo_values(statistic: Callable[[np.ndarray], np.ndarray], blocks: np.ndarray) -> np.ndarray:
-    """The share of each block in `statistic(sums)`, `[blocks, ...]`; for a mean over equal blocks, the blocks' means.
-
-    Args:
-        statistic (function): maps sums `[...]` to an array.
-        blocks (float `[blocks, ...]`): the sums of each block, none of them empty.
-    """
+    """The share of each of `blocks`, sums `[blocks, ...]` of which none is of no data, in the array `statistic(sums)`;
+    `[blocks, ...]`. For a mean over equal blocks, the blocks' means."""
     count, total = len(blocks), blocks.sum(axis=0)
     left_out = np.stack([statistic(total - block) for block in blocks])  # [blocks, ...]
     return count * statistic(total) - (count - 1) * left_out

@@ -70,11 +70,8 @@ def collect(folder: str | Path, **facts: Any) -> dict[str, Any]:
 
     A result whose file is gone is left out, even if the card had it.
 
-    Args:
-        folder (`str` or `Path`): output folder of a run.
-        facts: replace what was known: `model_name`, `base_model`, `datasets` (trained on), `test_data` (a name),
-            `license`, `language`, `tags`, `split`, `limits` (a list of sentences), `benchmark` (id of the data
-            set on the Hub, task, metric), ...; `None` replaces nothing.
+    `facts`, of a trainer or `GIVEN` by people, replace what was known, but for those that are `None`: `datasets` are
+    those trained on, `limits` sentences, `benchmark` the id of a data set on the Hub, a task and a metric.
 
     ValueError where the folder holds no model, a file of it cannot be read, or the benchmark's metric is missing.
     """

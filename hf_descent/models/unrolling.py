@@ -56,10 +56,8 @@ class PatchDenoiser:
         """
         Args:
             pixel_values (`torch.Tensor` of shape `[batch, frames, hidden_size]`): noisy patches, flattened.
-            labels (`torch.Tensor` of shape `[batch, frames, hidden_size]`, *optional*): clean patches.
-
-        Returns:
-            [`DenoisingOutput`]: the loss is `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
+            labels (`torch.Tensor` of shape `[batch, frames, hidden_size]`, *optional*): clean patches, for the loss
+                `loss_scale * sum_t ||x_t - xhat_t||^2`, averaged over the clips.
         """
         reconstruction = self.reconstruct(pixel_values.to(self.dtype))
         loss = denoising_loss(reconstruction, labels, self.config.loss_scale)

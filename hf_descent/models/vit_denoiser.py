@@ -78,10 +78,8 @@ class ViTForDenoising(EncoderModel):
         """
         Args:
             pixel_values (`torch.Tensor` of shape `[batch, channels, height, width]`): noisy images.
-            labels (`torch.Tensor` of the same shape, *optional*): clean images.
-
-        Returns:
-            [`DenoisingOutput`]: the loss is `loss_scale * ||x - xhat||^2`, averaged over the images.
+            labels (`torch.Tensor` of the same shape, *optional*): clean images, for the loss
+                `loss_scale * ||x - xhat||^2`, averaged over the images.
         """
         size = self.patch_size
         rows, columns = (n // size for n in pixel_values.shape[2:])

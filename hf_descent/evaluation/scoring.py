@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers.data import default_data_collator
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
-from transformers.utils import find_labels
 
 from ..files import read_json, write_json
 from ..losses.task import TaskLoss
@@ -101,7 +100,6 @@ class Evaluation:
             arguments = inspect.signature(type(self._inner).forward).parameters
             columns = [*arguments, *(self.label_names or ()), "label", "label_ids"]
             self._collate = RemoveColumnsCollator(self._collate, columns)
-        self.label_names = find_labels(type(self._inner)) if self.label_names is None else self.label_names
 
     @property
     def needs_logits(self) -> bool:
@@ -151,7 +149,7 @@ class Evaluation:
 
     def fingerprint(self, inputs: Mapping[str, Any]) -> str:
         """A short text that differs for other data: of its signal and labels, which models of any kind share."""
-        names = [getattr(self._inner, "main_input_name", "input_ids"), *self.label_names]
+        names = [getattr(self._inner, "main_input_name", "input_ids"), *self.task.label_names]
         return fingerprint_of_tensors((name, inputs[name]) for name in names if torch.is_tensor(inputs.get(name)))
 
 

@@ -132,8 +132,7 @@ class TaskLoss:
         return {name: value for name, value in inputs.items() if name not in withheld}
 
     def short(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A batch to try the model out on in little memory: two rows, with the most and the least padding and, where
-        there are some, different labels; of labels of tokens the first 32 behind all images, and labelled there."""
+        """A batch to try the model out on in little memory: two rows, and of labels of tokens few tokens, labelled."""
         labels, mask, ids = labels_of(inputs, self.label_names), inputs.get("attention_mask"), inputs.get("input_ids")
         if not isinstance(labels, torch.Tensor):
             return inputs
@@ -150,23 +149,14 @@ class TaskLoss:
 
         rows, part, others = slice(None), slice(None), [value for value in values if not is_of_tokens(value)]
         if all(len(value) == len(labels) for value in values) and len(of_images.sum(1).unique()) == 1:
-            lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
-            first = lengths.argmax()
-            order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
-            order[first] += 1
-            rows = torch.stack([first, order.argmin()]).unique()
+            rows = _two_rows(labels, mask)
         if (
             are_token_labels(labels)
             and (not others or of_images.any() or getattr(config, "is_encoder_decoder", False))
             and not any(labels.shape[1] in value.shape[1:] for value in others)  # a part of these would be cut, too
             and getattr(config, "attention_type", None) != "block_sparse"  # BigBird is another model on few tokens
         ):
-            images = [*of_images.any(0).nonzero()]  # their places, in order
-            end = PROBED_TOKENS + (int(images[-1]) + 1 if images else 0)
-            if mask is None or mask[:, :end].any(1).all():
-                part = slice(end)
-            elif not images:  # padded on the left
-                part = slice(-PROBED_TOKENS, None)
+            part = _few_tokens(of_images, mask)
 
         def shorten(value):
             is_cut = value.dim() > 1 and is_of_tokens(value)
@@ -238,6 +228,24 @@ class TaskLoss:
             f"{type(self.model).__name__} has {missing} for a batch with the keys {sorted(inputs)}; add one of "
             f"{self.label_names}, or give `layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
         )
+
+
+def _two_rows(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Those with the most and the least padding and, where there are some, different labels."""
+    lengths = mask.sum(1) if getattr(mask, "ndim", 0) == 2 else labels.new_ones(len(labels))  # [batch]
+    first = lengths.argmax()
+    order = lengths + lengths.max() * (labels == labels[first]).view(len(labels), -1).all(1)
+    order[first] += 1
+    return torch.stack([first, order.argmin()]).unique()
+
+
+def _few_tokens(of_images: torch.Tensor, mask: torch.Tensor | None) -> slice:
+    """The first ones behind all images; the last ones where rows are padded on the left; else all."""
+    images = [*of_images.any(0).nonzero()]  # their places, in order
+    end = PROBED_TOKENS + (int(images[-1]) + 1 if images else 0)
+    if mask is None or mask[:, :end].any(1).all():
+        return slice(end)
+    return slice(None) if images else slice(-PROBED_TOKENS, None)
 
 
 def loss_from_logits(

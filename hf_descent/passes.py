@@ -52,8 +52,7 @@ def denoise_in_passes(
         combine (`bool`): mix all passes and the input by the weights of least SURE; else choose one.
         seed (`int`): of the Monte Carlo estimate of the divergence.
 
-    Raises:
-        ValueError: an argument out of its range, or an output of another shape or type than the input.
+    ValueError for an argument out of its range, or an output of another shape or type than the input.
     """
     if passes < 1:
         raise ValueError(f"`passes` is {passes}; give at least 1.")

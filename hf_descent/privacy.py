@@ -49,9 +49,8 @@ class PrivateEmbeddings(EmbeddingNoise):
         seed (`int`, *optional*): for measurements only: whoever knows or guesses it can remove the noise. `None`:
             noise from the operating system's source, never repeated.
 
-    Raises:
-        ValueError: as [`EmbeddingNoise`]; `clip_norm` not positive; a model without token embeddings; in the forward
-            call, a text that the last call released. TypeError: on a device without float64 (MPS).
+    ValueError as of [`EmbeddingNoise`], for a `clip_norm` that is not positive, or a model without token embeddings;
+    in the forward call for a text that the last call released. TypeError on a device without float64 (MPS).
     """
 
     def __init__(self, model: nn.Module, gamma, clip_norm: float, seed: int | None = None, sigma: float | None = None):
@@ -116,8 +115,7 @@ def epsilon_of_gamma(gamma: float, delta: float, clip_norm: float, sigma: float,
         sigma (`float`): standard deviation of the clean signal, as in [`EmbeddingNoise`].
         tokens (`int`): tokens that are protected together: 1 for single tokens, the largest length for whole texts.
 
-    Raises:
-        ValueError: an argument out of range. ImportError: `dp-accounting` is not installed.
+    ValueError for an argument out of range, ImportError where `dp-accounting` is not installed.
     """
     from dp_accounting import get_epsilon_gaussian
 

@@ -33,9 +33,8 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     The arguments are those of [`~trl.SFTTrainer`], and `readout` and `layer_loss_fn` of [`DescentTrainer`]; plain
     `SFTConfig` and `TrainingArguments` get the defaults of [`SFTDescentConfig`].
 
-    Raises:
-        ValueError: a data set has no token with a label, or a sequence longer than a table of positions; `loss_type`
-            is not "nll" where layers are read, or documents packed into one row see one another there.
+    ValueError where a data set has no token with a label, or a sequence longer than a table of positions; where layers
+    are read also for another `loss_type` than "nll", and documents in one row that see one another.
 
     Example:
 

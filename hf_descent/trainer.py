@@ -346,8 +346,7 @@ class DescentMixin:
             gammas: noise levels, one or several; `args.eval_gammas` where not given.
             kwargs: passed to [`noise_curve`]. Its `seed` is not that of training: runs share the noise.
 
-        Raises:
-            ValueError: no levels, no data, or no scale for them (see [`noise_sigma`]); and as [`noise_curve`].
+        ValueError for no levels, no data, or no scale for them (see [`noise_sigma`]); and as of [`noise_curve`].
         """
         gammas = self.args.eval_gammas if gammas is None else gammas
         if gammas is None:
@@ -369,8 +368,7 @@ class DescentMixin:
             eval_dataset: a dataset as `evaluate` takes it; the trainer's own where not given.
             kwargs: passed to [`layer_profile`].
 
-        Raises:
-            ValueError: no data, or as [`layer_profile`].
+        ValueError for no data, or as of [`layer_profile`].
         """
         model, settings = evaluation.settings(self, self._given.readout)
         if kwargs.get("gamma"):
@@ -516,10 +514,9 @@ class DescentTrainer(DescentMixin, Trainer):
             200 or more rows, as `train_dataset` has them after its preparation, that "descent" moves the multipliers
             on in place of the training rows, as `dual_holdout` says. They should be in no other part of the data.
 
-    Raises:
-        ValueError: the model, the loss or a setting is one with which its layers cannot be constrained; when the
-            trainer is made, or on the first batch, of training or evaluation.
-        TypeError: `layer_loss_fn` returns anything but a floating-point scalar tensor.
+    ValueError, when the trainer is made or on the first batch of training or evaluation, for a model, a loss or a
+    setting with which layers cannot be constrained; TypeError where `layer_loss_fn` returns anything but a
+    floating-point scalar tensor.
 
     Example:
 

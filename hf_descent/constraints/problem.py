@@ -88,9 +88,8 @@ class DescentProblem:
         num_rows (`int`): length of a tensor over rows.
         layers (`list[int]`): the layers that have a constraint, 1-based and increasing.
 
-    Raises:
-        ValueError: naming the argument, its value and the remedy, when an argument is out of range; by the methods,
-            when losses are not one per layer or multipliers not one per row.
+    ValueError, naming the argument, its value and the remedy, where an argument is out of range; of the methods where
+    losses are not one per layer, or multipliers not one per row.
     """
 
     def __init__(

@@ -255,9 +255,8 @@ def compare(
         confidence (`float`): level at which all verdicts hold together (Bonferroni over the groups).
         curve (`str`): which curve: "noise_curve", or that of a perturbation ("typos_curve").
 
-    Raises:
-        ValueError: a folder was not evaluated; two runs of a group have the same seed; fewer than two groups; runs
-            that were not evaluated alike; a bad confidence.
+    ValueError for a folder that was not evaluated, two runs of a group with the same seed, fewer than two groups, runs
+    that were not evaluated alike, or a bad confidence.
     """
     check_confidence(confidence)
     if not isinstance(runs, Mapping):

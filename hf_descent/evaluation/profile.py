@@ -135,9 +135,8 @@ def layer_profiles(
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    Raises:
-        ValueError: no shared readout, an empty or unlabelled data set, a bad noise level, labels that do not suit the
-            metric; a `problem` of another number of layers.
+    ValueError for no shared readout, an empty or unlabelled data set, a bad noise level, labels that do not suit the
+    metric, or a `problem` of another number of layers.
     """
     gammas = levels_of("gammas", gammas)
     problem = DescentProblem(**problem) if isinstance(problem, Mapping) else problem

@@ -179,9 +179,8 @@ def noise_curve(
         settings: `metric`, `batch_size`, `data_collator` and the other arguments of
             [`~evaluation.scoring.Evaluation`].
 
-    Raises:
-        ValueError: no levels or draws, an empty dataset, labels that do not suit the metric, `perturbation` with
-            `noise` or a `DataLoader`, `noise` that is attached already.
+    ValueError for no levels or draws, an empty dataset, labels that do not suit the metric, `perturbation` with
+    `noise` or a `DataLoader`, or `noise` that is attached already.
     """
     gammas = sorted(set(levels_of("gammas", gammas)))
     gamma_train = max(levels_of("gamma_train", () if gamma_train is None else gamma_train), default=None)

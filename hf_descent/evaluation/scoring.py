@@ -63,8 +63,7 @@ class Evaluation:
         accelerator (`Accelerator`, *optional*): share the batches among its processes, all of which must call.
         progress (`bool`): show a progress bar over batches.
 
-    Raises:
-        ValueError: an unknown metric; in use, a batch without labels or labels that do not suit the metric.
+    ValueError for an unknown metric; in use, for a batch without labels or labels that do not suit the metric.
     """
 
     model: nn.Module

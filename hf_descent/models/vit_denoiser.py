@@ -44,9 +44,8 @@ class ViTForDenoising(EncoderModel):
     distillation tokens are left out. The encoder loses its final layer norm, which would remove the mean and the
     contrast of every patch.
 
-    Raises:
-        ValueError: the encoder's width is not that of a patch and `config.readout` is "patches", or its last tokens
-            are no patches (YOLOS).
+    ValueError where the encoder's width is not that of a patch and `config.readout` is "patches", or its last tokens
+    are no patches (YOLOS).
     """
 
     config_class = ViTDenoiserConfig

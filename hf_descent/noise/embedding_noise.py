@@ -61,9 +61,8 @@ class EmbeddingNoise:
         sigma (`float`, *optional*): standard deviation of the clean signal. `None`: `model.config.noise_sigma`, else,
             for text models, that of the embedding table without padding. [`estimate_sigma`] measures it on data.
 
-    Raises:
-        ValueError: a bad gamma, seed or sigma; a model without input embeddings or sigma, or whose layers look tokens
-            up in a second table (Gemma 3n, 4); in the forward call, an input that the noise cannot reach.
+    ValueError for a bad gamma, seed or sigma; a model without input embeddings or sigma, or whose layers look tokens
+    up in a second table (Gemma 3n, 4); in the forward call for an input that the noise cannot reach.
 
     Example: `with EmbeddingNoise(model, gamma=1.5, seed=0): model.generate(**inputs)`.
     """

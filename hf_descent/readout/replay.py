@@ -84,9 +84,8 @@ class Readout:
             readout: `readout(model, hidden, inputs) -> logits`, "mean" or "cls", in place of the model's own.
             trains: whether `readout` is for training, and must have no parameters beside the model's.
 
-        Raises:
-            ValueError: there is no stack of equal-width layers; the replay at layer L differs from the model's own
-                outputs, or needs more than the last layer's; `readout` does not return finite logits.
+        ValueError where there is no stack of equal-width layers, the replay at layer L differs from the model's own
+        outputs, or needs more than the last layer's, or `readout` does not return finite logits.
         """
         known, stack = _stacks.get(model, (None, None))
         if known != _fingerprint(model):

@@ -42,7 +42,7 @@ from .training.callbacks import DescentCallback, add_callbacks, show_messages
 from .training.card import card_facts
 from .training.evaluation import LayersBeside
 from .training.objective import DescentObjective
-from .training.records import Given, LayerTotals, RunRecord, StepSums, counted_step, reduced
+from .training.records import LayerTotals, RunRecord, StepSums, counted_step, reduced
 from .training.search import default_objective, values_as_given
 
 
@@ -82,7 +82,7 @@ class DescentMixin:
         checks.check_one_loss(layer_loss_fn, keywords.get("compute_loss_func"))
         if layer_loss_fn is not None:
             keywords["compute_loss_func"] = layer_loss_fn
-        self._given = Given(readout, dual_dataset)
+        self._readout, self._dual_dataset = readout, dual_dataset
         self._task: TaskLoss | None = None
         self._objective: DescentObjective | None = None
         self._noise: EmbeddingNoise | None = None
@@ -115,7 +115,7 @@ class DescentMixin:
 
     @property
     def _reads_layers(self) -> bool:
-        return self.args.objective != "erm" or self._given.readout is not None
+        return self.args.objective != "erm" or self._readout is not None
 
     # ---- one optimizer step ----
 
@@ -222,7 +222,7 @@ class DescentMixin:
         """The task loss, found out on a real batch; `is_shared`: all processes have that batch already."""
         if self._task is None:
             inputs = inputs if is_shared else preparation.shared_batch(inputs, self)
-            self._task = preparation.find_task(self, unwrapped(model), inputs, self._given.readout)
+            self._task = preparation.find_task(self, unwrapped(model), inputs, self._readout)
             # Trainer decides by the name of the class, which is unreliable: GPT2LMHeadModel shifts, XLNet's does not.
             self._loss_shifts_labels = self._task.shifts_labels
         return self._task
@@ -236,8 +236,8 @@ class DescentMixin:
             self._task = None
         inputs = preparation.shared_batch(inputs, self)
         task = self._find_task(model, inputs, is_shared=True)
-        layers = preparation.find_layers(self, model, inputs, task, self._given)
-        dual = self._dual or preparation.make_dual(self, layers, inputs, self._given, self._record.resumed_from)
+        layers = preparation.find_layers(self, model, inputs, task, self._readout)
+        dual = self._dual or preparation.make_dual(self, layers, inputs, self._dual_dataset, self._record.resumed_from)
         self._objective = DescentObjective.of(layers, dual, (self.args.process_index, self.args.world_size))
         self._objective.begin(self.state.global_step, self._step)
 
@@ -312,11 +312,11 @@ class DescentMixin:
         ignore_keys = evaluation.ignored_outputs(self.model, ignore_keys)
         predict = partial(super().prediction_step, model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
         if not self._is_labelled(inputs):
-            if self._given.readout is None:
+            if self._readout is None:
                 return predict()
             readout, bare = self._objective and self._objective.layers.readout, unwrapped(model)
             if readout is None or not readout.fits(bare):  # not kept: this batch does not show the labels' shift
-                readout = Readout.probe(bare, self._prepare_inputs(inputs), self._given.readout)
+                readout = Readout.probe(bare, self._prepare_inputs(inputs), self._readout)
             with readout.attach(lambda *_: None, [readout.num_layers]):  # its logits are the model's
                 return predict()
         before, own_rows = self._evaluated, evaluation.rows_counted_once(self, inputs)
@@ -351,7 +351,7 @@ class DescentMixin:
         gammas = self.args.eval_gammas if gammas is None else gammas
         if gammas is None:
             raise ValueError("No noise levels: give `gammas`, or set `eval_gammas` in the config.")
-        model, settings = evaluation.settings(self, self._given.readout)
+        model, settings = evaluation.settings(self, self._readout)
         is_noise = kwargs.get("perturbation") is None
         if is_noise:  # the levels of a perturbation are others than those of training, and of the card
             settings |= {"sigma": self.noise_sigma(model), "gamma_train": self.args.gamma_train}
@@ -370,7 +370,7 @@ class DescentMixin:
 
         ValueError for no data, or as of [`layer_profile`].
         """
-        model, settings = evaluation.settings(self, self._given.readout)
+        model, settings = evaluation.settings(self, self._readout)
         if kwargs.get("gamma"):
             settings["sigma"] = self.noise_sigma(model)
         settings |= {"problem": self.problem} | kwargs
@@ -396,12 +396,12 @@ class DescentMixin:
         self.args.check_descent_arguments()
         self._add_callbacks()
         checks.check_best_metric(self, self._reads_layers)
-        seen = checks.check_data(self, self._given) if self._reads_layers else {}
+        seen = checks.check_data(self, self._readout, self._dual_dataset) if self._reads_layers else {}
         self._task = self._objective = self._noise = None
         # What was measured before is of another model.
         self._step, resumed_from = StepSums(), kwargs.get("resume_from_checkpoint")
         self._record = RunRecord(resumed_from, time.time(), self._record.searched, **seen)
-        preparation.make_ready_for_ddp(self, self._given)
+        preparation.make_ready_for_ddp(self, self._readout)
         return super()._inner_training_loop(batch_size, *args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
@@ -463,7 +463,7 @@ class DescentMixin:
         """What identifies this run; for a model trained elsewhere, what its own training wrote, if it is found."""
         if self._record.started is None and (saved := checkpoints.saved_summary(self)):
             return saved
-        return checkpoints.run_summary(self, self._record, self.command, self._given, self._dual)
+        return checkpoints.run_summary(self, self._record, self.command, self._readout, self._dual)
 
     def log(self, logs, start_time=None):
         if self._dual is not None and "loss" in logs:

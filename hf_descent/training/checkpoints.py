@@ -26,11 +26,12 @@ from transformers.utils import logging
 
 from ..configs import DescentArguments
 from ..constraints.state import DescentState
+from ..evaluation.scoring import name_of
 from ..files import write_json
 from ..readout.stack import inner_model
 from ..runs import RunFolder, training_arguments
 from .preparation import loaded_from
-from .records import Given, RunRecord, evaluation_sets, reduced
+from .records import RunRecord, evaluation_sets, reduced
 
 
 logger = logging.get_logger(__name__)
@@ -141,7 +142,7 @@ def own_names(trainer: Trainer, folder: str) -> Iterator[None]:
 
 
 def run_summary(
-    trainer: Trainer, record: RunRecord, command: Mapping[str, Any], given: Given, state: DescentState | None
+    trainer: Trainer, record: RunRecord, command: Mapping[str, Any], readout, state: DescentState | None
 ) -> dict[str, Any]:
     """What `descent_config.json` says of a run: the model, its way of training, of which `command` is a part, what a
     step costs, the dual side. A `record` of a run that never started says nothing of training."""
@@ -154,16 +155,15 @@ def run_summary(
         if command:
             summary["command"] = dict(command)
         if has_length(trainer.train_dataset):
-            held_out = dual.get("dual_rows", 0) if given.dual_dataset is None else 0
+            held_out = 0 if args.dual_holdout is None else dual.get("dual_rows", 0)
             summary["train_rows"] = len(trainer.train_dataset) - held_out
         if "dual_rows" in dual:
-            summary["dual_source"] = "dual_holdout" if given.dual_dataset is None else "dual_dataset"
+            summary["dual_source"] = "dual_dataset" if args.dual_holdout is None else "dual_holdout"
         sets = evaluation_sets(trainer).values()
         if (record.searched or args.eval_strategy != "no") and all(map(has_length, sets)):
             summary["select_rows"] = sum(map(len, sets))
-        if (readout := given.readout) is not None:
-            name = getattr(readout, "__name__", type(readout).__name__)
-            summary["readout"] = readout if isinstance(readout, str) else name
+        if readout is not None:
+            summary["readout"] = name_of(readout)
     # Of the model's config, without which an adapter is saved.
     config = getattr(model, "config", None)
     of_classifiers = ("num_labels", "id2label", "pooling", "pad_token_id")

@@ -20,7 +20,7 @@ from ..readout.labels import IGNORE_INDEX, labels_of
 from ..readout.replay import Readout, output_logits, probing
 from ..readout.stack import inner_model
 from .holdout import check_parts
-from .records import Given, evaluation_sets
+from .records import evaluation_sets
 
 
 logger = get_logger(__name__)
@@ -112,16 +112,16 @@ def without_layers(trainer: Trainer) -> ValueError:
     )
 
 
-def check_data(trainer: Trainer, given: Given) -> dict[str, set | dict]:
+def check_data(trainer: Trainer, readout, dual_dataset) -> dict[str, set | dict]:
     """ValueError where training could learn nothing from the rows or their labels, or parts of the data are the same;
     the keys of the rows that it sees, see `check_parts`."""
     if trainer.train_dataset is not None and has_length(trainer.train_dataset) and not len(trainer.train_dataset):
         raise ValueError("`train_dataset` has no rows: see to the filters that it went through.")
     collates = getattr(trainer.data_collator, "__module__", "").startswith("transformers.")
-    if collates and trainer.compute_loss_func is None and given.readout is None:
+    if collates and trainer.compute_loss_func is None and readout is None:
         parts = {"train_dataset": trainer.train_dataset, **evaluation_sets(trainer)}
         _check_classes(trainer.model, parts, trainer.label_names)
-    return check_parts(trainer, given.dual_dataset)
+    return check_parts(trainer, dual_dataset)
 
 
 def _check_classes(model: nn.Module, datasets: Mapping[str, Any], label_names: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ from ..runs import RunFolder
 from .checks import check_documents
 from .holdout import HeldOutRows, shuffled, split
 from .initial_loss import collated, drawing_apart, is_readable_once, measure_chance
-from .records import Given, reduced
+from .records import reduced
 
 
 logger = get_logger(__name__)
@@ -58,7 +58,7 @@ def shared_batch(inputs: Mapping[str, Any], trainer: Trainer) -> Mapping[str, An
     return {**inputs, **{name: torch.zeros_like(inputs[name]) for name in names}}
 
 
-def make_ready_for_ddp(trainer: Trainer, given: Given) -> None:
+def make_ready_for_ddp(trainer: Trainer, readout: Callable | str | None) -> None:
     """What has to be so before the model of a trainer is wrapped; nothing where DDP does not wrap it."""
     args = trainer.args
     if args.world_size == 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
@@ -67,7 +67,7 @@ def make_ready_for_ddp(trainer: Trainer, given: Given) -> None:
     # would train a model of its own.
     vars(trainer.model).pop("_is_accelerate_prepared", None)
     reenters = (args.activation_checkpointing_kwargs or {}).get("use_reentrant")  # with which DDP could not look
-    if given.readout is not None and args.ddp_find_unused_parameters is None and not reenters:
+    if readout is not None and args.ddp_find_unused_parameters is None and not reenters:
         # Trainer does not have DDP look for unused parameters under checkpointing; those of a pooler may be.
         trainer.accelerator.ddp_handler.find_unused_parameters = True
 
@@ -91,13 +91,13 @@ def takes_items(trainer: Trainer, task: TaskLoss, inputs: Mapping[str, Any]) -> 
 
 
 def find_layers(
-    trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], task: TaskLoss, given: Given
+    trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], task: TaskLoss, readout: Callable | str | None
 ) -> LayerLosses:
     """The layer losses of a trainer's model, found and checked on a batch; ValueError where they cannot be read."""
     check_documents(model, inputs, trainer)
     args = trainer.args
     sample = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
-    settings = {"readout": given.readout, "trains": trainer.is_in_train, "token_statistics": trainer.logs_tokens}
+    settings = {"readout": readout, "trains": trainer.is_in_train, "token_statistics": trainer.logs_tokens}
     layers = find_layer_losses(model, inputs, task, **settings, **sample, seed=args.seed)
     compiler = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
     if compiler.backend != DynamoBackend.NO:
@@ -108,10 +108,10 @@ def find_layers(
 
 
 def make_dual(
-    trainer: Trainer, layers: LayerLosses, inputs: Mapping[str, Any], given: Given, checkpoint: str | None
+    trainer: Trainer, layers: LayerLosses, inputs: Mapping[str, Any], dual_dataset, checkpoint: str | None
 ) -> DescentState:
     """The dual side of a run: new, that of the `checkpoint` it goes on from, or the problem that the model was trained
-    on, where it is only evaluated. The multipliers move on rows `given`, on rows held out, or on those of training."""
+    on, where it is only evaluated. The multipliers move on `dual_dataset`, held-out rows, or those of training."""
     args, state, task = trainer.args, trainer.state, layers.task
     inputs = task.short(inputs)
     with probing(task.model):
@@ -140,10 +140,10 @@ def make_dual(
             raise
     rows = None
     if trainer.is_in_train and args.objective == "descent":
-        own = given.dual_dataset
-        trained, rows = split(trainer.train_dataset, args) if own is None else (None, shuffled(own, args))
-        if own is None and rows is not None and len(trainer.callback_handler.train_dataloader.dataset) > len(trained):
+        trained, rows = split(trainer.train_dataset, args)
+        if rows is not None and len(trainer.callback_handler.train_dataloader.dataset) > len(trained):
             raise ValueError("`dual_holdout` needs Trainer's own `get_train_dataloader`: give `dual_dataset` instead.")
+        rows = rows if dual_dataset is None else shuffled(dual_dataset, args)
     held_out = None if rows is None else HeldOutRows(trainer, rows)
     start = 0 if saved else state.global_step
     dual = DescentState(args, layers.num_layers, state.max_steps, start, chance, args.device, held_out, constant)

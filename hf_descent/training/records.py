@@ -2,7 +2,7 @@
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -16,14 +16,6 @@ from ..evaluation.sums import BLOCKS
 from ..losses.constant import ConstantPredictor
 from ..losses.layerwise import MeasuredLosses, StepLosses
 from ..losses.task import TaskLoss
-
-
-@dataclass(frozen=True)
-class Given:
-    """What a trainer of layers was given beside `Trainer`'s own arguments; see [`DescentTrainer`]."""
-
-    readout: Callable | str | None = None
-    dual_dataset: Any = None
 
 
 def evaluation_sets(trainer: Trainer) -> dict[str, Any]:

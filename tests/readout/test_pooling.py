@@ -1,4 +1,5 @@
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ DATA = classification_data(16)
 class StopAtStep43(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop = state.global_step == 43
+
+
+def first(model, hidden, inputs, scale):
+    return scale * model.classifier(hidden[:, 0])
 
 
 def distilbert():
@@ -86,6 +91,9 @@ def test_a_run_trains_what_it_reads_and_says_how_it_read(tmp_path, caplog):
     card = (tmp_path / "README.md").read_text()
     assert "a custom readout (`mean`), which is not saved" in card and "is an ordinary one" not in card
     assert caplog.text.count("`readout` is not saved: loaded, or cut by `truncate`") == 1
+    named = trained(model, trainer.args, train_dataset=DATA, readout=partial(first, scale=1.0))
+    named.save_model()
+    assert json.loads((tmp_path / "descent_config.json").read_text())["readout"] == "first"
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,7 @@ COMMANDS = {
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[Any, tuple]:
     """Turns a command line (by default this process's) into the command's module and the arguments of its `run`.
 
-    ValueError where a command, a recipe or a flag is wrong, or the command works in one process and this is one of
-    several.
+    ValueError where a command, a recipe or a flag is wrong, or several processes run a command that is for one.
     """
     parser = argparse.ArgumentParser(
         prog="hf-descent",

@@ -19,11 +19,8 @@ class DenoisingTask:
     pixel_range = 1.0  # of the model's input
 
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """A batch of rows: `pixel_values` and the clean `labels`, of one shape.
-
-        The trainer's noise perturbs only `pixel_values`. A row that is perturbed itself has its clean pixels as
-        `labels`.
-        """
+        """A batch of rows: `pixel_values`, which alone the trainer's noise perturbs, and the clean `labels` of that
+        shape, which rows that are perturbed themselves bring with them."""
         given = self.batch([torch.as_tensor(row["pixel_values"]) for row in rows])
         clean = self.batch([row["labels"] for row in rows]) if "labels" in rows[0] else given
         return {"pixel_values": given, "labels": clean}

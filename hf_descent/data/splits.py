@@ -39,13 +39,9 @@ def check_arguments(args: Any, limits: Mapping[str, float | tuple[float, float]]
 class RowArguments:
     """How many rows are used, and which seed draws them."""
 
-    split_seed: int = HfArg(
-        default=0, help="Seed of all draws of rows. Not `seed`: runs that differ in it share rows."
-    )
-    max_train_samples: int | None = HfArg(default=None, help="Train on this many rows, drawn at random.")
-    max_eval_samples: int | None = HfArg(
-        default=None, help="Evaluate on this many rows of each split, drawn at random."
-    )
+    split_seed: int = HfArg(default=0, help="Seed of draws of rows. Not `seed`: runs that differ in it share rows.")
+    max_train_samples: int | None = HfArg(default=None, help="Train on so many rows, drawn at random.")
+    max_eval_samples: int | None = HfArg(default=None, help="Evaluate on so many rows of each split, drawn at random.")
 
     def __post_init__(self):
         check_arguments(self, dict.fromkeys(("max_train_samples", "max_eval_samples"), 1))

@@ -28,8 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
     Checkpoints, optimizer states and `training_args.bin` are not uploaded.
     """
-    names = ("model_name", "base_model", "datasets", "test_data", "benchmark", "license", "language", "limits")
-    facts = {name: getattr(args, name) for name in names}
+    facts = {name: value for name, value in vars(args).items() if name not in ("run", "push_to_hub", "private")}
     repo_id = None
     if args.push_to_hub:
         collect(args.run, **facts)  # what is refused leaves no repository behind

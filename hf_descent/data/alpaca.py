@@ -54,9 +54,7 @@ def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_
             "completion": [{"role": "assistant", "content": completion}] if as_chat else completion,
         }
 
-    return hold_out(splits, args).map(
-        to_pair, remove_columns=splits["train"].column_names, desc="Formatting instructions"
-    )
+    return hold_out(splits, args).map(to_pair, remove_columns=splits["train"].column_names, desc="Formatting prompts")
 
 
 def format_prompt(instruction: str, input: str | None = None, as_chat: bool = False) -> str | list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """Early exit per sample: a classifier's confident samples leave the batch, and later layers run on the others only."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,24 +93,28 @@ class ConfidenceExit:
         if self.threshold is None:
             raise ValueError("`threshold` is not set: give it, or call `calibrate` with validation data first.")
         inputs = {name: value for name, value in inputs.items() if "label" not in name}
+        (rows, logits), *later = self._read(inputs, self.threshold)
+        logits, exit_layers = logits.clone(), torch.ones_like(rows)  # [batch, classes], [batch]
+        for layer, (rows, found) in enumerate(later, start=2):
+            logits[rows], exit_layers[rows] = found, layer
+        return ModelOutput(logits=logits, exit_layers=exit_layers)
+
+    def _read(self, inputs, threshold: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each layer the numbers of those rows that none before was sure of, and their logits `[rows, classes]`."""
         reader = Readout.probe(self.model, inputs)
-        forward, state, logits = PartialForward(self.model, reader.stack), None, None
+        forward, state = PartialForward(self.model, reader.stack), None
         rows = torch.arange(find_batch_size(inputs), device=next(self.model.parameters()).device)
-        exit_layers = torch.zeros_like(rows)  # [batch]
         with evaluating(self.model), switched_off(off_in_replay(self.model, reader.stack)), forward.attached():
             for layer in range(1, reader.num_layers + 1):
-                found = _class_logits(forward(layer, layer, state, **inputs))  # [rows, classes]
+                logits = _class_logits(forward(layer, layer, state, **inputs))
                 if len(reader.stack.hidden_state(forward.output)) != len(rows):
                     name = type(self.model).__name__
                     raise ValueError(f"{name}: the first dimension of its states is not the batch; use `truncate`.")
-                logits = found.new_empty(len(rows), found.shape[1]) if logits is None else logits
-                sure = (uncertainty(found.float()) < self.threshold) | (layer == reader.num_layers)  # [rows]
-                logits[rows[sure]], exit_layers[rows[sure]] = found[sure], layer
-                inputs, state = _take(~sure, inputs), _take(~sure, forward.output)
-                rows = rows[~sure]
+                yield rows, logits
+                unsure = ~(uncertainty(logits.float()) < threshold)  # [rows]
+                rows, inputs, state = (_take(unsure, tree) for tree in (rows, inputs, forward.output))
                 if not len(rows):
                     break
-        return ModelOutput(logits=logits, exit_layers=exit_layers)
 
     def calibrate(
         self, dataset: Dataset | DataLoader, max_loss: float = 0.01, confidence: float = 0.95, **settings
@@ -128,13 +133,10 @@ class ConfidenceExit:
         if not (0 <= max_loss <= 1 and 0.5 <= confidence < 1):
             raise ValueError(f"`max_loss` is {max_loss}, `confidence` is {confidence}; give [0, 1] and [0.5, 1).")
         logits, labels = [], []
-        with evaluating(self.model):
-            for inputs, classes in self._batches(dataset, settings):
-                if not logits:
-                    ConfidenceExit(self.model, 0.0)(**inputs)  # raises what it would raise once it is calibrated
-                layers = Readout.probe(self.model, inputs).read(inputs, _class_logits)
-                logits.append(torch.stack(layers).float())  # [layers, batch, classes]
-                labels.append(classes)
+        for inputs, classes in self._batches(dataset, settings):
+            layers = [found for _, found in self._read(inputs, threshold=0.0)]
+            logits.append(torch.stack(layers).float())  # [layers, batch, classes]
+            labels.append(classes)
         logits, labels = torch.cat(logits, dim=1), torch.cat(labels)
         logits, labels = logits[:, labels != IGNORE_INDEX], labels[labels != IGNORE_INDEX]
         correct = (logits.argmax(-1) == labels).cpu().numpy()  # [layers, samples]

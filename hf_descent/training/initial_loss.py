@@ -5,10 +5,9 @@ cross-entropy and the squared error, so a loss is compared with these on a real 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -59,19 +58,16 @@ def measure_chance(trainer: Trainer, task: TaskLoss, predictor: ConstantPredicto
     mean_square = (low**2 + low * high + high**2) / 3  # of a level drawn between them
     is_noisy = predictor.signal is not None and mean_square > 0
     with drawing_apart(trainer, task.model):
-        noise_variance = mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0
-        chance = chance_of_batches(task, predictor, partial(collated, trainer, data), noise_variance)
+        predictor = replace(predictor, noise_variance=mean_square * trainer.noise_sigma() ** 2 if is_noisy else 0.0)
+        chance = chance_of_batches(task, predictor, collated(trainer, data, predictor.enough))
     # One value for all, also where each process has a part of a stream to itself.
     return reduced(trainer, torch.tensor(chance, dtype=torch.float64)).item() / args.world_size
 
 
-def chance_of_batches(
-    task: TaskLoss, predictor: ConstantPredictor, batches: Callable[[int], Iterable], noise_variance: float = 0.0
-) -> float:
-    """The loss of the best constant prediction of the first labels of `batches(how many are needed)`, those that are
-    `enough`; of a denoiser with noise of `noise_variance`."""
-    predictor, missing = replace(predictor, noise_variance=noise_variance), predictor.enough
-    for batch in batches(missing):
+def chance_of_batches(task: TaskLoss, predictor: ConstantPredictor, batches: Iterable[Mapping[str, Any]]) -> float:
+    """The loss of the best constant prediction of the first labels of `batches`, as many as are `enough`."""
+    predictor, missing = replace(predictor), predictor.enough  # a copy, to count in
+    for batch in batches:
         if (answers := task.answers(batch)) is None:
             raise unmeasurable("batches that get their labels later")
         missing -= predictor.update(answers, batch.get(predictor.signal))

@@ -87,7 +87,7 @@ class DescentObjective:
             outputs = model(**task.model_inputs(short))
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
                 predictor = find_predictor(task, short, outputs)
-                chances = [chance_of_batches(task, predictor, lambda _: chain([inputs], batches))]
+                chances = [chance_of_batches(task, predictor, chain([inputs], batches))]
         if self._place[1] > 1:
             dist.broadcast_object_list(chances)
         fraction = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}

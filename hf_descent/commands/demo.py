@@ -1,8 +1,7 @@
 """`hf-descent demo`: plain training, descent constraints and deep supervision of one small denoiser, in minutes.
 
 Real image content (`data/pans.py`), a 5-layer unrolled transformer, three objectives in one trainer, several seeds.
-Everything reported is measured on regions of the photographs that training never saw. Each model lies in a run folder
-of its own, as `hf-descent compare` takes them.
+Everything reported is measured on regions of the photographs that training never saw.
 """
 
 import argparse

@@ -24,8 +24,7 @@ from .sums import BlockSums, radius
 
 @dataclass
 class LayerProfile(Result):
-    """Loss and metric at each of L layers, on held-out data; layer l at index l-1. `layer_profile.json` has the
-    attributes as keys.
+    """Loss and metric at each of L layers, on held-out data; layer l at index l-1, as in `layer_profile.json`.
 
     Attributes:
         metric (`str`): name of the metric.

@@ -30,7 +30,7 @@ from .unrolling import PatchDenoiser, nonnegative, orthonormal_dct, positive, sy
 
 @strict
 class DustConfig(PreTrainedConfig):
-    """Configuration of [`DustForVideoDenoising`].
+    """Configuration of [`DustForVideoDenoising`]; a value outside of its range is refused by the library.
 
     Sparsity, coupling and curvature are fixed, not learned: learning them satisfies descent constraints trivially.
 
@@ -45,8 +45,6 @@ class DustConfig(PreTrainedConfig):
         curvature (`float`): c > 0, the inverse step size; at least the largest eigenvalue of D^T D, which is 1 at
             initialisation.
         loss_scale (`float`): Factor of a clip's sum of squared errors in the loss. 1/2 is the paper's loss.
-
-    A value outside of its range is refused by the library.
     """
 
     model_type = "dust"

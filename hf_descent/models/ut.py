@@ -29,7 +29,7 @@ from .unrolling import PatchDenoiser, orthonormal_dct, positive, symmetric_atten
 
 @strict
 class UTConfig(PreTrainedConfig):
-    """Configuration of the unrolled transformer (UT) models.
+    """Configuration of the unrolled transformer (UT) models; a value outside of its range is refused by the library.
 
     Args:
         hidden_size (`int`): Width of every iterate. For the denoiser it is the number of values in a patch (256: gray
@@ -40,8 +40,6 @@ class UTConfig(PreTrainedConfig):
         loss_scale (`float`): Denoiser only: factor of a clip's sum of squared errors in the loss. 1/2 is the paper's
             loss; 1 / (values in a clip * noise variance) makes 1 the loss of the noisy input itself.
         vocab_size (`int`): Classifier only: number of token embeddings. The default is DistilBERT's.
-
-    A value outside of its range is refused by the library.
     """
 
     model_type = "ut"

@@ -1,7 +1,7 @@
 """The layer profile: loss and metric of the shared readout at every layer."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..configs import levels_of
 from ..constraints.problem import DescentProblem, largest_rise
-from ..losses.constant import ConstantPredictor, chance_of, find_predictor
-from ..losses.layerwise import LayerLosses, find_layer_losses
+from ..losses.constant import chance_of
+from ..losses.layerwise import layers_and_predictor
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout.replay import evaluating
 from .certificates import Certificate, certify
@@ -145,7 +145,11 @@ def layer_profiles(
     with evaluating(model):
         for index, inputs in evaluation.batches("Layer profile"):
             if layers is None:
-                layers, constant = _find_layers(evaluation, inputs, problem)
+                given = {"readout": evaluation.readout, "needs_logits": evaluation.needs_logits}
+                layers, constant = layers_and_predictor(model, inputs, evaluation.task, **given)
+                if problem is not None and problem.num_layers != (depth := layers.num_layers):
+                    fault = f"`problem` is of {problem.num_layers} layers, but the model has {depth}"
+                    raise ValueError(f"{fault}: give the model's.")
             labels = constant and constant.of_batch(evaluation.task, inputs).plus(labels)
             scores = []
             for gamma in gammas:
@@ -164,17 +168,3 @@ def layer_profiles(
         chance = chance_of(labels and replace(labels, noise_variance=variance), evaluation.accelerator is not None)
         profiles.append(LayerProfile(metric, *found, gamma, arguments, blocks[:, level], scale, fingerprint, chance))
     return profiles
-
-
-def _find_layers(evaluation, inputs, problem) -> tuple[LayerLosses, ConstantPredictor | None]:
-    model, needs_logits = evaluation.model, evaluation.needs_logits
-    layers = find_layer_losses(model, inputs, evaluation.task, readout=evaluation.readout, needs_logits=needs_logits)
-    if problem is not None and problem.num_layers != layers.num_layers:
-        raise ValueError(
-            f"`problem` is of {problem.num_layers} layers, but the model has {layers.num_layers}: give the model's."
-        )
-    task, constant = layers.task, None
-    inputs = task.short(inputs)
-    with suppress(ValueError):  # of a custom loss
-        constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
-    return layers, constant

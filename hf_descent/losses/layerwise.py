@@ -6,6 +6,7 @@ evaluation use the same object; [`find_layer_losses`] chooses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ..readout.head import HeadReadout
 from ..readout.labels import IGNORE_INDEX
 from ..readout.linear_cross_entropy import TokenStatistics
 from ..readout.replay import Readout, has_router_loss, output_loss
+from .constant import ConstantPredictor, find_predictor
 from .task import TaskLoss
 
 
@@ -261,6 +263,14 @@ def find_layer_losses(
     share = f"those below the last on {100 * token_fraction:.4g} % of the labelled tokens (`readout_token_fraction`)"
     logger.info(f"Layers are read in tiles of a head with {tiled.vocab_size} classes, {share}.")
     return TiledLosses(tiled, task, token_fraction, token_statistics, seed, same_tokens)
+
+
+def layers_and_predictor(model, inputs, task: TaskLoss, **settings) -> tuple[LayerLosses, ConstantPredictor | None]:
+    """As [`find_layer_losses`], and what measures the loss of a constant prediction, where a least one is known."""
+    layers, inputs = find_layer_losses(model, inputs, task, **settings), task.short(inputs)
+    with suppress(ValueError):
+        return layers, find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+    return layers, None
 
 
 def layer_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:

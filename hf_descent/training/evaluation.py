@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from ..constraints.objectives import UNCONSTRAINED
 from ..constraints.problem import largest_rise
 from ..constraints.state import DescentState
 from ..evaluation.certificates import MIN_BLOCKS, Certificate, certify
-from ..losses.constant import ConstantPredictor, chance_of, find_predictor
-from ..losses.layerwise import LayerLosses, find_layer_losses
+from ..losses.constant import ConstantPredictor, chance_of
+from ..losses.layerwise import LayerLosses, layers_and_predictor
 from ..readout.replay import probing
 from ..readout.stack import inner_model, unwrapped
 from .checks import check_supported
@@ -68,7 +67,7 @@ class LayersBeside:
         self._found: tuple[LayerLosses | None, ConstantPredictor | None] | None = getattr(before, "_found", None)
 
     def _find(self, model, inputs):
-        trainer, layers, constant = self._trainer, None, None
+        trainer = self._trainer
         own_loss = not type(trainer).compute_loss.__module__.startswith("hf_descent.")
         try:
             if own_loss or trainer.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -77,15 +76,13 @@ class LayersBeside:
             inputs = shared_batch(inputs, trainer)
             task = find_task(trainer, model, inputs)
             sample = {"token_fraction": trainer.args.readout_token_fraction, "seed": trainer.args.seed}
-            found = find_layer_losses(model, inputs, task, **sample)
-            if found.readout.stack.adds_images:
+            layers, constant = layers_and_predictor(model, inputs, task, **sample)
+            if layers.readout.stack.adds_images:
                 raise ValueError("batches with images could not be read.")
-            layers, inputs = found, task.short(inputs)
-            with suppress(ValueError):  # no least loss of a constant prediction is known
-                constant = find_predictor(task, inputs, model(**task.model_inputs(inputs)))
+            return layers, constant
         except Exception as error:  # of models and data of which plain training need not know
             logger.info(f"The evaluation of plain training leaves the layers out: {error}")
-        return layers, constant
+            return None, None
 
     def read(self, model, inputs) -> None:
         """Read a batch; every process calls it for each of its batches."""

@@ -15,8 +15,7 @@ from ..configs import DescentArguments
 from ..constraints.multipliers import Multipliers
 from ..constraints.problem import DescentProblem
 from ..constraints.state import DescentState
-from ..losses.constant import find_predictor
-from ..losses.layerwise import LayerLosses, StepLosses, find_layer_losses
+from ..losses.layerwise import LayerLosses, StepLosses, layers_and_predictor
 from ..losses.task import TaskLoss
 from ..readout.replay import probing
 from ..readout.stack import unwrapped
@@ -83,15 +82,13 @@ class DescentObjective:
             if not isinstance(inputs, Mapping):
                 raise ValueError(f"`batches` begins with {inputs!r}; give dicts for `model(**batch)`, with labels.")
             task = TaskLoss.probe(model, inputs, loss_fn=layer_loss_fn, readout=readout)
-            short = task.short(inputs)
-            outputs = model(**task.model_inputs(short))
+            settings = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
+            settings |= {"readout": readout, "trains": True, "seed": seed}
+            self.layers, predictor = layers_and_predictor(model, inputs, task, **settings)
             with contextlib.suppress(ValueError):  # where it is needed, `DescentState` asks for it
-                predictor = find_predictor(task, short, outputs)
-                chances = [chance_of_batches(task, predictor, chain([inputs], batches))]
+                chances = [predictor and chance_of_batches(task, predictor, chain([inputs], batches))]
         if self._place[1] > 1:
             dist.broadcast_object_list(chances)
-        fraction = {"token_fraction": args.readout_token_fraction, "same_tokens": args.compares_neighbours}
-        self.layers = find_layer_losses(model, inputs, task, readout=readout, trains=True, seed=seed, **fraction)
         self.dual = DescentState(args, self.layers.num_layers, max_steps, 0, *chances, device)
         self.begin(0)
 

@@ -91,6 +91,9 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     def cost_of(setting: tuple[str, Any]) -> StepCost | None:
         name, value = setting
         with nullcontext() if name == "objective" else suppress(ValueError):  # not every model can have every setting
+            if name == "processes":
+                with model.sharded(value) as first:
+                    return first.step(batch(rows), args)
             if name == "use_peft":
                 return planned(replace(model_args, use_peft=value)).step(batch(rows), args)
             other = replace(args, **{name: value})
@@ -109,12 +112,13 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     settings |= {f"`{name}: {value}`": (name, value) for name, value in changes.items()}
     forks = sys.platform == "linux" and not torch.accelerator.is_available()  # else autograd fails in a forked process
     _forked.cost_of = cost_of  # cannot be pickled
-    jobs = [*settings.values()][::-1]  # the last ones take the longest
+    jobs = [*settings.values(), ("processes", plan_args.processes)][::-1]  # the last ones take the longest
     with ProcessPoolExecutor(2, get_context("fork")) if forks else nullcontext() as pool:
-        cost, plain, *_ = found = [*(pool.map(_forked, jobs) if forks else map(cost_of, jobs))][::-1]
-    costs = {name: each for name, each in zip(settings, found) if each is not None}
-    for name, launched in model.launched(cost, plan_args.processes).items():
+        cost, plain, *_, fsdp2 = found = [*(pool.map(_forked, jobs) if forks else map(cost_of, jobs))][::-1]
+    costs = dict(zip(settings, found))
+    for name, launched in (model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2}).items():
         costs[f"`--launch {name}`, {plan_args.processes} processes"] = launched
+    costs = {name: each for name, each in costs.items() if each is not None}
 
     every, trained = (model.model.num_parameters(only_trainable=is_on) / 1e6 for is_on in (False, True))
     print(
@@ -125,8 +129,9 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         f"training. The probe before the first step takes {probe / 2**30:.1f} GiB beside the weights. Rows are "
         f"full, and every token has a label. It fits where {1 - USABLE:.0%} of {plan_args.gpu_memory} remain. "
         "Plain training is the stock `Trainer`'s, with the logits of all tokens; `SFTTrainer` makes them in parts. "
-        "The `--launch` rows are for bf16 and float32 shards of what is trained; hidden states and readout are in the "
-        "recipe's precision. Rows held out for the multipliers are not planned: forward passes without gradients."
+        "The `--launch` rows are for bf16 and float32 shards of what is trained; DeepSpeed's have hidden states and "
+        "readout in the recipe's precision. What this model cannot have has no row. Rows held out for the multipliers "
+        "are not planned: forward passes without gradients."
     )
 
 

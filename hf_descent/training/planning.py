@@ -10,16 +10,19 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from accelerate.utils import convert_outputs_to_fp32
+import torch.distributed as dist
+from accelerate.utils import FullyShardedDataParallelPlugin, convert_outputs_to_fp32, fsdp2_prepare_model
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -77,7 +80,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.part, self.peak, self.operations = "weights", Counter(), Counter()
-        self.alive, self._held = Counter(), {}
+        self.alive, self._held, self._gathered = Counter(), {}, {}
         for tensor in (*model.parameters(), *model.buffers()):
             self.hold(tensor)
 
@@ -97,8 +100,15 @@ class Meter(TorchDispatchMode):
         for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self.hold(leaf, "weights" if cast and leaf.itemsize == 2 else None)  # as autocast copies them
+        for leaf in tree_leaves((args, kwargs)) if func.namespace == "fsdp" else ():
+            if isinstance(leaf, torch.Tensor):
+                self.hold(leaf, "gradients" if func is torch.ops.fsdp.chunk_cat.default else "weights")
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            self._gathered |= {id(each.untyped_storage()): each for each in kwargs["out"]}
         if self.alive.total() > self.peak.total():
-            self.peak = self.alive.copy()
+            for tensor in self._gathered.values():
+                self.hold(tensor)  # FSDP2 frees the memory of tensors that live on
+            self.peak = max(self.alive.copy(), self.peak, key=Counter.total)
         return out
 
     def follow(self, stack: LayerStack, trained: list) -> list:
@@ -115,19 +125,19 @@ class Meter(TorchDispatchMode):
         return own + [w.register_post_accumulate_grad_hook(lambda w: self.hold(w.grad, "gradients")) for w in trained]
 
     def hold(self, tensor, part=None):
-        """Count the memory of a tensor; where `part` is given for that part, also if another one had it so far."""
-        storage = tensor.untyped_storage()
+        """Count the memory that a tensor has now; where `part` is given for that part, also if another had it."""
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         key, size = id(storage), storage.nbytes()
         if key not in self._held:
-            self._held[key] = part or self.part, weakref.ref(storage, partial(self._free, key, size))
-            self.alive[part or self.part] += size
-        elif part is not None:
-            self.alive[self._held[key][0]] -= size
-            self._held[key] = part, self._held[key][1]
-            self.alive[part] += size
+            self._held[key] = part or self.part, 0, weakref.ref(storage, partial(self._free, key))
+        before, counted, reference = self._held[key]
+        self._held[key] = part or before, size, reference
+        self.alive[before] -= counted
+        self.alive[part or before] += size
 
-    def _free(self, key, size, _):
-        self.alive[self._held.pop(key)[0]] -= size
+    def _free(self, key, _):
+        part, size, _ = self._held.pop(key)
+        self.alive[part] -= size
 
 
 class PlannedModel:
@@ -169,15 +179,42 @@ class PlannedModel:
             raise ValueError(f"{type(self.model).__name__} cannot be planned: it goes by values ({error}).") from error
         return meter.peak["probe"]
 
+    @contextmanager
+    def sharded(self, processes: int):
+        """A copy of this model as the first of `processes` has it under FSDP2: sharded by accelerate, as in training,
+        for a process group that talks to nobody. ValueError where it cannot be, or a process group exists already."""
+        if processes < 2 or dist.is_initialized():
+            raise ValueError("FSDP2 is planned for two processes or more, and where there is no process group yet.")
+        memo = {id(each): each for each in (self._fake, self._short, *self.model.buffers())}
+        memo |= {
+            id(each): nn.Parameter(torch.empty_like(each), each.requires_grad) for each in self.model.parameters()
+        }
+        planned = copy.deepcopy(self, memo)
+        units = {"transformer_cls_names_to_wrap": {type(each).__name__ for each in self.layers.readout.stack.layers}}
+        policies = {"auto_wrap_policy": "transformer_based_wrap", "mixed_precision_policy": "bf16"}
+        accelerator = mock.Mock(mixed_precision="bf16", is_main_process=False)
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policies, **units)
+        accelerator.parallelism_config.fsdp_dim_names = ("shard",)
+        with errors_explained("FSDP2 cannot be planned:"), mock.patch("sys.excepthook"):  # which torch replaces
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+            try:
+                accelerator.torch_device_mesh = dist.init_device_mesh("cpu", (processes,), mesh_dim_names=("shard",))
+                fsdp2_prepare_model(accelerator, planned.model)
+                yield planned
+            finally:
+                dist.destroy_process_group()
+
     def step(self, batch: Mapping[str, Any], args: TrainingArguments) -> StepCost:
         """What a step outside the warm-up costs on a GPU, with such micro-batches; `args` as of `DescentTrainer`."""
         layers = copy.deepcopy(self.layers, {id(module): module for module in self.model.modules()})
         # Without the curriculum of LayerSkip, which has all exits from half of a run on.
-        own_args = replace(args, dual_warmup_steps=0.0, layerskip_rotation=args.layerskip_rotation or 1)
+        own_args = copy.copy(args)
+        own_args.dual_warmup_steps, own_args.layerskip_rotation = 0.0, args.layerskip_rotation or 1
         dual = DescentState(own_args, layers.num_layers, 1, 0, chance=1.0)
         if isinstance(layers, TiledLosses):
             layers.token_fraction = args.readout_token_fraction or layers.token_fraction
         self.model.activation_checkpointing_disable()
+        self.model.disable_input_require_grads()  # which the former leaves on
         if args.activation_checkpointing:
             options = dict(args.activation_checkpointing_kwargs or {})
             every = options.pop("every_n_layers", 1)  # as Trainer takes it out
@@ -187,7 +224,8 @@ class PlannedModel:
             options["foreach"] = True  # torch's choice on a GPU
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         forward = self.model.forward
-        if args.bf16 or args.fp16:  # as accelerate wraps it; the backward pass is outside
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if (args.bf16 or args.fp16) and not units:  # as accelerate wraps it; the backward pass is outside
             autocast = torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16)
             forward = convert_outputs_to_fp32(autocast(forward))
         # Which positions have a label is no question of shapes.
@@ -200,10 +238,17 @@ class PlannedModel:
             self._fake,
             Meter(self.model) as meter,
         ):
-            # From the second micro-batch on, the gradients lie beside what the passes hold.
-            for weight in trained if args.gradient_accumulation_steps > 1 else ():
-                weight.grad = torch.empty_like(weight)
-                meter.hold(weight.grad, "gradients")
+            # From the second micro-batch on, the gradients lie beside what the passes hold; under FSDP2 whole ones.
+            if args.gradient_accumulation_steps > 1:
+                for unit in units:
+                    unit.unshard()
+                for weight in self.model.parameters():
+                    if weight.requires_grad:
+                        weight.grad = torch.empty_like(weight)
+                        meter.hold(weight.grad, "gradients")
+                for unit in units:
+                    unit.reshard()
+                meter.peak = Counter()
             hooks = meter.follow(layers.readout.stack, trained)
             with noise:
                 if args.objective == "erm":
@@ -224,24 +269,23 @@ class PlannedModel:
         return StepCost([passes, meter.peak], Counter(operations))
 
     def launched(self, cost: StepCost, processes: int) -> dict[str, StepCost]:
-        """The cost in each of several processes, by launcher. All compute in bf16, on a copy of the weights, and share
-        by rows what is float32: trained weights, gradients and the state of the optimizer. FSDP2 and ZeRO-3 share the
-        copy, too. Hidden states and readout stay as in `cost`, which has them in the recipe's precision."""
+        """The cost in each of several processes under DeepSpeed, which needs real ones, by launcher. It computes on a
+        copy of the weights in bf16, and shares by rows what is float32: trained weights, gradients and the optimizer's
+        state; ZeRO-3 shares the copy, too. Hidden states and readout stay as in `cost`, in the recipe's precision."""
 
-        def size(weights, width=None, parts=processes):
-            return sum(-(-len(each) // parts) * each.shape[1:].numel() * (width or each.itemsize) for each in weights)
+        def size(weights, width, parts=processes):
+            return sum(-(-len(each) // parts) * each.shape[1:].numel() * width for each in weights)
 
         weights = list(self.model.parameters())
-        trained, frozen = ([weight for weight in weights if weight.requires_grad == is_on] for is_on in (True, False))
+        trained = [weight for weight in weights if weight.requires_grad]
         masters, copies = size(trained, 4), size(weights, 2, parts=1)
         layers = [size(layer.parameters(), 2, parts=1) for layer in self.layers.readout.stack.layers]
-        # One layer is fetched while another computes; what belongs to none stays. FSDP2 keeps the dtype of the frozen.
-        fetched = copies - sum(layers) + 2 * max(layers)
-        held = {"zero2": (copies, 0), "zero3": (size(weights, 2), fetched), "fsdp2": (size(frozen), fetched)}
+        # One layer is fetched while another computes; what belongs to none stays.
+        held = {"zero2": (copies, 0), "zero3": (size(weights, 2), copies - sum(layers) + 2 * max(layers))}
         found, share = {}, masters / sum(weight.nbytes for weight in trained)
-        # DeepSpeed's are bf16. Its update flattens them and makes them float32, ZeRO-3 a billion of them at a time.
+        # They are bf16. The update flattens them and makes them float32, ZeRO-3 a billion of them at a time.
         passes, flat = share * cost.moments[0]["gradients"], masters / 2 + 1.5 * min(masters, 4e9)
-        gradients = {"zero2": (passes / 2, 2 * masters), "zero3": (masters / 2, flat), "fsdp2": (passes, masters)}
+        gradients = {"zero2": (passes / 2, 2 * masters), "zero3": (masters / 2, flat)}
         for name, (kept, extra) in held.items():
             found[name] = StepCost([], cost.operations)
             for moment, others, whole in zip(cost.moments, (kept + extra, kept), gradients[name]):

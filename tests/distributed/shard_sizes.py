@@ -31,11 +31,20 @@ BUFFERS |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distan
 BUFFERS["stage3_param_persistence_threshold"] = 0
 
 
+# What kinds are called, and the settings that they add.
+ADDED = {"checkpointed": {"activation_checkpointing": True}, "accumulated": {"gradient_accumulation_steps": 2}}
+
+
+def settings(kind):
+    return {**SETTINGS, **{name: value for word in kind.split() for name, value in ADDED.get(word, {}).items()}}
+
+
 def deep(kind):
     """A model of 8 layers with 41,088 weights each, beside which the activations of few short rows are small."""
-    model = llama(num_layers=8, hidden_size=64, intermediate_size=128, vocab_size=ODD)
-    model = model if kind == "float32" else model.bfloat16()
-    if kind == "adapters":
+    tied = {"tie_word_embeddings": "tied" in kind}
+    model = llama(num_layers=8, hidden_size=64, intermediate_size=128, vocab_size=ODD, **tied)
+    model = model if "float32" in kind else model.bfloat16()
+    if "adapters" in kind:
         return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     return model
 
@@ -108,7 +117,9 @@ def peaks(folder, kind):
     model = deep(kind)
     alive = Alive([*model.parameters(), *model.buffers()])
     found = Peaks(alive)
-    trainer = DescentTrainer(model, config(folder, **SETTINGS), train_dataset=language_data(16), callbacks=[found])
+    trainer = DescentTrainer(
+        model, config(folder, **settings(kind)), train_dataset=language_data(16), callbacks=[found]
+    )
     if (plugin := trainer.accelerator.state.deepspeed_plugin) is None:
         with alive:
             trainer.train()

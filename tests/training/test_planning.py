@@ -1,9 +1,12 @@
 """A plan against what real steps hold and compute."""
 
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from naive_head import LiveStorage
 from tiny import config
 from torch.utils.flop_counter import FlopCounterMode
@@ -137,17 +140,106 @@ def test_launchers_hold_float32_shards_beside_bf16_weights(dtype, tmp_path):
     frozen = sum(size for name, size in sizes.items() if "embeddings" in name)
     trained, layer = sum(sizes.values()) - frozen, sum(size for name, size in sizes.items() if "layer.0." in name)
     fetched = 2 * (frozen + trained - layer)  # two of three layers at a time
-    held = {"zero2": 2 * (frozen + trained), "zero3": 2 * (frozen + trained), "fsdp2": dtype.itemsize * frozen}
+    held = {"zero2": 2 * (frozen + trained), "zero3": 2 * (frozen + trained)}
     assert {name: cost.moments[1]["weights"] - 4 * trained for name, cost in costs.items()} == held
     gathered = {name: cost.moments[0]["weights"] - cost.moments[1]["weights"] for name, cost in costs.items()}
-    assert gathered == {"zero2": 0, "zero3": fetched, "fsdp2": fetched}
+    assert gathered == {"zero2": 0, "zero3": fetched}
     # DeepSpeed has them in bf16, flattened, and in float32 at once; in the passes ZeRO-3 has a buffer of bf16.
-    widths = {"zero2": 8, "zero3": 8, "fsdp2": 4}
     assert costs["zero3"].moments[0]["gradients"] == 2 * trained
-    for name, cost in costs.items():
-        assert cost.moments[1]["gradients"] == widths[name] * trained
+    for cost in costs.values():
+        assert cost.moments[1]["gradients"] == 8 * trained
         assert cost.moments[1]["optimizer"] == pytest.approx(8 * trained, rel=0.01)
         assert cost.moments[0]["readout"] == step.moments[0]["readout"]
+
+
+def sharded_step(planned, args, processes=8, kind="llama"):
+    with planned.sharded(processes) as first:
+        return first.step(batch(kind), args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fsdp2_shards_all_weights_and_gathers_them_in_bf16(dtype, tmp_path):
+    def build(shape):
+        model = CLASSES["bert"](shape(model_config("bert"))).to(dtype)
+        model.bert.embeddings.requires_grad_(False)
+        return model
+
+    planned, args = PlannedModel(build, batch("bert")), config(tmp_path, optim=OPTIMIZER)
+    passes, update = sharded_step(planned, args, 2, "bert").moments
+    names, weights = zip(*planned.model.named_parameters())
+    shards = [weight.shape[1:].numel() * -(-len(weight) // 2) for weight in weights]
+    trained = sum(size for name, size in zip(names, shards) if "embeddings" not in name)
+    buffers = sum(buffer.nbytes for buffer in planned.model.buffers())
+    assert update["weights"] - buffers == 4 * trained + dtype.itemsize * (sum(shards) - trained)
+    assert (update["gradients"], update["optimizer"]) == (4 * trained, pytest.approx(8 * trained, rel=0.01))
+    layer = sum(weight.numel() for name, weight in zip(names, weights) if "layer.0." in name)
+    assert passes["weights"] > update["weights"] + 2 * layer
+
+
+def test_fsdp2_does_the_operations_of_one_process_and_knows_tied_weights(tmp_path):
+    def build(shape, tie_word_embeddings=False):
+        llama = shape(model_config("llama"))
+        llama.tie_word_embeddings = tie_word_embeddings
+        return CLASSES["llama"](llama)
+
+    args = config(tmp_path, optim=OPTIMIZER)
+    untied, tied = (PlannedModel(lambda shape, t=t: build(shape, t), batch("llama")) for t in (False, True))
+    costs = [sharded_step(each, args) for each in (untied, tied)]
+    assert costs[0].operations == costs[1].operations == untied.step(batch("llama"), args).operations
+    table = 4 * VOCAB * WIDTHS["hidden_size"]
+    spared = costs[0].moments[1]["weights"] - costs[1].moments[1]["weights"]
+    assert spared == pytest.approx(table / 8, rel=0.01)
+
+
+def test_fsdp2_keeps_whole_gradients_between_micro_batches(tmp_path):
+    planned = PlannedModel(lambda shape: CLASSES["llama"](shape(model_config("llama"))), batch("llama"))
+    one, several = (
+        sharded_step(planned, config(tmp_path, optim=OPTIMIZER, gradient_accumulation_steps=count)) for count in (1, 2)
+    )
+    whole = 2 * planned.model.num_parameters()
+    assert one.memory["gradients"] < whole <= several.memory["gradients"] < 1.5 * whole
+    assert several.operations.total() == 2 * one.operations.total()
+
+
+def test_sharding_leaves_nothing_behind(tmp_path):
+    planned = PlannedModel(lambda shape: CLASSES["llama"](shape(model_config("llama"))), batch("llama"))
+    args = config(tmp_path, optim=OPTIMIZER)
+    before = planned.step(batch("llama"), args)
+    state = sys.excepthook, dict(os.environ), {type(module) for module in planned.model.modules()}
+    cost = sharded_step(planned, args)
+    with pytest.raises(ValueError, match=r"FSDP2 cannot be planned: RuntimeError\('out of luck'\)"):  # noqa: SIM117
+        with planned.sharded(8):
+            raise RuntimeError("out of luck")
+    assert not dist.is_initialized()
+    assert (sys.excepthook, dict(os.environ), {type(module) for module in planned.model.modules()}) == state
+    assert planned.step(batch("llama"), args) == before
+    assert sharded_step(planned, args) == cost
+
+
+def test_sharding_needs_processes_and_no_group_of_others(tmp_path):
+    planned = PlannedModel(lambda shape: CLASSES["llama"](shape(model_config("llama"))), batch("llama"))
+    with pytest.raises(ValueError, match="for two processes or more"), planned.sharded(1):
+        pass
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        with pytest.raises(ValueError, match="where there is no process group yet"), planned.sharded(8):
+            pass
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_step_of_adapters_does_not_depend_on_the_one_before(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def build(shape):
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(CLASSES["llama"](shape(model_config("llama"))), lora)
+
+    planned = PlannedModel(build, batch("llama"))
+    plain, checkpointed = (config(tmp_path, activation_checkpointing=is_on) for is_on in (False, True))
+    first, _, last = (planned.step(batch("llama"), args) for args in (plain, checkpointed, plain))
+    assert first == last
 
 
 def test_the_narrow_copy_keeps_depth_and_vocabulary():

@@ -186,9 +186,7 @@ class PlannedModel:
         if processes < 2 or dist.is_initialized():
             raise ValueError("FSDP2 is planned for two processes or more, and where there is no process group yet.")
         memo = {id(each): each for each in (self._fake, self._short, *self.model.buffers())}
-        memo |= {
-            id(each): nn.Parameter(torch.empty_like(each), each.requires_grad) for each in self.model.parameters()
-        }
+        memo |= {id(w): nn.Parameter(torch.empty_like(w), w.requires_grad) for w in self.model.parameters()}
         planned = copy.deepcopy(self, memo)
         units = {"transformer_cls_names_to_wrap": {type(each).__name__ for each in self.layers.readout.stack.layers}}
         policies = {"auto_wrap_policy": "transformer_based_wrap", "mixed_precision_policy": "bf16"}

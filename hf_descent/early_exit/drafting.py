@@ -35,7 +35,7 @@ STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWaterm
 
 
 def draft_with(
-    layer: int, shortlist: Sequence[int] | torch.Tensor | None = None, streamer: BaseStreamer | None = None
+    layer: int, shortlist: Sequence[int] | None = None, streamer: BaseStreamer | None = None, length: int = MAX_DRAFT
 ) -> Callable:
     """Decoding that drafts with the first `layer` layers, for `generate`; batches are padded on the left.
 
@@ -53,6 +53,7 @@ def draft_with(
         streamer (`BaseStreamer`, *optional*): gets the prompt and the tokens of each round, at batch 1. Give it here:
             `generate` hands its own to no other loop, nor `assistant_model`, nor `tokenizer`: in place of
             `stop_strings` give `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+        length (`int`): drafts of a round, at most.
 
     ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
     processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
@@ -75,7 +76,7 @@ def draft_with(
         reader = Readout.probe(model, {"input_ids": example})
         if not isinstance(layer, int | np.integer) or layer not in range(1, reader.num_layers):
             raise ValueError(f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}.")
-        halves = _Halves(model, reader.stack, layer, shortlist)
+        halves = _Halves(model, reader.stack, layer, shortlist, length)
         if getattr(cache := model_kwargs.get(halves.cache_name), "layers", None):
             _check_cache(model, cache, reader.num_layers)  # before the prompt is written into the caller's own
         outputs = model._prefill(input_ids, generation_config, model_kwargs | {"use_cache": True})
@@ -98,27 +99,34 @@ def draft_with(
     return decode
 
 
+def token_ids(shortlist, head) -> torch.Tensor:
+    """`shortlist` on the device of `head`, `[short]`; ValueError where it holds anything but tokens, or none."""
+    ids, most = torch.as_tensor(shortlist, device=head.weight.device), len(head.weight) - 1
+    if not (ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) and 0 <= ids.min() <= ids.max() <= most):
+        raise ValueError(f"`shortlist` is {shortlist!r}; give ids of tokens, whole numbers in 0..{most}.")
+    return ids
+
+
+def costs(stack, head, layer, size):
+    """The weights read in a draft from `size` tokens and in a verification, as shares of those of plain decoding."""
+    layers = sum(p.numel() for each in stack.layers for p in each.parameters()) / len(stack.layers)
+    whole = stack.num_layers * layers + head.weight.numel()
+    return (layer * layers + size * head.weight.shape[1]) / whole, 1 - layer * layers / whole
+
+
 class _Halves:
     """A model's first layers, which draft one token a row, and the others, which go on from where these stopped."""
 
-    def __init__(self, model, stack, layer, shortlist):
+    def __init__(self, model, stack, layer, shortlist, length):
         self.forward, self.layer, self.num_layers = PartialForward(model, stack), layer, stack.num_layers
-        self.head, self.states = model.get_output_embeddings(), []
+        self.head, self.length, self.states = model.get_output_embeddings(), max(length, 1), []
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # as it was before transformers 5.24
-        self.short = short = None if shortlist is None else torch.as_tensor(shortlist, device=self.head.weight.device)
-        if short is not None:
-            most, are_ids = len(self.head.weight) - 1, short.dtype == torch.int64 and short.ndim == 1 and len(short)
-            if not (are_ids and 0 <= short.min() <= short.max() <= most):
-                raise ValueError(f"`shortlist` is {shortlist!r}; give ids of tokens, whole numbers in 0..{most}.")
+        self.short = None if shortlist is None else token_ids(shortlist, self.head)
         kept = slice(None) if shortlist is None else self.short
         self.weight = self.head.weight[kept]  # [short, hidden]
         self.bias = None if getattr(self.head, "bias", None) is None else self.head.bias[kept]
-        layers = sum(p.numel() for each in stack.layers for p in each.parameters()) / len(stack.layers)
-        head, whole = self.head.weight.numel(), stack.num_layers * layers + self.head.weight.numel()
-        # The weights read in a draft and in a verification, as shares of those that plain decoding reads.
-        self.draft_cost = (layer * layers + self.weight.numel()) / whole
-        self.verify_cost = ((stack.num_layers - layer) * layers + head) / whole
+        self.draft_cost, self.verify_cost = costs(stack, self.head, layer, len(self.weight))
 
     @contextmanager
     def attached(self, cache):
@@ -184,7 +192,7 @@ class _Decoding:
         chance = np.ones(len(self.rows))  # of all drafts so far, by the model's own confidence
         room = self.config.max_length - max(len(self.texts[row]) for row in self.rows)
         worth = True
-        while worth and len(noises) < min(room, MAX_DRAFT):
+        while worth and len(noises) < min(room, self.halves.length):
             logits = self.halves.draft(tokens[-1], **self.inputs(len(noises)))  # [rows, vocab]
             noises.append(self.noise(logits))
             scores = self.score(logits, tokens[1:], noises[-1])

@@ -1,6 +1,7 @@
 """What each exit layer of a model is worth, measured: metric and latency; of a language model, drafts and speed."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..constraints.problem import AT_CHANCE
 from ..evaluation import layer_profile
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
-from ..readout.labels import IGNORE_INDEX
 from ..readout.replay import Readout, evaluating
-from .drafting import MAX_DRAFT, draft_with
+from .drafting import MAX_DRAFT, costs, draft_with, token_ids
 from .partial import PartialForward
 
 
@@ -106,11 +106,12 @@ class SpeculationProfile(Result):
     """Greedy generation with every exit layer of an L-layer language model; layer l at index l-1.
 
     Attributes:
-        acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that the exit predicts, too.
+        acceptance (float64 `[L - 1]`): share of the model's own greedy tokens that drafts of the exit are.
         tokens_per_second (float64 `[L - 1]`): of self-speculative decoding; NaN where it was not timed.
         greedy_tokens_per_second (`float`): of the whole model.
         equal (float64 `[L - 1]`): share of the prompts whose drafted text is the greedy one; below 1 by rounding.
         shortlist (`list[int]`, *optional*): the tokens that drafts chose from, where that was faster.
+        length (`int`): drafts in a round of the fastest exit, at most.
     """
 
     acceptance: np.ndarray
@@ -118,6 +119,7 @@ class SpeculationProfile(Result):
     greedy_tokens_per_second: float
     equal: np.ndarray
     shortlist: list[int] | None = None
+    length: int = MAX_DRAFT
 
     @property
     def speedups(self) -> np.ndarray:
@@ -135,9 +137,10 @@ class SpeculationProfile(Result):
         for layer, (accepted, speed, speedup, equal) in enumerate(zip(*columns), start=1):
             rows.append([f"{layer}", f"{accepted:.1%}", f"{speed:.4g}", f"{speedup:.2f}x", f"{equal:.0%}"])
         rows.append(["none", "", f"{self.greedy_tokens_per_second:.4g}", "", ""])
-        chosen = f"{self.best}, shortlist" if self.shortlist else f"{self.best}"
+        short, capped = len(self.shortlist or ()), self.length < MAX_DRAFT
+        chosen = f"{self.best}" + ", shortlist" * bool(short) + f", length={self.length}" * capped
         best = f"custom_generate=draft_with({chosen})" if self.best else "plain decoding"
-        return f"{format_table(rows)}\nbest: {best}"
+        return f"{format_table(rows)}\nbest: {best}" + f"; shortlist: {short:,} tokens" * bool(short)
 
 
 def speculation_profile(
@@ -146,27 +149,30 @@ def speculation_profile(
     *,
     max_new_tokens: int = 64,
     repeats: int = 3,
-    shortlist: Sequence[int] | None = None,
+    shortlist: Sequence[int] | Counter | None = None,
     progress: bool = False,
 ) -> SpeculationProfile:
     """Acceptance of every exit layer, and tokens per second of the most promising ones, over the same prompts.
 
-    The 4 layers with the highest expected speed (as by Leviathan et al. 2023, theorem 3.8, where a draft by l of L
-    layers costs l / L) are timed, in turns with plain greedy decoding. The model's generation config does not count.
+    By count, n drafts give 1 + a + ... + a^(n - 1) tokens at acceptance a. The 4 layers with most per weight read, at
+    their best n, are timed in turns with greedy decoding. The model's generation config does not count.
 
     Args:
         model (`PreTrainedModel`): a causal language model, on its device.
         prompts (sequence of `torch.Tensor`): token ids, `[1, seq]` each, continued one at a time.
         max_new_tokens (`int`): tokens generated for each.
         repeats (`int`): timings of each layer.
-        shortlist: as of [`draft_with`]; drafts are timed without and with it, and the way with the fastest is kept.
+        shortlist: as of [`draft_with`], or a `Counter` of tokens in other texts, of which the first 1, 2, 4, ... are
+            taken that are best by count; drafts are timed without and with it, and the way with the fastest is kept.
         progress (`bool`): show progress bars.
 
     ValueError as of [`draft_with`]; for no decoder, no prompts, or `repeats` below 1.
     """
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
-    own = model.generation_config  # which may sample, search, or punish repetition
+    if not len(prompts):
+        raise ValueError("`prompts` is empty; give one at least.")
+    head, own = model.get_output_embeddings(), model.generation_config  # which may sample, search, punish repetition
     plain = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
     with evaluating(model) as device, mock.patch.object(model, "generation_config", plain):
         prompts = [prompt.to(device) for prompt in prompts]
@@ -175,28 +181,40 @@ def speculation_profile(
             kwargs["max_new_tokens"] = max_new_tokens
             return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
-        greedy = generate()
-        rows = [{"input_ids": text[0], "labels": text[0].clone()} for text in greedy]
-        for prompt, row in zip(prompts, rows):
-            row["labels"][: prompt.shape[1]] = IGNORE_INDEX
-        acceptance = layer_profile(model, rows, batch_size=1, progress=progress).values[:-1]
-        costs = np.arange(1, len(acceptance) + 1) / (len(acceptance) + 1)  # of a draft
-        steps = np.arange(MAX_DRAFT)
-        expected = (acceptance[:, None] ** steps).cumsum(1) / (1 + costs[:, None] * steps)  # [layers - 1, drafts]
-        timed = np.argsort(-expected.max(1), kind="stable")[:TIMED_LAYERS]
-        lists = [None] if shortlist is None else [None, torch.as_tensor(shortlist).tolist()]
-        drafts = [draft_with(layer + 1, each) for each in lists for layer in timed]
+        greedy, lists = generate(), [list(range(len(head.weight)))]
+        if isinstance(shortlist, Counter):  # tokens of no text come last, by their ids: rare ones often have high ones
+            ranked = [*dict.fromkeys([*dict(shortlist.most_common()), *lists[0]])]
+            lists += [ranked[: 2**power] for power in range((len(ranked) - 1).bit_length())]
+        elif shortlist is not None:
+            lists.append(torch.as_tensor(shortlist).tolist())
+        shorts, hits = [token_ids(each, head).sort().values.to(device) for each in lists], []  # sorted: ties go by id
+        for text, prompt in zip(greedy, prompts):
+            reader = Readout.probe(model, {"input_ids": text})
+
+            def score(outputs, found=text[0, prompt.shape[1] :]):
+                logits = outputs.logits[0, -len(found) - 1 : -1].to(device)  # [tokens, vocab]
+                return torch.stack([short[logits[:, short].argmax(-1)] == found for short in shorts])
+
+            hits.append(torch.stack(reader.read({"input_ids": text}, score)))  # [layers, lists, tokens]
+        acceptance = torch.cat(hits, dim=-1)[:-1].double().mean(-1).T.cpu().numpy()  # [lists, layers - 1]
+        sizes, layers, n = np.ix_(list(map(len, lists)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1))
+        draft, verify = costs(reader.stack, head, layers, sizes)
+        expected = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (n * draft + verify)  # [lists, layers - 1, drafts]
+        lengths, speed = expected[..., 1:].argmax(-1) + 2, expected[..., 1:].max(-1)  # one draft alone spares nothing
+        kept = [0, *sorted(range(1, len(lists)), key=lambda place: speed[place].max(initial=0))[-1:]]
+        timed, lists[0] = np.argsort(-speed[kept].max(0), kind="stable")[:TIMED_LAYERS], None
+        drafts = [draft_with(k + 1, lists[place], length=lengths[place, k]) for place in kept for k in timed]
         calls = [generate, *(partial(generate, custom_generate=draft) for draft in drafts)]
         texts = [greedy, *(call() for call in calls[1:])]
         seconds = turns(calls, repeats, device, progress)  # [1 + lists * timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
-    speeds, equal = np.full((2, len(acceptance)), np.nan)
     greedy_speed, *drafted = tokens / seconds
     same = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
-    found = np.reshape([drafted, same], (2, len(lists), len(timed)))
-    best = found[0].max(1, initial=0.0).argmax()
-    speeds[timed], equal[timed] = found[:, best]
-    return SpeculationProfile(acceptance, speeds, float(greedy_speed), equal, lists[best])
+    speeds, equal = np.full((2, *acceptance.shape), np.nan)  # [lists, layers - 1] each
+    speeds[np.ix_(kept, timed)], equal[np.ix_(kept, timed)] = np.reshape([drafted, same], (2, len(kept), len(timed)))
+    place = np.nanmax(speeds, axis=1, initial=0.0).argmax()
+    profile = SpeculationProfile(acceptance[place], speeds[place], float(greedy_speed), equal[place], lists[place])
+    return replace(profile, length=int(lengths[place, profile.best - 1])) if profile.best else profile
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:

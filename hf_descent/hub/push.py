@@ -167,7 +167,7 @@ def _shown(result: Result) -> dict[str, Any]:
             layer = result.cheapest()
             shown["exit_layer"] = layer if layer < len(result.values) else None
         case SpeculationProfile():
-            shown["draft_with"] = result.best and f"{result.best}, {result.shortlist}"
+            shown["draft_with"] = result.best and f"{result.best}, {result.shortlist}, length={result.length}"
     return shown
 
 

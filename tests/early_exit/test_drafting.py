@@ -1,6 +1,7 @@
 import inspect
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -497,6 +498,87 @@ def test_the_four_exits_whose_drafts_should_pay_most_are_timed():
     assert profile.acceptance[2:].tolist() == [1.0] * 5 and profile.acceptance[:2].max() < 1
     timed = np.isfinite(profile.tokens_per_second)
     assert timed[2:5].all() and timed.sum() == 4
+
+
+def naive_counts(model, prompts, new_tokens, ranked):
+    """(size, layer) -> share of the greedy tokens that the cut model chooses from the first `size` of `ranked`."""
+    texts = [model.generate(each, do_sample=False, max_new_tokens=new_tokens, pad_token_id=0)[0] for each in prompts]
+    shares = {}
+    for layer in range(1, len(model.model.layers)):
+        short = truncate(model, layer, {"input_ids": prompts[0]})
+        for size in (1, 2, 4, 8, 16, 32, VOCAB):
+            hits = []
+            for prompt, text in zip(prompts, texts):
+                for end in range(prompt.shape[1], len(text)):
+                    with torch.no_grad():
+                        logits = short(text[None, :end]).logits[0, -1]
+                    hits.append(max(ranked[:size], key=lambda token: logits[token].item()) == text[end].item())
+            shares[size, layer] = sum(hits) / len(hits)
+    return shares
+
+
+def naive_speed(model, size, layer, drafts, share):
+    """Tokens of a round, each draft accepted with probability `share` after accepted ones, over what it costs."""
+    weights = [sum(p.numel() for p in each.parameters()) for each in model.model.layers]
+    rows, width = model.lm_head.weight.shape
+    plain = sum(weights) + rows * width
+    cost = drafts * (sum(weights[:layer]) + size * width) + sum(weights[layer:]) + rows * width
+    tokens = sum(share**right * (1 - share) * (right + 1) for right in range(drafts - 1))  # where the next is wrong
+    return (tokens + share ** (drafts - 1) * drafts) * plain / cost
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.3])
+def test_layer_drafts_of_a_round_and_size_of_the_shortlist_are_the_best_by_count(factor, monkeypatch):
+    model = agreeing(spread(llama(num_layers=5)), 2, factor)
+    model.generation_config.eos_token_id = None
+    prompts = [torch.tensor([[3, 4, 5]]), torch.tensor([[7, 8, 9, 10]]), torch.tensor([[30, 6]])]
+    texts = model.generate(torch.tensor([[11, 12], [20, 21]]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    counts = Counter(texts.flatten().tolist())
+    ranked = [token for token, _ in counts.most_common()]
+    ranked += [token for token in range(VOCAB) if token not in ranked]
+    shares = naive_counts(model, prompts, 20, ranked)
+    speeds = {
+        (naive_speed(model, size, layer, drafts, share), size, layer, drafts)
+        for (size, layer), share in shares.items()
+        for drafts in range(2, 17)
+    }
+    _, size, layer, drafts = max(each for each in speeds if each[1] < VOCAB)
+    seen = []
+
+    def drafting(*given, **settings):
+        seen.append((*given, settings["length"]))
+        return draft_with(*given, **settings)
+
+    def fast(calls, *_):  # the one that is best by count
+        return np.array([2.0, *(1 + (each != (layer, ranked[:size], drafts)) for each in seen)])
+
+    monkeypatch.setattr("hf_descent.early_exit.profile.draft_with", drafting)
+    monkeypatch.setattr("hf_descent.early_exit.profile.turns", fast)
+    profile = speculation_profile(model, prompts, max_new_tokens=20, repeats=1, shortlist=counts)
+    assert (profile.best, profile.shortlist, profile.length) == (layer, ranked[:size], drafts)
+    assert profile.acceptance.tolist() == pytest.approx([shares[size, each] for each in range(1, 5)])
+    assert f"draft_with({layer}, shortlist, length={drafts}); shortlist: {size} tokens" in str(profile)
+    for tried, short, length in seen:  # each with the drafts that are best for it
+        rows = VOCAB if short is None else size
+        assert length == max(each for each in speeds if each[1:3] == (rows, tried))[3]
+    assert profile.equal[layer - 1] == 1 and 1 < size < VOCAB
+
+
+@pytest.mark.parametrize("shortlist", [[], [VOCAB], [-1], [1.5]])
+def test_a_profile_refuses_a_shortlist_of_anything_but_tokens(shortlist):
+    with pytest.raises(ValueError, match=f"`shortlist` is .*; give ids of tokens, whole numbers in 0..{VOCAB - 1}"):
+        speculation_profile(llama(), [torch.tensor([[5, 6, 7]])], max_new_tokens=4, shortlist=shortlist)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_round_has_no_more_drafts_than_asked_for(length):
+    model = agreeing(spread(llama(num_layers=5)), 2, 0.0)
+    decode, inputs = draft_with(2, length=length), prompts(1, 4)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=13, pad_token_id=0)
+    model.generate(**inputs, max_new_tokens=2, custom_generate=decode, pad_token_id=0)  # checks the model
+    counts = run_positions(model, model.model.layers)
+    drafted = model.generate(**inputs, do_sample=False, max_new_tokens=13, pad_token_id=0, custom_generate=decode)
+    assert torch.equal(drafted, plain) and max(counts[-1][1:]) == length and sum(counts[-1][1:]) == 12
 
 
 def test_the_best_exit_is_the_fastest_or_none():

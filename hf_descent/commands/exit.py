@@ -10,6 +10,7 @@ import torch
 from transformers import DataCollatorForSeq2Seq
 from transformers.hf_argparser import HfArg
 
+from ..data.alpaca import PromptFormat, completion_labels, prompt_ids, read_instructions
 from ..data.splits import check_arguments, check_texts, load_file
 from ..data.text import DataArguments, align_classes, load_text_classification, most_tokens, tokenize
 from ..early_exit import ConfidenceExit, exit_profile, speculation_profile
@@ -28,10 +29,12 @@ class ExitArguments:
     batch_size: int = HfArg(default=32, help="Samples in a batch, also when timed.")
     repeats: int = HfArg(default=3, help="Timings of each exit; the median counts.")
     text_file: str | None = HfArg(default=None, help="Language models: file with held-out texts in `text_column`.")
-    prompts: int = HfArg(default=8, help="Language models: texts whose beginnings are continued.")
-    prompt_length: int = HfArg(default=16, help="Language models: tokens of each beginning.")
+    instructions: str | None = HfArg(default=None, help="In its place a file of instructions, as of `generate`.")
+    prompt_format: PromptFormat = HfArg(default="auto", help="Form of the instructions' prompts, as in training.")
+    prompts: int = HfArg(default=8, help="Language models: texts or instructions that are continued.")
+    prompt_length: int | None = HfArg(default=None, help="Language models: cut these to so many tokens.")
     max_new_tokens: int = HfArg(default=64, help="Language models: tokens generated for each.")
-    shortlist: int | None = HfArg(default=None, help="Language models: draft from so many frequent tokens, too.")
+    shortlist: int | None = HfArg(default=None, help="Language models: frequent tokens to draft; None: by count.")
 
     def __post_init__(self):
         counts = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "shortlist")
@@ -76,28 +79,31 @@ def _classifier(model, tokenizer, args: ExitArguments, data_args: DataArguments)
 
 
 def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArguments) -> dict[str, Result]:
-    if args.text_file is None:
-        raise ValueError("`text_file` is None; a language model is measured on texts: give `--text_file`.")
-    rows, column = load_file("text_file", args.text_file), data_args.text_column
-    rows = rows.select(range(data_args.limit("test", rows)))
-    check_texts(rows, args.text_file, column)
-    positions = position_limit(model) or math.inf
+    if (args.text_file is None) == (args.instructions is None):
+        raise ValueError(f"`text_file` is {args.text_file}; a language model takes either that or `instructions`.")
+    if args.instructions:
+        pairs = read_instructions(args.instructions, args.prompt_format, tokenizer, ["input", "output"])
+    else:
+        texts, column = load_file("text_file", args.text_file), data_args.text_column
+        check_texts(texts, args.text_file, column)
+        pairs = [{"prompt": text, "completion": None} for text in texts[column]]
+    positions, pairs = position_limit(model) or math.inf, pairs[: data_args.max_eval_samples]
     limit = min(data_args.max_seq_length or 512, positions)
-    ids = tokenizer(rows[column][:], truncation=True, max_length=limit)["input_ids"]
-    ids = [row for row in ids if len(row) > args.prompt_length]
-    if not ids:
+    cut = args.prompt_length or min(limit, positions - 1)
+    rows = [completion_labels(p, tokenizer, limit) | {"ids": prompt_ids(p["prompt"], tokenizer)[:cut]} for p in pairs]
+    rows = [row for row in rows if len(row["input_ids"]) > (args.prompt_length or 1)]
+    if not rows:
         raise ValueError(f"`prompt_length` is {args.prompt_length}; no text, cut to {limit} tokens, is longer.")
-    prompts = [torch.tensor([row[: args.prompt_length]]) for row in ids[: args.prompts]]
+    prompts = [torch.tensor([row["ids"]]) for row in rows[: args.prompts]]
     tokenizer.padding_side = "right"
-    rows = [{"input_ids": row, "labels": row} for row in ids]
     shared = {"repeats": args.repeats, "progress": True}
     collator = DataCollatorForSeq2Seq(tokenizer)
-    drafts = {"max_new_tokens": min(args.max_new_tokens, positions - args.prompt_length)}
     results = {"exit_profile": exit_profile(model, rows, data_collator=collator, batch_size=args.batch_size, **shared)}
-    counts = Counter(token for row in ids[args.prompts :] or ids for token in row)  # of texts that are not continued
-    drafts["shortlist"] = [token for token, _ in counts.most_common(args.shortlist or 0)] or None
+    counts = Counter(token for row in rows[args.prompts :] or rows for token in row["labels"] if token >= 0)  # others
+    shared["shortlist"] = [token for token, _ in counts.most_common(args.shortlist)] if args.shortlist else counts
+    shared["max_new_tokens"] = min(args.max_new_tokens, positions - max(map(torch.numel, prompts)))
     try:
-        results["speculation_profile"] = speculation_profile(model, prompts, **drafts, **shared)
+        results["speculation_profile"] = speculation_profile(model, prompts, **shared)
     except ValueError as error:  # as of a single layer; what was measured before is kept
         print(f"No speculation profile: {error}\n")
     return results

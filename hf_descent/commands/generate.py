@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import DataCollatorWithPadding, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
-from ..data.alpaca import PromptFormat, format_prompt
-from ..data.splits import check_arguments, check_texts, load_file
+from ..data.alpaca import PromptFormat, prompt_ids, read_instructions
+from ..data.splits import check_arguments
 from ..files import write_json
 from ..loading import best_device, load_model, load_tokenizer, position_limit
 from ..noise.embedding_noise import EmbeddingNoise
@@ -32,17 +32,15 @@ class GenerateArguments:
     gamma: float = HfArg(default=0.0, help="Noise level on every token's embedding.")
     sigma: float | None = HfArg(default=None, help="Deviation of the clean embeddings; None: the model's own.")
     seed: int = HfArg(default=0, help="Seed of the noise.")
-    instructions: str = HfArg(
-        default=ALPACA_EVAL, help="csv, json or parquet file of `instruction` and perhaps `input` and `dataset`."
-    )
+    instructions: str = HfArg(default=ALPACA_EVAL, help="File of `instruction` and perhaps `input` and `dataset`.")
     prompt_format: PromptFormat = HfArg(default="auto", help="Form of the prompts, as in training.")
     batch_size: int = HfArg(default=8, help="Prompts in a batch, on which noise and room for answers depend.")
     max_new_tokens: int = HfArg(default=1024, help="Largest number of tokens of an answer.")
     max_samples: int | None = HfArg(default=None, help="Answer only this many instructions, the first ones.")
 
     def __post_init__(self):
-        check_arguments(self, dict.fromkeys(("max_samples", "batch_size", "max_new_tokens"), 1))
-        check_arguments(self, dict.fromkeys(("gamma", "seed"), 0))
+        counts = ("max_samples", "batch_size", "max_new_tokens")
+        check_arguments(self, dict.fromkeys(counts, 1) | {"gamma": 0, "seed": 0})
 
 
 parse = partial(parse_models, (GenerateArguments,))
@@ -55,18 +53,12 @@ def run(models: list[str], args: GenerateArguments) -> None:
         raise ValueError(f"`output` {args.output!r} exists already; name another file, or remove it.")
     generator = Path(name).name + (f"-gamma{args.gamma:g}" if args.gamma else "")
     tokenizer = load_tokenizer(name, padding_side="left")
-    rows = load_file("instructions", args.instructions)
-    check_texts(rows, args.instructions, "instruction", optional=["input"])
-    rows = rows.to_list()[: args.max_samples]
-    as_chat = args.prompt_format == "auto" and tokenizer.chat_template is not None
+    rows = read_instructions(args.instructions, args.prompt_format, tokenizer)[: args.max_samples]
     model = load_model(name).to(best_device())
     if not model.can_generate():
         raise ValueError(f"`model` is {name!r}, a {type(model).__name__}; give a causal language model.")
-    prompts = [format_prompt(row["instruction"], row.get("input"), as_chat) for row in rows]
-    if as_chat:
-        prompts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-    encode = partial(tokenizer, add_special_tokens=not as_chat)  # a chat template has put them in
-    lengths = [len(ids) for ids in encode(prompts)["input_ids"]]
+    prompts = [{"input_ids": prompt_ids(row["prompt"], tokenizer)} for row in rows]
+    lengths, collate = [len(row["input_ids"]) for row in prompts], DataCollatorWithPadding(tokenizer)
     if (limit := position_limit(model)) and (longest := max(lengths)) >= limit:
         raise ValueError(f"Prompt {lengths.index(longest)} has {longest} tokens, {name} {limit} positions: cut it.")
     answers = []
@@ -74,7 +66,7 @@ def run(models: list[str], args: GenerateArguments) -> None:
     with EmbeddingNoise(model, args.gamma, args.seed, args.sigma) if args.gamma else nullcontext() as noise:
         for start in tqdm(range(0, len(rows), args.batch_size), desc="Answering"):
             batch = slice(start, start + args.batch_size)
-            inputs = encode(prompts[batch], return_tensors="pt", padding=True)
+            inputs = collate(prompts[batch])
             if noise is not None:
                 noise.reseed(start)
             for row, text in zip(rows[batch], answer(model, tokenizer, inputs.to(model.device), args)):

@@ -8,19 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.hf_argparser import HfArg
 
 from ..readout.labels import IGNORE_INDEX
-from .splits import SplitArguments, check_texts, hold_out, load_splits, select_rows
+from .splits import SplitArguments, check_texts, hold_out, load_file, load_splits, select_rows
 
 
-# Alpaca's own two templates, as its data set's column `text` has them.
-TEMPLATE = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
-TEMPLATE_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
-    "response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
 PromptFormat = Literal["auto", "alpaca"]
 
 
@@ -46,23 +36,34 @@ def load_alpaca(args: AlpacaArguments, tokenizer: PreTrainedTokenizerBase, gets_
     """
     splits = {name: _instructions(rows, name) for name, rows in load_splits(args).items()}
     as_chat = args.prompt_format == "auto" and (gets_template or tokenizer.chat_template is not None)
+    names, desc = splits["train"].column_names, "Formatting instructions"
+    return hold_out(splits, args).map(_pair, fn_kwargs={"as_chat": as_chat}, remove_columns=names, desc=desc)
 
-    def to_pair(row):
-        completion = row["output"]
-        return {
-            "prompt": format_prompt(row["instruction"], row.get("input"), as_chat),
-            "completion": [{"role": "assistant", "content": completion}] if as_chat else completion,
-        }
 
-    return hold_out(splits, args).map(to_pair, remove_columns=splits["train"].column_names, desc="Formatting prompts")
+def read_instructions(path: str, prompt_format: str, tokenizer, optional=("input",)) -> list[dict]:
+    """The rows of a file, each with `prompt` and `completion` as of [`load_alpaca`], or `None` without an `output`."""
+    rows = load_file("instructions", path)
+    check_texts(rows, path, "instruction", optional=optional)
+    as_chat = prompt_format == "auto" and tokenizer.chat_template is not None
+    return [row | _pair(row, as_chat) for row in rows]
+
+
+def _pair(row, as_chat):
+    answer = row.get("output") or None
+    completion = [{"role": "assistant", "content": answer}] if as_chat and answer else answer
+    return {"prompt": format_prompt(row["instruction"], row.get("input"), as_chat), "completion": completion}
 
 
 def format_prompt(instruction: str, input: str | None = None, as_chat: bool = False) -> str | list[dict[str, str]]:
     """The prompt of one instruction: Alpaca's template with or without input, or one message of the user."""
     if as_chat:
         return [{"role": "user", "content": f"{instruction}\n\n{input}" if input else instruction}]
-    template = TEMPLATE_WITH_INPUT if input else TEMPLATE
-    return template.format(instruction=instruction, input=input)
+    context = ", paired with an input that provides further context" if input else ""
+    given = f"### Input:\n{input}\n\n" if input else ""
+    return (  # as the column `text` of Alpaca's own data set has it
+        f"Below is an instruction that describes a task{context}. Write a response that appropriately completes the "
+        f"request.\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
+    )
 
 
 def _instructions(rows: Dataset, split: str) -> Dataset:
@@ -73,16 +74,23 @@ def _instructions(rows: Dataset, split: str) -> Dataset:
     return rows
 
 
+def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt, up to where the answer begins."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+
+
 def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> dict[str, list[int]]:
     """Token ids of a prompt with its completion, and labels for the completion alone (end of text included), as TRL's
-    `SFTTrainer` makes them; cut to `limit` tokens."""
-    if isinstance(row["prompt"], str):
-        prompt, end = tokenizer(row["prompt"])["input_ids"], tokenizer.eos_token or ""
+    `SFTTrainer` makes them, or for all of a prompt without one; cut to `limit` tokens."""
+    prompt, end = prompt_ids(row["prompt"], tokenizer), tokenizer.eos_token or ""
+    if row["completion"] is None:
+        ids, prompt = prompt, []
+    elif isinstance(row["prompt"], str):
         ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
     else:
-        messages = row["prompt"]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        ids = tokenizer.apply_chat_template([*messages, *row["completion"]], return_dict=False)
+        ids = tokenizer.apply_chat_template([*row["prompt"], *row["completion"]], return_dict=False)
     # A token may join the end of the prompt and what follows.
     start = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
     labels = [IGNORE_INDEX] * start + ids[start:]

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, bert, llama, spread, word_tokenizer
+from tiny import VOCAB, bert, llama, spread, tokenizer, word_tokenizer
+from tiny_files import save_generator
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -17,6 +18,7 @@ from transformers import (
 
 from hf_descent import cli
 from hf_descent.commands import exit
+from hf_descent.data.alpaca import format_prompt
 from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile, SpeculationProfile
 
 
@@ -117,6 +119,78 @@ def test_the_exit_command_reports_a_language_model(tmp_path, capsys, monkeypatch
     (tmp_path / "texts.json").write_text('{"text": null}')
     with pytest.raises(ValueError, match=r"texts\.json has 1 rows whose text is not a string"):
         cli.main(["exit", str(tmp_path / "model"), "--text_file", str(tmp_path / "texts.json")])
+
+
+def seen_by_the_profile(monkeypatch, *words):
+    """The prompts and settings of the drafts, and the rows of the exit profile."""
+    seen = {}
+
+    def drafts(model, prompts, **given):
+        seen.update(given, prompts=[prompt[0].tolist() for prompt in prompts])
+        return SpeculationProfile([0.5], [10.0], 20.0, [1.0])
+
+    def exits(model, rows, **given):
+        seen["rows"] = [(row["input_ids"], row["labels"]) for row in rows]
+        return ExitProfile("accuracy", [0.5], [1.0], [1.0], 1)
+
+    monkeypatch.setattr(exit, "speculation_profile", drafts)
+    monkeypatch.setattr(exit, "exit_profile", exits)
+    cli.main(["exit", *map(str, words)])
+    return seen
+
+
+def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path, monkeypatch):
+    spread(llama(num_layers=2)).save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
+    ids = [[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)]
+    words = [tmp_path / "model", "--text_file", data, "--prompts", "2", "--max_eval_samples", "5"]
+    seen = seen_by_the_profile(monkeypatch, *words)
+    assert seen["prompts"] == ids[:2] and seen["rows"] == [(row, row) for row in ids[:5]]
+    assert seen["shortlist"] == Counter(token for row in ids[2:5] for token in row)
+    assert isinstance(seen["shortlist"], Counter) and seen["max_new_tokens"] == 52  # of 64 positions
+    assert seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")["prompts"] == [row[:9] for row in ids[:2]]
+    with pytest.raises(ValueError, match="takes either that or `instructions`"):
+        seen_by_the_profile(monkeypatch, *words, "--instructions", data)
+
+
+@pytest.mark.parametrize("answered", [True, False])
+@pytest.mark.parametrize(("chat", "form"), [(True, "auto"), (True, "alpaca"), (False, "auto")])
+def test_instructions_are_asked_as_in_training_and_their_answers_measured(tmp_path, monkeypatch, answered, chat, form):
+    folder, tok = save_generator(tmp_path / "model", chat), tokenizer(chat)
+    rows = [{"instruction": f"Add {i}.", "input": "1" * (i % 2)} for i in range(4)]
+    rows = [row | ({"output": f"It is {i}"} if answered else {}) for i, row in enumerate(rows)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    flags = ["--instructions", tmp_path / "rows.json", "--prompts", "3", "--prompt_format", form]
+    seen = seen_by_the_profile(monkeypatch, folder, *flags, "--output_dir", tmp_path / "out")
+    as_chat, asked, texts = chat and form == "auto", [], []
+    for i, row in enumerate(rows):
+        text = f"<user>Add {i}.{chr(10) * 2 + '1' if i % 2 else ''}</s><assistant>"
+        asked.append(text if as_chat else format_prompt(row["instruction"], row["input"]))
+        texts.append(asked[-1] + (f"It is {i}</s>" if answered else ""))
+    assert tok.batch_decode(seen["prompts"]) == asked[:3]
+    assert tok.batch_decode([ids for ids, _ in seen["rows"]]) == texts
+    for text, prompt, (_, labels) in zip(texts, asked, seen["rows"]):
+        own = [label for label in labels if label >= 0]
+        assert tok.decode(own) == (text.removeprefix(prompt) if answered else text)
+    assert seen["shortlist"] == Counter(label for label in seen["rows"][3][1] if label >= 0)
+
+
+def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
+    folder = save_generator(tmp_path / "model")
+    rows = [{"instruction": f"Add {i}.", "output": "It is."} for i in range(3)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    flags = ["--prompts", "2", "--max_new_tokens", "6", "--repeats", "1"]
+    cli.main(["exit", folder, "--instructions", str(tmp_path / "rows.json"), *flags])
+    assert str(SpeculationProfile.from_json(f"{folder}/speculation_profile.json")) in capsys.readouterr().out
+    model, losses = AutoModelForCausalLM.from_pretrained(folder), []
+    for row in rows:
+        prompt = tokenizer(False)(format_prompt(row["instruction"]))["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(False)("It is.</s>")["input_ids"]]])
+        labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(prompt), -100)
+        losses.append(model(ids, labels=labels).loss.item())  # over 7 tokens each
+    profile = ExitProfile.from_json(f"{folder}/exit_profile.json")
+    assert profile.losses[-1] == pytest.approx(sum(losses) / 3, rel=1e-4)
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -212,7 +212,7 @@ def speculation_profile(
     same = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
     speeds, equal = np.full((2, *acceptance.shape), np.nan)  # [lists, layers - 1] each
     speeds[np.ix_(kept, timed)], equal[np.ix_(kept, timed)] = np.reshape([drafted, same], (2, len(kept), len(timed)))
-    place = np.nanmax(speeds, axis=1, initial=0.0).argmax()
+    place = np.nanmax(speeds, axis=1, initial=greedy_speed).argmax()  # the first where none is faster
     profile = SpeculationProfile(acceptance[place], speeds[place], float(greedy_speed), equal[place], lists[place])
     return replace(profile, length=int(lengths[place, profile.best - 1])) if profile.best else profile
 

@@ -564,6 +564,16 @@ def test_layer_drafts_of_a_round_and_size_of_the_shortlist_are_the_best_by_count
     assert profile.equal[layer - 1] == 1 and 1 < size < VOCAB
 
 
+def test_where_plain_decoding_is_fastest_the_profile_is_that_of_all_tokens(monkeypatch):
+    model, prompts = agreeing(spread(llama(num_layers=3)), 1), [torch.tensor([[3, 4, 5]])]
+    whole = speculation_profile(model, prompts, max_new_tokens=12, repeats=1)
+    slow = np.array([1.0, 4.0, 4.0, 2.0, 3.0])  # with the shortlist faster than without
+    monkeypatch.setattr("hf_descent.early_exit.profile.turns", lambda *_: slow)
+    profile = speculation_profile(model, prompts, max_new_tokens=12, repeats=1, shortlist=Counter([5]))
+    assert profile.best is None and profile.shortlist is None and profile.length == 16
+    assert profile.acceptance.tolist() == whole.acceptance.tolist() and max(profile.speedups) == 0.25
+
+
 @pytest.mark.parametrize("shortlist", [[], [VOCAB], [-1], [1.5]])
 def test_a_profile_refuses_a_shortlist_of_anything_but_tokens(shortlist):
     with pytest.raises(ValueError, match=f"`shortlist` is .*; give ids of tokens, whole numbers in 0..{VOCAB - 1}"):

@@ -15,15 +15,12 @@ class Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer):
     The arguments are those of [`~transformers.Seq2SeqTrainer`], and `readout` and `layer_loss_fn` of
     [`DescentTrainer`]; errors are as there. Other training arguments get the defaults of [`Seq2SeqDescentConfig`].
 
-    Example:
+    Example, of which `recipes/examples/seq2seq.py` is a complete script:
 
     ```python
-    args = Seq2SeqDescentConfig(output_dir="out", predict_with_generate=True)
-    trainer = Seq2SeqDescentTrainer(
-        model, args, DataCollatorForSeq2Seq(tokenizer, model), train_dataset=train, eval_dataset=test
-    )
+    args = Seq2SeqDescentConfig("out", predict_with_generate=True)
+    trainer = Seq2SeqDescentTrainer(model, args, DataCollatorForSeq2Seq(tokenizer, model), train_dataset=train)
     trainer.train()
-    trainer.predict(test, num_beams=4).predictions  # token ids [rows, length]
     ```
     """
 

@@ -36,17 +36,12 @@ class SFTDescentTrainer(DescentMixin, SFTTrainer):
     ValueError where a data set has no token with a label, or a sequence longer than a table of positions; where layers
     are read also for another `loss_type` than "nll", and documents in one row that see one another.
 
-    Example:
+    Example, of which `recipes/examples/sft_lora.py` is a complete script:
 
     ```python
-    trainer = SFTDescentTrainer(
-        "Qwen/Qwen3-0.6B",
-        SFTDescentConfig(output_dir="out", noise_gamma=1.0),
-        train_dataset=load_dataset("trl-lib/Capybara", split="train"),
-        peft_config=LoraConfig(r=6, lora_alpha=8, lora_dropout=0.05),
-    )
+    rows = load_dataset("trl-lib/Capybara", split="train")
+    trainer = SFTDescentTrainer("Qwen/Qwen3-0.6B", train_dataset=rows, peft_config=LoraConfig(r=6))
     trainer.train()
-    trainer.multipliers.values  # [L]
     ```
     """
 

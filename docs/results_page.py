@@ -44,19 +44,24 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *rows])
 
 
+def at_best_rate(runs: list[dict]) -> tuple[float, list[dict]]:
+    """An arm's best learning rate by the last layer's loss on the select rows, and its runs there, one per seed."""
+    rates = defaultdict(list)
+    for run in runs:
+        rates[run["settings"]["rate"]].append(run)
+    most = max(map(len, rates.values()))  # only the best ones were trained with every seed
+    whole = [rate for rate, found in rates.items() if len(found) == most]
+    best = min(whole, key=lambda rate: np.mean([run["select"][-1] for run in rates[rate]]))
+    return best, rates[best]
+
+
 def controlled(task: str) -> dict[str, tuple[float, list[dict]]]:
-    """Of a task, each arm's best learning rate, and its runs there, one per seed."""
-    arms = defaultdict(lambda: defaultdict(list))
+    """Of a task, each arm's best learning rate, and its runs there."""
+    arms = defaultdict(list)
     for run in map(json.loads, (RESULTS / "controlled.jsonl").read_text().splitlines()):
         if run["settings"]["task"] == task:
-            arms[run["settings"]["arm"]][run["settings"]["rate"]].append(run)
-    found = {}
-    for arm, rates in arms.items():
-        most = max(map(len, rates.values()))  # only the best ones were trained with every seed
-        whole = {rate: runs for rate, runs in rates.items() if len(runs) == most}
-        best = min(whole, key=lambda rate: np.mean([run["select"][-1] for run in whole[rate]]))
-        found[arm] = best, whole[best]
-    return found
+            arms[run["settings"]["arm"]].append(run)
+    return {arm: at_best_rate(runs) for arm, runs in arms.items()}
 
 
 def denoisers(*tasks: str) -> str:
@@ -160,24 +165,21 @@ def holds() -> str:
 def defaults() -> str:
     benchmark = script("runs_to_specification")
     runs = [run for run in benchmark.Runs(finished_runs()).all() if run["settings"]["task"].endswith("_defaults")]
-    rows = []
+    usual, rows = {"task", "exits", "rate", "seed", "steps", "objective"}, []
     for kind in benchmark.DEFAULT_RATES:
-        own = [run for run in runs if run["settings"]["task"] == f"{kind}_defaults"]
-        rates = {run["settings"]["rate"] for run in own if run["settings"]["objective"] == "descent"}
-        usual = {"task", "exits", "rate", "seed", "steps", "objective"}
-        found_by_arm = defaultdict(list)
-        for run in (run for run in own if run["settings"]["rate"] in rates):  # the best one for plain training
+        arms = defaultdict(list)
+        for run in (run for run in runs if run["settings"]["task"] == f"{kind}_defaults"):
             others = {name: value for name, value in run["settings"].items() if name not in usual}
             changed = "".join(f", `{name}` {value}" for name, value in others.items())
-            name = "plain" if run["settings"]["objective"] == "erm" else f"defaults{changed}"
-            found_by_arm[name].append(run)
-        for name, found in sorted(found_by_arm.items(), key=lambda pair: pair[0] != "plain"):
+            arms["plain" if run["settings"]["objective"] == "erm" else f"defaults{changed}"].append(run)
+        for name, own in sorted(arms.items(), key=lambda pair: pair[0] != "plain"):
+            rate, found = at_best_rate(own)
             middle = (len(found[0]["certify"]) + 1) // 2
             met = f"{sum(run['met'] for run in found)} of {len(found)}"
             share = spread([run["share"] for run in found], 2)
             cells = [spread([run[key][layer - 1] for run in found], 3) for key in ("certify", "values")
                      for layer in (middle, len(found[0]["certify"]))]  # fmt: skip
-            rows.append([kind, name, f"{found[0]['settings']['rate']:g}", met, share, *cells])
+            rows.append([kind, name, f"{rate:g}", met, share, *cells])
     header = ["task", "arm", "learning rate", "met", "share", "f_3", "f_L", "metric at layer 3", "at the last"]
     return markdown(header, rows)
 

@@ -31,7 +31,7 @@ def test_a_search_tries_what_is_fixed_beforehand_until_it_is_met(arm, needs, bre
         found = {"missed": missed, "broke": broke, "met": met, "select": [1.0], "beyond": 0.0}
         return found | {"coefficients": coefficients, "rate": rate}
 
-    runs = benchmark.search(arm, 2, (1e-3,), 4 if breaks == 150 else 8, 0, run)
+    runs = benchmark.search(arm, 2, (1e-3,), 4 if breaks == 150 else 8, run)
     assert [found["coefficients"] for found in runs] == [pytest.approx(values) for values in tried]
 
 

@@ -14,9 +14,8 @@ arms, whole runs each:
 The coefficients start at 1. Those of exits that are missed grow tenfold, and a coefficient at which training breaks
 down is bisected on a log scale, each exit's by itself (the penalty has one for all). Each arm begins with one run per
 learning rate, which count, and goes on at the better one. Learning rate and coefficients are chosen on rows (select)
-that are neither trained on nor certified; only the end of the search is read off the certify rows. `--refine` runs
-then look for the least coefficients (a common factor) that still meet it. Finished runs are kept in `--output`, one
-JSON line each, and are not repeated.
+that are neither trained on nor certified; only the end of the search is read off the certify rows. Finished runs are
+kept in `--output`, one JSON line each, and are not repeated.
 """
 
 import argparse
@@ -110,14 +109,9 @@ class Coefficients:
 
 
 def search(
-    arm: str,
-    num_exits: int,
-    rates: tuple[float, ...],
-    budget: int,
-    refine: int,
-    run: Callable[[tuple[float, ...], float], dict],
+    arm: str, num_exits: int, rates: tuple[float, ...], budget: int, run: Callable[[tuple[float, ...], float], dict]
 ) -> list[dict]:
-    """The runs of an arm until one meets the specification, at most `budget`, and `refine` more."""
+    """The runs of an arm until one meets the specification, at most `budget`."""
     coefficients = Coefficients(arm, num_exits)
     runs = [run(coefficients.values, rate) for rate in rates]
     # A learning rate that meets it goes first, then what comes nearest, then the lower f_L; read off the select rows.
@@ -128,14 +122,6 @@ def search(
             break  # a further run would have the same settings
         coefficients.after(last["missed"], last["broke"])
         runs.append(last := run(coefficients.values, rate))
-    if arm in (*WITHOUT_COEFFICIENTS, "ours") or not any(found["met"] for found in runs):
-        return runs
-    met = best if best["met"] else next(found for found in runs if found["met"])
-    high, low = 1.0, 1 / GROWTH  # common factors of the coefficients that are met and, as it is assumed, are not
-    for _ in range(refine):
-        factor = math.sqrt(low * high)
-        runs.append(run(tuple(factor * value for value in met["coefficients"]), met["rate"]) | {"refines": True})
-        low, high = (low, factor) if runs[-1]["met"] else (factor, high)
     return runs
 
 
@@ -256,7 +242,7 @@ def searches(options: argparse.Namespace) -> Iterator[tuple[str, str, int, list[
         kind, number = task.split("_")
         run = runner(options, task, arm, seed)
         rates = LEARNING_RATES[kind]
-        yield task, arm, seed, search(arm, len(EXITS[kind][number]), rates, options.budget, options.refine, run)
+        yield task, arm, seed, search(arm, len(EXITS[kind][number]), rates, options.budget, run)
 
 
 def defaults(options: argparse.Namespace) -> str:
@@ -278,29 +264,25 @@ def defaults(options: argparse.Namespace) -> str:
 def found_by(runs: list[dict]) -> dict | None:
     """The run with which a search ends: of learning rates that both meet the specification the one with the lower loss
     on the select rows; `None` where none did."""
-    met = (run for run in runs if run["met"] and "refines" not in run)
+    met = (run for run in runs if run["met"])
     return min(met, key=lambda run: run["select"][-1], default=None)
 
 
 def table(options: argparse.Namespace) -> str:
     """Of every search: runs until the specification was met, how many of the first runs (one per learning rate) met
-    it, f_L and exits of the run that did, the least f_L of such a run after `--refine`, processor seconds."""
-    names = ["task", "arm", "seed", "runs", "met by first", "f_L", "f_k / f_L", "f_L refined", "seconds"]
+    it, f_L and exits of the run that did, processor seconds."""
+    names = ["task", "arm", "seed", "runs", "met by first", "f_L", "f_k / f_L", "seconds"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for task, arm, seed, runs in searches(options):
-        counted = [run for run in runs if "refines" not in run]
         exits = [int(layer) for layer in EXITS[task.split("_")[0]][task.split("_")[1]]]
         met = found_by(runs)
-        shown = met or min(counted, key=lambda run: (run["broke"], run["beyond"]))
+        shown = met or min(runs, key=lambda run: (run["broke"], run["beyond"]))
         last = shown["certify"][-1]
         ratios = ", ".join(f"{shown['certify'][layer - 1] / last:.3f}" for layer in exits)
-        first = f"{sum(run['met'] for run in counted[: len(LEARNING_RATES[task.split('_')[0]])])}"
-        refined = min((run["certify"][-1] for run in runs if run["met"]), default=math.nan)
-        number = f"{len(counted)}" if met else f"not in {len(counted)}"
-        seconds = sum(run["seconds"] for run in counted)
-        lines.append(
-            f"| {task} | {arm} | {seed} | {number} | {first} | {last:.4f} | {ratios} | {refined:.4f} | {seconds:.0f} |"
-        )
+        first = f"{sum(run['met'] for run in runs[: len(LEARNING_RATES[task.split('_')[0]])])}"
+        number = f"{len(runs)}" if met else f"not in {len(runs)}"
+        seconds = sum(run["seconds"] for run in runs)
+        lines.append(f"| {task} | {arm} | {seed} | {number} | {first} | {last:.4f} | {ratios} | {seconds:.0f} |")
     return "\n".join(lines)
 
 
@@ -327,8 +309,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=tasks, default=["denoiser_one", "denoiser_two"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--budget", type=int, default=8, help="runs of an arm at most, before --refine")
-    parser.add_argument("--refine", type=int, default=0, help="runs after the specification is met")
+    parser.add_argument("--budget", type=int, default=8, help="runs of an arm at most")
     parser.add_argument("--output", default="runs_to_specification.jsonl", help="finished runs; read and appended to")
     parser.add_argument("--minilm", help="folder of the encoder all-MiniLM-L6-v2")
     parser.add_argument("--rt_polarity", help="folder with train.parquet, validation.parquet, test.parquet")

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -128,22 +129,14 @@ def multi_label_rows(count=40):
     return [{**row, "labels": torch.eye(3)[row["labels"]]} for row in classification_data(count)]
 
 
-def cross_entropy(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs["logits"], labels)
-
-
-def weighted_first(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs["logits"], labels, weight=1 + torch.eye(10)[0])
+def cross_entropy(outputs, labels, num_items_in_batch=None, weight=None):
+    return F.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), weight=weight)
 
 
 def rare_rows(count, shape=()):
     """Of which a first batch has one class."""
     rows = enumerate(classification_data(count))
     return [{**row, "labels": torch.full(shape, 2 * (index == count // 2))} for index, row in rows]
-
-
-def weighted(outputs, labels, num_items_in_batch=None):
-    return F.cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), weight=WeightedByClass.weight)
 
 
 def absolute(outputs, labels, num_items_in_batch=None):
@@ -171,33 +164,25 @@ def small_numbers(count):
     return [{**row, "labels": 0.1 * (index % 2)} for index, row in enumerate(classification_data(count))]
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "loss"),
-    [
-        (lambda: Weighted(bert().config), classification_data, None),
-        (lambda: WeightedByClass(bert().config), classification_data, None),
-        (lambda: WeightedByClass(bert().config), rare_rows, None),
-        (bert, rare_rows, weighted),
-        (lambda: bert(num_labels=10), classification_data, weighted_first),
-        (lambda: BertForTokenClassification(bert().config), lambda count: rare_rows(count, (10,)), weighted),
-        (lambda: bert(num_labels=1), regression_rows, absolute),
-        (lambda: bert(num_labels=1), small_numbers, huber),
-        (lambda: bert(problem_type="regression"), multi_label_rows, weighted_numbers),
-        (lambda: bert(problem_type="multi_label_classification"), of_two_classes, weighted_if_positive),
-    ],
-    ids=[
-        "another loss in the model",
-        "weights in the model",
-        "one class",
-        "weights",
-        "of ten",
-        "tokens",
-        "no square",
-        "no square far off",
-        "weights of numbers",
-        "weights of labels",
-    ],
-)
+weighted = partial(cross_entropy, weight=WeightedByClass.weight)
+weighted_first = partial(cross_entropy, weight=1 + torch.eye(10)[0])
+UNMEASURED = {
+    "another loss in the model": (lambda: Weighted(bert().config), classification_data, None),
+    "weights in the model": (lambda: WeightedByClass(bert().config), classification_data, None),
+    "one class": (lambda: WeightedByClass(bert().config), rare_rows, None),
+    "weights": (bert, rare_rows, weighted),
+    "of ten": (lambda: bert(num_labels=10), classification_data, weighted_first),
+    "tokens": (lambda: BertForTokenClassification(bert().config), partial(rare_rows, shape=(10,)), weighted),
+    "no square": (lambda: bert(num_labels=1), regression_rows, absolute),
+    "no square far off": (lambda: bert(num_labels=1), small_numbers, huber),
+    "weights of numbers": (lambda: bert(problem_type="regression"), multi_label_rows, weighted_numbers),
+    "weights of labels": (
+        lambda: bert(problem_type="multi_label_classification"), of_two_classes, weighted_if_positive,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "data", "loss"), UNMEASURED.values(), ids=UNMEASURED)
 def test_a_loss_whose_f_0_cannot_be_measured_is_refused_before_the_first_step(tmp_path, model, data, loss):
     trainer = make(tmp_path, model(), data(40), loss)
     with pytest.raises(ValueError, match="initial_loss_bound='auto'.*set it to the loss of a constant prediction"):

@@ -10,6 +10,8 @@ from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -39,6 +41,14 @@ def llama(num_layers=3, seed=0, vocab_size=VOCAB, **config):
     torch.manual_seed(seed)
     sizes = SIZES | {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": 64}
     return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **sizes | config))
+
+
+def gpt2(num_layers=3, **config):
+    """Shifts its labels, which its name does not tell."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 16, "n_layer": num_layers, "n_head": 2}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes | dropouts | config))
 
 
 def spread(model):

@@ -5,16 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, bert, llama, spread, tokenizer, word_tokenizer
+from tiny import SIZES, VOCAB, bert, gpt2, llama, spread, tokenizer, word_tokenizer
 from tiny_files import save_generator
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MistralConfig, MistralForCausalLM
 
 from hf_descent import cli
 from hf_descent.commands import exit
@@ -22,11 +15,20 @@ from hf_descent.data.alpaca import format_prompt
 from hf_descent.early_exit import ConfidenceExit, ConfidenceReport, ExitProfile, SpeculationProfile
 
 
-def written_rows(path, count=40, labels=True):
-    rows = [
-        {"text": " ".join(f"w{(7 * i + j) % 38}" for j in range(12))} | ({"label": i % 3} if labels else {})
-        for i in range(count)
-    ]
+def saved(model, folder):
+    spread(model).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def ids_of(row, length=12):
+    return [2 + (7 * row + j) % 38 for j in range(length)]
+
+
+def written_rows(path, count=40, labels=True, length=lambda row: 12):
+    """A file of rows whose tokens are `ids_of` each."""
+    texts = [" ".join(f"w{token - 2}" for token in ids_of(i, length(i))) for i in range(count)]
+    rows = [{"text": text} | ({"label": i % 3} if labels else {}) for i, text in enumerate(texts)]
     path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
@@ -73,52 +75,46 @@ def test_the_threshold_is_of_validation_rows_and_the_report_of_others(tmp_path, 
     monkeypatch.setattr(exit, "exit_profile", profiling)
     monkeypatch.setattr(ConfidenceExit, "calibrate", calibrating)
     monkeypatch.setattr(ConfidenceExit, "evaluate", evaluating)
-    model = spread(bert(num_layers=2))
+    model = bert(num_layers=2)
     model.config.id2label = {0: "2", 1: "1", 2: "0"}
-    model.save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
+    folder = saved(model, tmp_path / "model")
     lines = Path(written_rows(tmp_path / "train.jsonl", 38)).read_text().splitlines()
     (tmp_path / "validation.jsonl").write_text("\n".join(lines[:20]))
     (tmp_path / "test.jsonl").write_text("\n".join(lines[20:]))
     names = ["train", "validation", *(["test"] if test_file else [])]
     words = [word for name in names for word in (f"--{name}_file", str(tmp_path / f"{name}.jsonl"))]
-    words += ["--max_loss", "0.3", "--max_seq_length", "12"]
-    cli.main(["exit", str(tmp_path / "model"), *words, "--repeats", "1"])
-    rows = [(tuple(2 + (7 * i + j) % 38 for j in range(12)), 2 - i % 3) for i in range(38)]
+    cli.main(["exit", folder, *words, "--max_loss", "0.3", "--max_seq_length", "12", "--repeats", "1"])
+    rows = [(tuple(ids_of(i)), 2 - i % 3) for i in range(38)]
     assert seen["max_loss"] == 0.3 and seen["report"] == seen["profile"]
     assert seen["validation"] | seen["report"] == set(rows if test_file else rows[:20])
     assert len(seen["validation"]) == (20 if test_file else 10) and not seen["validation"] & seen["report"]
 
 
 def test_the_exit_command_reports_a_language_model(tmp_path, capsys, monkeypatch):
-    spread(llama(num_layers=3)).save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
-    texts = [" ".join(f"w{(7 * i + j) % 38}" for j in range(12 - i)) for i in range(6)]  # which are padded
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    data = str(tmp_path / "texts.jsonl")
+    folder = saved(llama(num_layers=3), tmp_path / "model")
+    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False, length=lambda row: 12 - row)  # which are padded
     words = ["--text_file", data, "--prompts", "2", "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
-    cli.main(["exit", str(tmp_path / "model"), *words, "--output_dir", str(tmp_path / "out")])
+    words += ["--output_dir", str(tmp_path / "out")]
+    cli.main(["exit", folder, *words])
     assert "best: " in (shown := capsys.readouterr()).out and shown.err.count("Timing: 100%") > 1  # exits, drafts
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
     speculation = SpeculationProfile.from_json(str(tmp_path / "out" / "speculation_profile.json"))
     assert len(speculation.acceptance) == 2 and len(profile.values) == 3
-    model, losses = AutoModelForCausalLM.from_pretrained(tmp_path / "model"), []
+    model, losses = AutoModelForCausalLM.from_pretrained(folder), []
     for i in range(6):
-        ids = torch.tensor([[2 + (7 * i + j) % 38 for j in range(12 - i)]])
+        ids = torch.tensor([ids_of(i, 12 - i)])
         losses += (11 - i) * [model(ids, labels=ids).loss.item()]
     assert profile.losses[-1] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    seen = {}
-    monkeypatch.setattr(exit, "speculation_profile", lambda *_, **given: seen.update(given) or speculation)
-    cli.main(["exit", str(tmp_path / "model"), *words, "--output_dir", str(tmp_path / "out"), "--shortlist", "2"])
-    others = Counter(2 + (7 * i + j) % 38 for i in range(2, 6) for j in range(12 - i))  # beside the prompts
+    seen = seen_by_the_profile(monkeypatch, folder, *words, "--shortlist", "2")
+    others = Counter(token for i in range(2, 6) for token in ids_of(i, 12 - i))  # beside the prompts
     assert seen["shortlist"] == [token for token, _ in others.most_common(2)]
     with pytest.raises(ValueError, match="`prompt_length` is 40"):
-        cli.main(["exit", str(tmp_path / "model"), "--text_file", data, "--prompt_length", "40"])
+        cli.main(["exit", folder, "--text_file", data, "--prompt_length", "40"])
     with pytest.raises(ValueError, match="`text_file` is None"):
-        cli.main(["exit", str(tmp_path / "model")])
+        cli.main(["exit", folder])
     (tmp_path / "texts.json").write_text('{"text": null}')
     with pytest.raises(ValueError, match=r"texts\.json has 1 rows whose text is not a string"):
-        cli.main(["exit", str(tmp_path / "model"), "--text_file", str(tmp_path / "texts.json")])
+        cli.main(["exit", folder, "--text_file", str(tmp_path / "texts.json")])
 
 
 def seen_by_the_profile(monkeypatch, *words):
@@ -140,11 +136,9 @@ def seen_by_the_profile(monkeypatch, *words):
 
 
 def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path, monkeypatch):
-    spread(llama(num_layers=2)).save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
-    data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)
-    ids = [[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)]
-    words = [tmp_path / "model", "--text_file", data, "--prompts", "2", "--max_eval_samples", "5"]
+    data, ids = written_rows(tmp_path / "texts.jsonl", 6, labels=False), [ids_of(i) for i in range(6)]
+    folder = saved(llama(num_layers=2), tmp_path / "model")
+    words = [folder, "--text_file", data, "--prompts", "2", "--max_eval_samples", "5"]
     seen = seen_by_the_profile(monkeypatch, *words)
     assert seen["prompts"] == ids[:2] and seen["rows"] == [(row, row) for row in ids[:5]]
     assert seen["shortlist"] == Counter(token for row in ids[2:5] for token in row)
@@ -193,30 +187,25 @@ def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
     assert profile.losses[-1] == pytest.approx(sum(losses) / 3, rel=1e-4)
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+MISTRAL = SIZES | {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 4}
 
 
 @pytest.mark.parametrize(
     ("model", "drafts"),
     [
-        (GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=9, n_embd=16, n_layer=2, n_head=2)), True),
-        (MistralForCausalLM(MistralConfig(vocab_size=VOCAB, num_key_value_heads=2, sliding_window=4, **SIZES)), False),
+        (gpt2(num_layers=2, n_positions=9), True),
+        (MistralForCausalLM(MistralConfig(**MISTRAL)), False),
     ],
     ids=["positions", "sliding"],
 )
 def test_what_cannot_draft_is_measured_for_the_rest_on_texts_that_it_takes(tmp_path, capsys, model, drafts):
-    spread(model).save_pretrained(tmp_path / "model")
-    word_tokenizer().save_pretrained(tmp_path / "model")
+    folder = saved(model, tmp_path / "model")
     data = written_rows(tmp_path / "texts.jsonl", 6, labels=False)  # of 12 tokens
     flags = ["--text_file", data, "--prompt_length", "4", "--max_new_tokens", "6", "--repeats", "1"]
-    cli.main(["exit", str(tmp_path / "model"), *flags, "--output_dir", str(tmp_path / "out")])
+    cli.main(["exit", folder, *flags, "--output_dir", str(tmp_path / "out")])
     assert ("No speculation profile: MistralForCausalLM" in capsys.readouterr().out) != drafts
     profile = ExitProfile.from_json(str(tmp_path / "out" / "exit_profile.json"))
-    ids = torch.tensor([[2 + (7 * i + j) % 38 for j in range(12)] for i in range(6)])[
-        :, : getattr(model.config, "n_positions", None)
-    ]
+    ids = torch.tensor([ids_of(i, getattr(model.config, "n_positions", 12)) for i in range(6)])
     assert profile.losses[-1] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-4)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "exit_profile.json",
-        *(["speculation_profile.json"] if drafts else []),
-    }
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"exit_profile.json", *(["speculation_profile.json"] if drafts else [])}

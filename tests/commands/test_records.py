@@ -7,17 +7,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tiny import spread, tokenizer
+from tiny import llama, spread, tokenizer
 from tiny_files import WORDS, save_tiny_model
 from tiny_sft import TOKENIZER, chats, make
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_descent import SFTDescentTrainer, cli
 from hf_descent.commands.arguments import record_of
@@ -113,9 +106,7 @@ def test_runs_that_were_read_differently_are_not_compared_unasked(run, tmp_path)
 def test_a_language_model_is_measured_as_in_its_training(tmp_path, monkeypatch, more):
     monkeypatch.chdir(tmp_path)
     tok = tokenizer(chat=True)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-    spread(LlamaForCausalLM(LlamaConfig(vocab_size=len(tok), **sizes))).save_pretrained("base")
+    spread(llama(vocab_size=len(tok), max_position_embeddings=2048)).save_pretrained("base")
     tok.save_pretrained("base")
     rows = [{"instruction": f"Add {i}.", "output": " ".join(map(str, range(i, i + 9)))} for i in range(32)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -14,9 +14,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from accelerate_on_cpu import keep_sharding_on_cpu
-from tiny import InOrder, bert, classification_data, config, language_data, llama, word_tokenizer
+from tiny import InOrder, bert, classification_data, config, gpt2, language_data, llama, word_tokenizer
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, ViTConfig, ViTForImageClassification
+from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 from hf_descent.commands.training import train_and_report
 
@@ -29,13 +29,6 @@ def vit():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4))
-
-
-def gpt2():
-    """Shifts its labels, which its name does not tell."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
 def mean_of_tokens(outputs, labels, num_items_in_batch=None):

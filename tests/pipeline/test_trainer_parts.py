@@ -10,13 +10,14 @@ from tiny import (
     classification_data,
     config,
     fitted,
+    gpt2,
     language_data,
     llama,
     naive_layer_losses,
     truncated,
     watch,
 )
-from transformers import AlbertConfig, AlbertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import AlbertConfig, AlbertForSequenceClassification, TrainerCallback
 
 from hf_descent import DescentTrainer, hp_space
 
@@ -288,10 +289,7 @@ def test_noise_with_persistent_workers_does_not_evaluate_on_the_training_data(tm
 
 def test_the_label_shift_is_the_model_s_own_not_its_name_s(tmp_path):
     """GPT2LMHeadModel shifts its labels; the items of the first step already count so."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 2}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-    data = language_data()
+    model, data = gpt2(), language_data()
     parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
     trainer = trained(model, config(tmp_path, learning_rate=0.0, max_steps=2, **parts), data, InOrder)
     logged = [log["loss"] for log in trainer.state.log_history if "grad_norm" in log]

@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 from noisy import vit
 from tiny import (
-    VOCAB,
     batches,
     bert,
     classification_data,
     config,
+    gpt2,
     language_data,
     llama,
     naive_layer_losses,
     spread,
     truncated,
 )
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hf_descent import DescentTrainer, layer_profile
 from hf_descent.evaluation import layer_profiles
@@ -304,8 +304,7 @@ def test_noise_levels_that_are_none_are_refused(tmp_path, gammas, message):
 @pytest.mark.parametrize("objective", ["erm", "descent"])
 def test_smoothed_labels_are_those_of_the_next_tokens_also_before_training(tmp_path, objective):
     """GPT2LMHeadModel, whose class does not tell it; plain training never asks the model."""
-    torch.manual_seed(0)
-    model = spread(GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=16, n_layer=2, n_head=2)))
+    model = spread(gpt2(num_layers=2))
     data = language_data(8, ragged=False)
     args = config(tmp_path, objective=objective, label_smoothing_factor=0.1, noise_sigma=1.0)
     trainer = DescentTrainer(model, args, eval_dataset=data)

@@ -6,15 +6,17 @@ import transformers
 from architectures import ENCODER_DECODERS, LAYERS, MODELS, REFUSED, TEXT, TwoStage, batch_for, build, truncated
 from torch import nn
 
+from hf_descent.early_exit import truncate
 from hf_descent.readout.replay import layer_logits, output_logits
 from hf_descent.readout.stack import errors_explained, find_layer_stack
 
 
+@pytest.mark.parametrize("call", [layer_logits, lambda model, batch: truncate(model, 1, batch)])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refuses_layers_of_differing_shape(name):
+def test_refuses_layers_of_differing_shape(name, call):
     model = build(name, REFUSED[name])
     with pytest.raises(ValueError, match="differ in shape"):
-        layer_logits(model, batch_for(model))
+        call(model, batch_for(model))
 
 
 class Flat(nn.Linear):

@@ -31,7 +31,7 @@ def t5(**config):
 def vit(**config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, **config)).eval()
+    return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes | config)).eval()
 
 
 def gemma3n():

@@ -14,21 +14,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from accelerate_on_cpu import keep_sharding_on_cpu
+from noisy import vit
 from tiny import InOrder, bert, classification_data, config, gpt2, language_data, llama, word_tokenizer
 from torch.nn import functional as F
-from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
+from transformers import TrainerCallback
 
 from hf_descent.commands.training import train_and_report
 
 
 keep_sharding_on_cpu()
-
-
-def vit():
-    """Honours `num_items_in_batch` and is read by replay, which neither of the others does."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
-    return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4))
 
 
 def mean_of_tokens(outputs, labels, num_items_in_batch=None):
@@ -112,7 +106,8 @@ def train(output, task, batch=8, accumulation=1, **settings):
         "classification": lambda: (bert(), classification_data(rows)),
         "language": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
         "sft": lambda: (llama(**(model_settings or {})), partly_labelled(80)),
-        "image": lambda: (vit(), images(80)),
+        # Honours `num_items_in_batch` and is read by replay, which none of the others does.
+        "image": lambda: (vit(num_hidden_layers=3, intermediate_size=32), images(80)),
         "readout": lambda: (bert(), classification_data(80)),
         "own loss": lambda: (gpt2(), language_data(80)),
     }[task]()

@@ -1,5 +1,7 @@
 """The step of a batch is that of its own mean loss: items are the labels that are predicted, in all arms alike."""
 
+from functools import partial
+
 import pytest
 import torch
 from architectures import DECODER, GPT, XLNET, build
@@ -31,12 +33,8 @@ def cross_entropy(outputs, labels, shifts, items=None, smoothing=0.0):
     return loss if items is None else loss / items
 
 
-def shifted_mean(outputs, labels, num_items_in_batch=None):
-    return cross_entropy(outputs, labels, True)
-
-
-def unshifted_mean(outputs, labels, num_items_in_batch=None):
-    return cross_entropy(outputs, labels, False)
+def mean(outputs, labels, num_items_in_batch=None, shifts=True):
+    return cross_entropy(outputs, labels, shifts)
 
 
 def unshifted_sum(outputs, labels, num_items_in_batch=None):
@@ -46,10 +44,10 @@ def unshifted_sum(outputs, labels, num_items_in_batch=None):
 CASES = {  # model, its fields, whether it shifts, smoothing, loss of one's own
     "shifts, of another name": ("GPT2LMHeadModel", GPT | STILL, True, 0.0, None),
     "the same, smoothed": ("GPT2LMHeadModel", GPT | STILL, True, 0.1, None),
-    "the same, by a loss without items": ("GPT2LMHeadModel", GPT | STILL, True, 0.0, shifted_mean),
+    "the same, by a loss without items": ("GPT2LMHeadModel", GPT | STILL, True, 0.0, mean),
     "does not shift, smoothed": ("XLNetLMHeadModel", XLNET | STILL, False, 0.1, None),
     "a loss that does not shift, of a model that does": ("LlamaForCausalLM", DECODER, False, 0.0, unshifted_sum),
-    "the same, without items": ("LlamaForCausalLM", DECODER, False, 0.0, unshifted_mean),
+    "the same, without items": ("LlamaForCausalLM", DECODER, False, 0.0, partial(mean, shifts=False)),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB, batches, bert, classification_data, config, llama, pool, trained
+from tiny import SIZES, VOCAB, batches, bert, classification_data, config, llama, pool, trained
 from transformers import (
     BertForSequenceClassification,
     DistilBertConfig,
@@ -37,8 +37,8 @@ def distilbert():
 
 
 def roberta():
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3}
-    return RobertaForSequenceClassification(RobertaConfig(vocab_size=VOCAB, pad_token_id=0, num_labels=3, **sizes))
+    sizes = SIZES | {"vocab_size": VOCAB, "num_hidden_layers": 3}
+    return RobertaForSequenceClassification(RobertaConfig(**sizes, pad_token_id=0, num_labels=3))
 
 
 def adapted(modules_to_save=("classifier",), target_modules=("query",)):

@@ -29,9 +29,7 @@ class ModelArguments(OutputArguments):
     unrolled_layers: int | None = HfArg(
         default=None, help="Train an unrolled transformer (UT) of this depth on the token embeddings of that model."
     )
-    freeze_embeddings: bool = HfArg(
-        default=False, help="Do not train the token embeddings; at a large rate they outgrow the noise."
-    )
+    freeze_embeddings: bool = HfArg(default=False, help="Do not train token embeddings, which may outgrow the noise.")
     use_peft: bool = HfArg(default=False, help="Train LoRA adapters and the head, not the whole model.")
     lora_r: int = HfArg(default=8, help="Rank of the adapters.")
     lora_alpha: int = HfArg(default=16, help="Scale of the adapters, divided by their rank.")

@@ -32,9 +32,7 @@ class ModelArguments(OutputArguments):
 
     architecture: Literal["ut", "dust", "vit"] = HfArg(help="Kind of the denoiser.")
     num_layers: int = HfArg(default=5, help="Depth of UT and DUST. A ViT has its own.")
-    attention_step: float | None = HfArg(
-        default=None, help="UT: share of the way to the attention output that a layer goes; None: 2 / num_layers."
-    )
+    attention_step: float | None = HfArg(default=None, help="UT: share of the way to attention; None: 2 / num_layers.")
     dictionary_size: int = HfArg(default=512, help="DUST: columns of the dictionary.")
     shared_dictionary: bool = HfArg(default=False, help="DUST: one dictionary for all layers.")
     sparsity: float = HfArg(default=0.01, help="DUST: weight of the codes' absolute values.")
@@ -43,8 +41,7 @@ class ModelArguments(OutputArguments):
     model_name_or_path: str | None = HfArg(default=None, help="ViT: pretrained encoder, on the Hub or in a folder.")
     readout: Literal["patches", "linear"] = HfArg(default="patches", help="ViT: `linear` where the sizes differ.")
     loss_gamma: float | None = HfArg(
-        default=None,
-        help="Give losses in units of the noisy input's own at this noise level; None: half the sum of squares.",
+        default=None, help="Losses in units of the noisy input's own at this level; None: half the sum of squares."
     )
     noise_draws: int = HfArg(default=1, help="Draws of the noise at each level of the final report.")
 

@@ -44,9 +44,7 @@ class EvaluateArguments:
     )
     draws: int = HfArg(default=3, help="Draws of the noise at each level.")
     noise_seed: int = HfArg(default=0, help="Seed of the noise. Not `seed`: runs that differ in it share their noise.")
-    noise_sigma: float | None = HfArg(
-        default=None, help="Standard deviation of the clean signal, for all models; None: the one saved with each."
-    )
+    noise_sigma: float | None = HfArg(default=None, help="Deviation of the clean signal; None: each model's own.")
     profile_gammas: list[float] | None = HfArg(
         default=None, help="Noise levels of the layer profiles; None: 0, the training's, the largest of the curve."
     )
@@ -55,9 +53,7 @@ class EvaluateArguments:
     )
     confidence: float = HfArg(default=0.95, help="Confidence of the verdicts.")
     per_device_eval_batch_size: int = HfArg(default=32, help="Rows in a batch; the noise depends on it.")
-    results_dir: str | None = HfArg(
-        default=None, help="Folder that gets one folder of results per model; None: the models' own."
-    )
+    results_dir: str | None = HfArg(default=None, help="Gets a folder of results per model; None: the models' own.")
 
     def __post_init__(self):
         check_confidence(self.confidence)

@@ -23,9 +23,7 @@ class OutputArguments:
 
     searched: ClassVar[bool] = False  # whether the validation rows choose between this run and others
 
-    overwrite_output_dir: bool = HfArg(
-        default=False, help="Train from scratch into a folder that is not empty; its checkpoints are not deleted."
-    )
+    overwrite_output_dir: bool = HfArg(default=False, help="Train from scratch in a used folder; checkpoints stay.")
 
 
 def resume_choice(args: DescentConfig, model_args: OutputArguments) -> str | bool | None:

@@ -38,9 +38,7 @@ class TuneArguments:
     search_space: str | None = HfArg(
         default=None, help="Ranges as JSON: '{\"learning_rate\": [1e-5, 1e-4]}'; of three or more values, one."
     )
-    tune_gamma: float | None = HfArg(
-        default=None, help="Noise level at which trials are judged; None: the largest level of the training."
-    )
+    tune_gamma: float | None = HfArg(default=None, help="Noise level to judge trials at; None: training's largest.")
 
     def __post_init__(self):
         check_arguments(self, {"n_trials": 1, "tune_gamma": (0, LARGEST)})

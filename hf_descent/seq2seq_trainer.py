@@ -15,13 +15,7 @@ class Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer):
     The arguments are those of [`~transformers.Seq2SeqTrainer`], and `readout` and `layer_loss_fn` of
     [`DescentTrainer`]; errors are as there. Other training arguments get the defaults of [`Seq2SeqDescentConfig`].
 
-    Example, of which `recipes/examples/seq2seq.py` is a complete script:
-
-    ```python
-    args = Seq2SeqDescentConfig("out", predict_with_generate=True)
-    trainer = Seq2SeqDescentTrainer(model, args, DataCollatorForSeq2Seq(tokenizer, model), train_dataset=train)
-    trainer.train()
-    ```
+    Example: `recipes/examples/seq2seq.py`, a complete script.
     """
 
     config_class = Seq2SeqDescentConfig

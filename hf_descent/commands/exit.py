@@ -34,7 +34,7 @@ class ExitArguments:
     prompts: int = HfArg(default=8, help="Language models: texts or instructions that are continued.")
     prompt_length: int | None = HfArg(default=None, help="Language models: cut these to so many tokens.")
     max_new_tokens: int = HfArg(default=64, help="Language models: tokens generated for each.")
-    shortlist: int | None = HfArg(default=None, help="Language models: frequent tokens to draft; None: by count.")
+    shortlist: int | None = HfArg(default=None, help="Draft from so many most frequent tokens; None: what is best.")
 
     def __post_init__(self):
         counts = ("batch_size", "repeats", "prompts", "prompt_length", "max_new_tokens", "shortlist")
@@ -87,19 +87,21 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
         texts, column = load_file("text_file", args.text_file), data_args.text_column
         check_texts(texts, args.text_file, column)
         pairs = [{"prompt": text, "completion": None} for text in texts[column]]
+    pairs = [pair for pair in pairs if pair["completion"]] or pairs  # a prompt has another loss than an answer
     positions, pairs = position_limit(model) or math.inf, pairs[: data_args.max_eval_samples]
     limit = min(data_args.max_seq_length or 512, positions)
-    cut = args.prompt_length or min(limit, positions - 1)
+    cut = args.prompt_length or int(min(limit, max(positions - args.max_new_tokens, positions / 2)))  # room to answer
     rows = [completion_labels(p, tokenizer, limit) | {"ids": prompt_ids(p["prompt"], tokenizer)[:cut]} for p in pairs]
     rows = [row for row in rows if len(row["input_ids"]) > (args.prompt_length or 1)]
     if not rows:
-        raise ValueError(f"`prompt_length` is {args.prompt_length}; no text, cut to {limit} tokens, is longer.")
+        raise ValueError(f"`prompt_length` is {args.prompt_length or 1}; no text, cut to {limit} tokens, is longer.")
     prompts = [torch.tensor([row["ids"]]) for row in rows[: args.prompts]]
     tokenizer.padding_side = "right"
     shared = {"repeats": args.repeats, "progress": True}
     collator = DataCollatorForSeq2Seq(tokenizer)
     results = {"exit_profile": exit_profile(model, rows, data_collator=collator, batch_size=args.batch_size, **shared)}
-    counts = Counter(token for row in rows[args.prompts :] or rows for token in row["labels"] if token >= 0)  # others
+    # Of rows that are not continued, where there are some: the model may know the words of those that are.
+    counts = Counter(token for row in rows[args.prompts :] or rows for token in row["labels"] if token >= 0)
     shared["shortlist"] = [token for token, _ in counts.most_common(args.shortlist)] if args.shortlist else counts
     shared["max_new_tokens"] = min(args.max_new_tokens, positions - max(map(torch.numel, prompts)))
     try:

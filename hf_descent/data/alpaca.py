@@ -75,9 +75,10 @@ def _instructions(rows: Dataset, split: str) -> Dataset:
 
 
 def prompt_ids(prompt: str | list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins."""
+    """Token ids of a prompt, up to where the answer begins: without the end of text that some tokenizers add."""
     if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt)["input_ids"]
+        return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
 
@@ -86,7 +87,7 @@ def completion_labels(row: dict, tokenizer: PreTrainedTokenizerBase, limit: int 
     `SFTTrainer` makes them, or for all of a prompt without one; cut to `limit` tokens."""
     prompt, end = prompt_ids(row["prompt"], tokenizer), tokenizer.eos_token or ""
     if row["completion"] is None:
-        ids, prompt = prompt, []
+        ids, prompt = tokenizer(row["prompt"])["input_ids"] if isinstance(row["prompt"], str) else prompt, []
     elif isinstance(row["prompt"], str):
         ids = tokenizer(row["prompt"] + row["completion"].removesuffix(end) + end)["input_ids"]
     else:

@@ -55,8 +55,8 @@ def draft_with(
             `stop_strings` give `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
         length (`int`): drafts of a round, at most.
 
-    ValueError in `generate` for a bad `layer`; a model whose layers cannot run apart, or that is sharded over
-    processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
+    ValueError in `generate` for a bad `layer` or `length`; a model whose layers cannot run apart, or that is sharded
+    over processes; a cache that cannot be cropped (sliding windows, recurrent states), is offloaded, or is for several
     texts; beams; positions that change with length; prompt tuning; inputs but tokens, outputs but texts.
 
     Example: `model.generate(**inputs, custom_generate=draft_with(15))`.
@@ -76,6 +76,8 @@ def draft_with(
         reader = Readout.probe(model, {"input_ids": example})
         if not isinstance(layer, int | np.integer) or layer not in range(1, reader.num_layers):
             raise ValueError(f"`layer` is {layer!r}; {type(model).__name__} drafts with 1..{reader.num_layers - 1}.")
+        if not isinstance(length, int | np.integer) or length < 1:
+            raise ValueError(f"`length` is {length!r}; give drafts of a round, at least 1.")
         halves = _Halves(model, reader.stack, layer, shortlist, length)
         if getattr(cache := model_kwargs.get(halves.cache_name), "layers", None):
             _check_cache(model, cache, reader.num_layers)  # before the prompt is written into the caller's own
@@ -119,7 +121,7 @@ class _Halves:
 
     def __init__(self, model, stack, layer, shortlist, length):
         self.forward, self.layer, self.num_layers = PartialForward(model, stack), layer, stack.num_layers
-        self.head, self.length, self.states = model.get_output_embeddings(), max(length, 1), []
+        self.head, self.length, self.states = model.get_output_embeddings(), length, []
         names = inspect.signature(model.forward).parameters
         self.cache_name = "cache" if "cache" in names else "past_key_values"  # as it was before transformers 5.24
         self.short = None if shortlist is None else token_ids(shortlist, self.head)

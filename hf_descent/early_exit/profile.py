@@ -172,8 +172,15 @@ def speculation_profile(
         raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
     if not len(prompts):
         raise ValueError("`prompts` is empty; give one at least.")
-    head, own = model.get_output_embeddings(), model.generation_config  # which may sample, search, punish repetition
+    own = model.generation_config  # which may sample, search, punish repetition
     plain = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
+    vocabulary = range(len(model.get_output_embeddings().weight))
+    lists = [None]  # of the tokens that drafts choose from; of all
+    if isinstance(shortlist, Counter):  # tokens of no text come last, by their ids: rare ones often have high ones
+        ranked = [*dict.fromkeys([*dict(shortlist.most_common()), *vocabulary])]
+        lists += [ranked[: 2**power] for power in range((len(ranked) - 1).bit_length())]
+    elif shortlist is not None:
+        lists.append(torch.as_tensor(shortlist).tolist())
     with evaluating(model) as device, mock.patch.object(model, "generation_config", plain):
         prompts = [prompt.to(device) for prompt in prompts]
 
@@ -181,40 +188,45 @@ def speculation_profile(
             kwargs["max_new_tokens"] = max_new_tokens
             return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
-        greedy, lists = generate(), [list(range(len(head.weight)))]
-        if isinstance(shortlist, Counter):  # tokens of no text come last, by their ids: rare ones often have high ones
-            ranked = [*dict.fromkeys([*dict(shortlist.most_common()), *lists[0]])]
-            lists += [ranked[: 2**power] for power in range((len(ranked) - 1).bit_length())]
-        elif shortlist is not None:
-            lists.append(torch.as_tensor(shortlist).tolist())
-        shorts, hits = [token_ids(each, head).sort().values.to(device) for each in lists], []  # sorted: ties go by id
-        for text, prompt in zip(greedy, prompts):
-            reader = Readout.probe(model, {"input_ids": text})
-
-            def score(outputs, found=text[0, prompt.shape[1] :]):
-                logits = outputs.logits[0, -len(found) - 1 : -1].to(device)  # [tokens, vocab]
-                return torch.stack([short[logits[:, short].argmax(-1)] == found for short in shorts])
-
-            hits.append(torch.stack(reader.read({"input_ids": text}, score)))  # [layers, lists, tokens]
-        acceptance = torch.cat(hits, dim=-1)[:-1].double().mean(-1).T.cpu().numpy()  # [lists, layers - 1]
-        sizes, layers, n = np.ix_(list(map(len, lists)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1))
-        draft, verify = costs(reader.stack, head, layers, sizes)
-        expected = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (n * draft + verify)  # [lists, layers - 1, drafts]
-        lengths, speed = expected[..., 1:].argmax(-1) + 2, expected[..., 1:].max(-1)  # one draft alone spares nothing
+        greedy = generate()
+        acceptance, lengths, speed = _by_count(model, prompts, greedy, lists)  # [lists, layers - 1] each
+        # The whole vocabulary, and the shortlist that is best by count, with the layers that are.
         kept = [0, *sorted(range(1, len(lists)), key=lambda place: speed[place].max(initial=0))[-1:]]
-        timed, lists[0] = np.argsort(-speed[kept].max(0), kind="stable")[:TIMED_LAYERS], None
+        timed = np.argsort(-speed[kept].max(0), kind="stable")[:TIMED_LAYERS]
         drafts = [draft_with(k + 1, lists[place], length=lengths[place, k]) for place in kept for k in timed]
         calls = [generate, *(partial(generate, custom_generate=draft) for draft in drafts)]
         texts = [greedy, *(call() for call in calls[1:])]
-        seconds = turns(calls, repeats, device, progress)  # [1 + lists * timed]
+        seconds = turns(calls, repeats, device, progress)  # [1 + kept * timed]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
     greedy_speed, *drafted = tokens / seconds
     same = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
     speeds, equal = np.full((2, *acceptance.shape), np.nan)  # [lists, layers - 1] each
     speeds[np.ix_(kept, timed)], equal[np.ix_(kept, timed)] = np.reshape([drafted, same], (2, len(kept), len(timed)))
-    place = np.nanmax(speeds, axis=1, initial=greedy_speed).argmax()  # the first where none is faster
-    profile = SpeculationProfile(acceptance[place], speeds[place], float(greedy_speed), equal[place], lists[place])
-    return replace(profile, length=int(lengths[place, profile.best - 1])) if profile.best else profile
+    best = np.nanmax(speeds, axis=1, initial=greedy_speed).argmax()  # the first list where none is faster
+    profile = SpeculationProfile(acceptance[best], speeds[best], float(greedy_speed), equal[best], lists[best])
+    return replace(profile, length=int(lengths[best, profile.best - 1])) if profile.best else profile
+
+
+def _by_count(model, prompts, texts, lists):
+    """Of drafts with each list of tokens and exit layer, `[lists, layers - 1]`: acceptance, the number in a round that
+    is best, and what it gives: tokens for the weights that are read, plain decoding being 1."""
+    head, reader = model.get_output_embeddings(), Readout.probe(model, {"input_ids": texts[0][:, -8:]})
+    ids = [range(len(head.weight)) if tokens is None else tokens for tokens in lists]
+    choices, hits = [token_ids(each, head).sort().values.to(model.device) for each in ids], []  # sorted: ties go by id
+    for prompt, text in zip(prompts, texts):
+        answer = text[0, prompt.shape[1] :]
+        kept = {"logits_to_keep": len(answer) + 1} if model._supports_logits_to_keep() else {}
+
+        def score(outputs, answer=answer):
+            logits = outputs.logits[0, -len(answer) - 1 : -1].to(model.device)  # [tokens, vocab]
+            return torch.stack([each[logits[:, each].argmax(-1)] == answer for each in choices])
+
+        hits.append(torch.stack(reader.read({"input_ids": text, **kept}, score)))  # [layers, lists, tokens]
+    acceptance = torch.cat(hits, dim=-1)[:-1].double().mean(-1).T.cpu().numpy()
+    sizes, layers, n = np.ix_(list(map(len, ids)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1))
+    draft, verify = costs(reader.stack, head, layers, sizes)
+    speed = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (n * draft + verify)  # [lists, layers - 1, drafts]
+    return acceptance, speed[..., 1:].argmax(-1) + 2, speed[..., 1:].max(-1)  # one draft alone spares nothing
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:

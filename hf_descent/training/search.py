@@ -15,11 +15,7 @@ from ..constraints.problem import as_python
 
 
 # Setting -> least and greatest value; all are searched on a logarithmic scale.
-RANGES = {
-    "learning_rate": (1e-5, 1e-3),
-    "descent_strength": (0.25, 1.0),
-    "dual_learning_rate": (5e-3, 1e-1),
-}
+RANGES = {"learning_rate": (1e-5, 1e-3), "descent_strength": (0.25, 1.0), "dual_learning_rate": (5e-3, 1e-1)}
 
 
 def hp_space(trial, ranges: Mapping[str, Sequence] | None = None) -> dict[str, Any]:

@@ -144,6 +144,10 @@ def test_the_rows_of_a_text_file_are_prompts_and_the_others_are_counted(tmp_path
     assert seen["shortlist"] == Counter(token for row in ids[2:5] for token in row)
     assert isinstance(seen["shortlist"], Counter) and seen["max_new_tokens"] == 52  # of 64 positions
     assert seen_by_the_profile(monkeypatch, *words, "--max_seq_length", "9")["prompts"] == [row[:9] for row in ids[:2]]
+    words = [folder, "--text_file", written_rows(tmp_path / "long.jsonl", 6, False, lambda row: 60)]
+    for flags, length, new in ((["--max_new_tokens", "20"], 44, 20), ([], 32, 32)):  # room is left in 64 positions
+        seen = seen_by_the_profile(monkeypatch, *words, *flags)
+        assert {len(prompt) for prompt in seen["prompts"]} == {length} and seen["max_new_tokens"] == new
     with pytest.raises(ValueError, match="takes either that or `instructions`"):
         seen_by_the_profile(monkeypatch, *words, "--instructions", data)
 
@@ -173,7 +177,7 @@ def test_instructions_are_asked_as_in_training_and_their_answers_measured(tmp_pa
 def test_instructions_are_measured_and_drafted_for(tmp_path, capsys):
     folder = save_generator(tmp_path / "model")
     rows = [{"instruction": f"Add {i}.", "output": "It is."} for i in range(3)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.json").write_text(json.dumps([*rows, {"instruction": "Add 4.", "output": ""}]))  # no answer
     flags = ["--prompts", "2", "--max_new_tokens", "6", "--repeats", "1"]
     cli.main(["exit", folder, "--instructions", str(tmp_path / "rows.json"), *flags])
     assert str(SpeculationProfile.from_json(f"{folder}/speculation_profile.json")) in capsys.readouterr().out

@@ -3,8 +3,9 @@ import json
 import pytest
 from datasets import Dataset
 from tiny import tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from hf_descent.data.alpaca import AlpacaArguments, format_prompt, load_alpaca
+from hf_descent.data.alpaca import AlpacaArguments, completion_labels, format_prompt, load_alpaca, prompt_ids
 
 
 ROWS = [
@@ -73,3 +74,11 @@ def test_rows_that_are_no_texts_are_refused(tmp_path, row, message):
     path.write_text(json.dumps([row]))
     with pytest.raises(ValueError, match=message):
         load_alpaca(AlpacaArguments(train_file=str(path)), tokenizer())
+
+
+def test_a_prompt_has_no_end_of_text_where_the_tokenizer_adds_one():
+    own = tokenizer(chat=False)
+    plain = own("Add 1.")["input_ids"]
+    own._tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    assert prompt_ids("Add 1.", own) == [1, *plain]
+    assert completion_labels({"prompt": "Add 1.", "completion": None}, own)["labels"] == [1, *plain, 2]

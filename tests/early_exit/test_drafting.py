@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from naive_head import LiveStorage
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
 from tiny import TEST_DEVICE, VOCAB, llama, spread
@@ -574,10 +575,23 @@ def test_where_plain_decoding_is_fastest_the_profile_is_that_of_all_tokens(monke
     assert profile.acceptance.tolist() == whole.acceptance.tolist() and max(profile.speedups) == 0.25
 
 
+def test_a_profile_of_a_long_prompt_holds_no_logits_of_all_its_tokens():
+    model = spread(llama(num_layers=3, vocab_size=5000, max_position_embeddings=256))
+    with LiveStorage() as live:
+        speculation_profile(model, [torch.randint(3, 5000, (1, 200))], max_new_tokens=4, repeats=1)
+    assert 4 * 5 * 5000 < live.peak < 4 * 200 * 5000  # bytes: the answer's are made
+
+
 @pytest.mark.parametrize("shortlist", [[], [VOCAB], [-1], [1.5]])
 def test_a_profile_refuses_a_shortlist_of_anything_but_tokens(shortlist):
     with pytest.raises(ValueError, match=f"`shortlist` is .*; give ids of tokens, whole numbers in 0..{VOCAB - 1}"):
         speculation_profile(llama(), [torch.tensor([[5, 6, 7]])], max_new_tokens=4, shortlist=shortlist)
+
+
+@pytest.mark.parametrize("length", [0, -3, 2.5, None, "3"])
+def test_drafts_of_a_round_are_a_whole_number(length):
+    with pytest.raises(ValueError, match=f"`length` is {length!r}; give drafts of a round, at least 1"):
+        llama().generate(**prompts(1, 4), max_new_tokens=4, custom_generate=draft_with(1, length=length))
 
 
 @pytest.mark.parametrize("length", [1, 3])

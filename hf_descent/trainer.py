@@ -297,7 +297,7 @@ class DescentMixin:
             totals = reduced(self, self._evaluated.over(self._dual.num_layers, self.args.device))
             given = (self._evaluated.labels, metric_key_prefix, self.state.global_step, self._record.also_selected)
             metrics, certificate = evaluation.layer_metrics(self._dual, totals, *given)
-            self._record.keep_certificate(certificate, self.state.global_step)
+            self._record.keep_certificate(certificate, self.state.global_step, self.state.best_global_step)
             output.metrics.update(metrics)
             if certificate is not None and self.is_world_process_zero() and not self.is_in_train:
                 logger.info(f"Verdict on the evaluation data:\n{certificate}")

@@ -98,14 +98,16 @@ class RunRecord:
     also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]
     evaluated: dict[str, list[int]] = field(default_factory=dict)
-    certificates: dict[int, Certificate] = field(default_factory=dict)  # of evaluations, by their steps
+    # By its step that of the last evaluation, and that of the best model so far.
+    certificates: dict[int, Certificate | None] = field(default_factory=dict)
     measured: dict[str, Result] = field(default_factory=dict)  # last, beside `certificate`, by the names of the files
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 
-    def keep_certificate(self, certificate: Certificate | None, step: int) -> None:
-        """Keep the `certificate` of an evaluation at `step`, where it has one."""
+    def keep_certificate(self, certificate: Certificate | None, step: int, best_step: int | None) -> None:
+        """Keep an evaluation's `certificate`, where it has one, for `step`, and beside it the best model's alone."""
         if certificate is not None:
-            self.certificate = self.certificates[step] = certificate
+            kept = {best_step: self.certificates[best_step]} if best_step in self.certificates else {}
+            self.certificate, self.certificates = certificate, kept | {step: certificate}
         self.also_selected = False  # what comes next may come by neither `evaluate` nor `predict`
 
     @property

@@ -14,8 +14,7 @@ class Seq2SeqDescentTrainer(DescentMixin, Seq2SeqTrainer):
 
     The arguments are those of [`~transformers.Seq2SeqTrainer`], and `readout` and `layer_loss_fn` of
     [`DescentTrainer`]; errors are as there. Other training arguments get the defaults of [`Seq2SeqDescentConfig`].
-
-    Example: `recipes/examples/seq2seq.py`, a complete script.
+    `recipes/examples/seq2seq.py` is a complete script.
     """
 
     config_class = Seq2SeqDescentConfig

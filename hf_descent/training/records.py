@@ -98,8 +98,7 @@ class RunRecord:
     also_selected: bool = False  # whether the data of the present evaluation is that of evaluations in training
     seen: set[int] = field(default_factory=set)  # this and the next: see [`~holdout.check_parts`]
     evaluated: dict[str, list[int]] = field(default_factory=dict)
-    # By its step that of the last evaluation, and that of the best model so far.
-    certificates: dict[int, Certificate | None] = field(default_factory=dict)
+    certificates: dict[int, Certificate] = field(default_factory=dict)  # of the last step and of the best one so far
     measured: dict[str, Result] = field(default_factory=dict)  # last, beside `certificate`, by the names of the files
     step_starts: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
 

@@ -91,11 +91,11 @@ def _language_model(model, tokenizer, args: ExitArguments, data_args: DataArgume
     positions, pairs = position_limit(model) or math.inf, pairs[: data_args.max_eval_samples]
     limit = min(data_args.max_seq_length or 512, positions)
     cut = args.prompt_length or int(min(limit, max(positions - args.max_new_tokens, positions / 2)))  # room to answer
-    rows = [completion_labels(p, tokenizer, limit) | {"ids": prompt_ids(p["prompt"], tokenizer)[:cut]} for p in pairs]
+    rows = [completion_labels(pair, tokenizer, limit) | {"prompt": pair["prompt"]} for pair in pairs]
     rows = [row for row in rows if len(row["input_ids"]) > (args.prompt_length or 1)]
     if not rows:
         raise ValueError(f"`prompt_length` is {args.prompt_length or 1}; no text, cut to {limit} tokens, is longer.")
-    prompts = [torch.tensor([row["ids"]]) for row in rows[: args.prompts]]
+    prompts = [torch.tensor([prompt_ids(row["prompt"], tokenizer)[:cut]]) for row in rows[: args.prompts]]
     tokenizer.padding_side = "right"
     shared = {"repeats": args.repeats, "progress": True}
     collator = DataCollatorForSeq2Seq(tokenizer)

@@ -126,14 +126,18 @@ def test_layerskip_is_planned_with_all_its_exits(tmp_path):
     assert costs[0].operations.total() == costs[1].operations.total()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_launchers_hold_float32_shards_beside_bf16_weights(dtype, tmp_path):
+def planned_with_frozen_embeddings(dtype):
     def build(shape):
         model = CLASSES["bert"](shape(model_config("bert"))).to(dtype)
         model.bert.embeddings.requires_grad_(False)
         return model
 
-    planned = PlannedModel(build, batch("bert"))
+    return PlannedModel(build, batch("bert"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_launchers_hold_float32_shards_beside_bf16_weights(dtype, tmp_path):
+    planned = planned_with_frozen_embeddings(dtype)
     step = planned.step(batch("bert"), config(tmp_path, optim=OPTIMIZER))
     costs = planned.launched(step, processes=1)
     sizes = {name: weight.numel() for name, weight in planned.model.named_parameters()}
@@ -159,12 +163,7 @@ def sharded_step(planned, args, processes=8, kind="llama"):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fsdp2_shards_all_weights_and_gathers_them_in_bf16(dtype, tmp_path):
-    def build(shape):
-        model = CLASSES["bert"](shape(model_config("bert"))).to(dtype)
-        model.bert.embeddings.requires_grad_(False)
-        return model
-
-    planned, args = PlannedModel(build, batch("bert")), config(tmp_path, optim=OPTIMIZER)
+    planned, args = planned_with_frozen_embeddings(dtype), config(tmp_path, optim=OPTIMIZER)
     passes, update = sharded_step(planned, args, 2, "bert").moments
     names, weights = zip(*planned.model.named_parameters())
     shards = [weight.shape[1:].numel() * -(-len(weight) // 2) for weight in weights]

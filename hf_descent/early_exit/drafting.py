@@ -6,6 +6,7 @@ choose what the text goes on with. No layer runs twice on a token: keys and valu
 """
 
 import inspect
+import reprlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -21,7 +22,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from ..readout.replay import Readout, probing
-from ..readout.stack import intercepted
+from ..readout.stack import errors_explained, intercepted
 from ..readout.tape import assigned
 from .partial import PartialForward
 
@@ -101,11 +102,17 @@ def draft_with(
     return decode
 
 
+def check_drafts(model, prompt):
+    """ValueError where `model`, of two layers at least, cannot draft, before it decodes."""
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=1, custom_generate=draft_with(1))
+
+
 def token_ids(shortlist, head) -> torch.Tensor:
     """`shortlist` on the device of `head`, `[short]`; ValueError where it holds anything but tokens, or none."""
-    ids, most = torch.as_tensor(shortlist, device=head.weight.device), len(head.weight) - 1
+    with errors_explained("`shortlist` takes ids of tokens, not what it holds:"):
+        ids, most = torch.as_tensor(shortlist, device=head.weight.device), len(head.weight) - 1
     if not (ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) and 0 <= ids.min() <= ids.max() <= most):
-        raise ValueError(f"`shortlist` is {shortlist!r}; give ids of tokens, whole numbers in 0..{most}.")
+        raise ValueError(f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers in 0..{most}.")
     return ids
 
 
@@ -287,7 +294,7 @@ def _check_options(model, config, processors, model_kwargs):
     if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
-            f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
+            f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'decode it plainly'}."
         )
 
 
@@ -302,7 +309,7 @@ def _check_cache(model, cache, num_layers):
 def _check_halves(model, halves, ids):
     """ValueError where the halves of the model, put together, are not the whole."""
     places, cache = torch.arange(4, device=ids.device)[None], DynamicCache()
-    with probing(model):
+    with errors_explained(f"{type(model).__name__} cannot draft:", " Decode plainly."), probing(model):
         whole = model(input_ids=ids, position_ids=places).logits[:, 2:]  # [1, 2, vocab]
         model(input_ids=ids[:, :2], position_ids=places[:, :2], use_cache=True, **{halves.cache_name: cache})
         with halves.attached(cache):

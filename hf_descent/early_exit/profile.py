@@ -21,7 +21,7 @@ from ..constraints.problem import AT_CHANCE
 from ..evaluation import layer_profile
 from ..evaluation.scoring import Evaluation, Result, format_table, greater_is_better
 from ..readout.replay import Readout, evaluating
-from .drafting import MAX_DRAFT, costs, draft_with, token_ids
+from .drafting import MAX_DRAFT, check_drafts, costs, draft_with, token_ids
 from .partial import PartialForward
 
 
@@ -172,47 +172,58 @@ def speculation_profile(
         raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
     if not len(prompts):
         raise ValueError("`prompts` is empty; give one at least.")
+    if repeats < 1:
+        raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
+    shortlists = _shortlists(shortlist, model.get_output_embeddings())
     own = model.generation_config  # which may sample, search, punish repetition
     plain = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
-    vocabulary = range(len(model.get_output_embeddings().weight))
-    lists = [None]  # of the tokens that drafts choose from; of all
-    if isinstance(shortlist, Counter):  # tokens of no text come last, by their ids: rare ones often have high ones
-        ranked = [*dict.fromkeys([*dict(shortlist.most_common()), *vocabulary])]
-        lists += [ranked[: 2**power] for power in range((len(ranked) - 1).bit_length())]
-    elif shortlist is not None:
-        lists.append(torch.as_tensor(shortlist).tolist())
     with evaluating(model) as device, mock.patch.object(model, "generation_config", plain):
         prompts = [prompt.to(device) for prompt in prompts]
+        if Readout.probe(model, {"input_ids": prompts[0][:, -8:]}).num_layers > 1:
+            check_drafts(model, prompts[0])
 
         def generate(**kwargs):
             kwargs["max_new_tokens"] = max_new_tokens
             return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
         greedy = generate()
-        acceptance, lengths, speed = _by_count(model, prompts, greedy, lists)  # [lists, layers - 1] each
-        # The whole vocabulary, and the shortlist that is best by count, with the layers that are.
-        kept = [0, *sorted(range(1, len(lists)), key=lambda place: speed[place].max(initial=0))[-1:]]
-        timed = np.argsort(-speed[kept].max(0), kind="stable")[:TIMED_LAYERS]
-        drafts = [draft_with(k + 1, lists[place], length=lengths[place, k]) for place in kept for k in timed]
-        calls = [generate, *(partial(generate, custom_generate=draft) for draft in drafts)]
+        acceptance, lengths, gains = _by_count(model, prompts, greedy, shortlists)  # [lists, layers - 1] each
+        # Timed are all tokens and the shortlist that gives most at its best exit, at the exits where these give most.
+        kept = [0, *(1 + np.argsort(gains[1:].max(1, initial=0))[-1:])]
+        exits = np.argsort(-gains[kept].max(0), kind="stable")[:TIMED_LAYERS]
+        ways = [(row, index) for row in kept for index in exits]
+        decoders = [draft_with(index + 1, shortlists[row], length=lengths[row, index]) for row, index in ways]
+        calls = [generate, *(partial(generate, custom_generate=decoder) for decoder in decoders)]
         texts = [greedy, *(call() for call in calls[1:])]
-        seconds = turns(calls, repeats, device, progress)  # [1 + kept * timed]
+        seconds = turns(calls, repeats, device, progress)  # [1 + ways]
     tokens = [sum(map(torch.numel, each)) - sum(map(torch.numel, prompts)) for each in texts]
-    greedy_speed, *drafted = tokens / seconds
-    same = [np.mean(list(map(torch.equal, each, greedy))) for each in texts[1:]]
-    speeds, equal = np.full((2, *acceptance.shape), np.nan)  # [lists, layers - 1] each
-    speeds[np.ix_(kept, timed)], equal[np.ix_(kept, timed)] = np.reshape([drafted, same], (2, len(kept), len(timed)))
+    greedy_speed, *drafted_speeds = tokens / seconds
+    speeds, equal = np.full((2, *gains.shape), np.nan)
+    for way, speed, drafted in zip(ways, drafted_speeds, texts[1:]):
+        speeds[way], equal[way] = speed, np.mean(list(map(torch.equal, drafted, greedy)))
     best = np.nanmax(speeds, axis=1, initial=greedy_speed).argmax()  # the first list where none is faster
-    profile = SpeculationProfile(acceptance[best], speeds[best], float(greedy_speed), equal[best], lists[best])
+    profile = SpeculationProfile(acceptance[best], speeds[best], float(greedy_speed), equal[best], shortlists[best])
     return replace(profile, length=int(lengths[best, profile.best - 1])) if profile.best else profile
 
 
-def _by_count(model, prompts, texts, lists):
-    """Of drafts with each list of tokens and exit layer, `[lists, layers - 1]`: acceptance, the number in a round that
+def _shortlists(shortlist, head) -> list[list[int] | None]:
+    """The lists that drafts may choose from: first `None`, all tokens."""
+    if shortlist is None:
+        return [None]
+    if not isinstance(shortlist, Counter):
+        return [None, token_ids(shortlist, head).tolist()]
+    # Tokens of no text come last, by their ids: rare ones often have high ones.
+    others = (token for token in range(len(head.weight)) if token not in shortlist)
+    ranked = token_ids([*dict(shortlist.most_common()), *others], head).tolist()
+    return [None, *(ranked[: 2**power] for power in range((len(ranked) - 1).bit_length()))]
+
+
+def _by_count(model, prompts, texts, shortlists):
+    """Of drafts from each list of tokens at each exit, `[lists, layers - 1]`: acceptance, the number in a round that
     is best, and what it gives: tokens for the weights that are read, plain decoding being 1."""
     head, reader = model.get_output_embeddings(), Readout.probe(model, {"input_ids": texts[0][:, -8:]})
-    ids = [range(len(head.weight)) if tokens is None else tokens for tokens in lists]
-    choices, hits = [token_ids(each, head).sort().values.to(model.device) for each in ids], []  # sorted: ties go by id
+    lists = [range(len(head.weight)) if each is None else sorted(each) for each in shortlists]  # sorted: ties go by id
+    choices, hits = [torch.tensor(each, device=model.device) for each in lists], []
     for prompt, text in zip(prompts, texts):
         answer = text[0, prompt.shape[1] :]
         kept = {"logits_to_keep": len(answer) + 1} if model._supports_logits_to_keep() else {}
@@ -223,10 +234,10 @@ def _by_count(model, prompts, texts, lists):
 
         hits.append(torch.stack(reader.read({"input_ids": text, **kept}, score)))  # [layers, lists, tokens]
     acceptance = torch.cat(hits, dim=-1)[:-1].double().mean(-1).T.cpu().numpy()
-    sizes, layers, n = np.ix_(list(map(len, ids)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1))
+    sizes, layers, n = np.ix_(list(map(len, lists)), range(1, reader.num_layers), range(1, MAX_DRAFT + 1))
     draft, verify = costs(reader.stack, head, layers, sizes)
-    speed = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (n * draft + verify)  # [lists, layers - 1, drafts]
-    return acceptance, speed[..., 1:].argmax(-1) + 2, speed[..., 1:].max(-1)  # one draft alone spares nothing
+    gains = (acceptance[..., None] ** (n - 1)).cumsum(-1) / (n * draft + verify)  # [lists, layers - 1, drafts]
+    return acceptance, gains[..., 1:].argmax(-1) + 2, gains[..., 1:].max(-1)  # one draft alone spares nothing
 
 
 def turns(calls: list[Callable[[], Any]], repeats: int, device: torch.device, progress: bool) -> np.ndarray:

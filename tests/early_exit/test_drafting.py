@@ -10,17 +10,21 @@ import torch
 from naive_head import LiveStorage
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from scipy.stats import chisquare
-from tiny import TEST_DEVICE, VOCAB, llama, spread
+from tiny import TEST_DEVICE, VOCAB, llama, spread, word_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     DynamicCache,
     FalconConfig,
     FalconForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -43,7 +47,8 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_descent.early_exit import SpeculationProfile, draft_with, speculation_profile, truncate
+from hf_descent import cli
+from hf_descent.early_exit import ExitProfile, SpeculationProfile, draft_with, speculation_profile, truncate
 
 
 def gpt2(num_layers=4):
@@ -329,6 +334,12 @@ T5 = {
     "num_layers": 3,
     "num_heads": 2,
 }
+GEMMA3N = SIZES | {"head_dim": 8, "layer_types": ["full_attention"] * 3, "num_kv_shared_layers": 0, "laurel_rank": 4}
+GEMMA3N |= {
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "activation_sparsity_pattern": [0.0] * 3,
+}
 ROPE = {"factor": 4.0, "rope_theta": 1e4}
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4} | ROPE
 LONG_ROPE |= {"original_max_position_embeddings": 16}
@@ -586,6 +597,75 @@ def test_a_profile_of_a_long_prompt_holds_no_logits_of_all_its_tokens():
 def test_a_profile_refuses_a_shortlist_of_anything_but_tokens(shortlist):
     with pytest.raises(ValueError, match=f"`shortlist` is .*; give ids of tokens, whole numbers in 0..{VOCAB - 1}"):
         speculation_profile(llama(), [torch.tensor([[5, 6, 7]])], max_new_tokens=4, shortlist=shortlist)
+
+
+def bart(**config):
+    """A decoder whose config tells `generate` of a cache for one layer, as many as its unused encoder has."""
+    sizes = {"d_model": 16, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "decoder_layers": 3}
+    return spread(BartForCausalLM(BartConfig(vocab_size=VOCAB, encoder_layers=1, use_cache=False, **sizes, **config)))
+
+
+def undecoded(monkeypatch, model):
+    """`model`, which fails the test where it decodes plainly."""
+    monkeypatch.setattr(type(model), "_sample", lambda *args, **kwargs: pytest.fail("a greedy text is written"))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (bart, "BartForCausalLM cannot be decoded so: decode it plainly"),
+        (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)), "cannot be cropped"),
+        # Four hidden states at a time, of which drafts keep one.
+        (
+            lambda: Gemma3nForCausalLM(Gemma3nTextConfig(**GEMMA3N)),
+            r"Gemma3nForCausalLM cannot draft: RuntimeError\(.*\).*Decode plainly",
+        ),
+    ],
+)
+def test_a_profile_refuses_a_model_that_cannot_draft_before_it_decodes(make, reason, monkeypatch):
+    model = undecoded(monkeypatch, make())
+    with pytest.raises(ValueError, match=reason):
+        speculation_profile(model, [torch.tensor([[5, 6, 7]])], max_new_tokens=4, repeats=1)
+    with pytest.raises(ValueError, match=reason):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, pad_token_id=0, custom_generate=draft_with(1))
+
+
+def test_the_exit_command_keeps_the_layers_of_a_decoder_that_cannot_decode(tmp_path, capsys):
+    bart().save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text('{"text": "w3 w4 w5 w6 w7"}\n{"text": "w8 w9 w1 w2 w3"}')
+    flags = ["--text_file", str(tmp_path / "texts.jsonl"), "--max_new_tokens", "4", "--repeats", "1"]
+    cli.main(["exit", str(tmp_path / "model"), *flags])
+    assert "No speculation profile: `draft_with` decodes" in capsys.readouterr().out
+    profile, ids = (
+        ExitProfile.from_json(str(tmp_path / "model" / "exit_profile.json")),
+        [[5, 6, 7, 8, 9], [10, 11, 3, 4, 5]],
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert profile.losses[-1] == pytest.approx(
+        model(torch.tensor(ids), labels=torch.tensor(ids)).loss.item(), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("shortlist", [VOCAB]),
+        ("shortlist", []),
+        ("shortlist", "abc"),
+        ("shortlist", [[3], [4, 5]]),
+        ("shortlist", Counter({5: 2, VOCAB: 1})),
+        ("shortlist", Counter("words")),
+        ("repeats", 0),
+        ("max_new_tokens", 0),
+    ],
+)
+def test_a_profile_refuses_a_bad_argument_before_it_decodes(name, value, monkeypatch):
+    model = undecoded(monkeypatch, spread(llama()))
+    with pytest.raises(ValueError, match=f"`{name}` ") as refusal:
+        speculation_profile(model, [torch.tensor([[5, 6, 7]])], **{"max_new_tokens": 4, name: value})
+    assert len(str(refusal.value)) < 300
 
 
 @pytest.mark.parametrize("length", [0, -3, 2.5, None, "3"])

@@ -166,12 +166,13 @@ def speculation_profile(
             taken that are best by count; drafts are timed without and with it, and the way with the fastest is kept.
         progress (`bool`): show progress bars.
 
-    ValueError as of [`draft_with`]; for no decoder, no prompts, or `repeats` below 1.
+    ValueError as of [`draft_with`]; for no decoder, other or no prompts, or `repeats` below 1.
     """
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"`model` is a {type(model).__name__}; give a decoder (PEFT: `merge_and_unload()`).")
-    if not len(prompts):
-        raise ValueError("`prompts` is empty; give one at least.")
+    sizes = [tuple(prompt.shape) for prompt in prompts]
+    if not sizes or not all(len(shape) == 2 and shape[0] == 1 <= shape[1] for shape in sizes):
+        raise ValueError(f"`prompts` is {f'of shapes {sizes}' if sizes else 'empty'}; give token ids, [1, seq] each.")
     if repeats < 1:
         raise ValueError(f"`repeats` is {repeats}; give the number of timings, at least 1.")
     shortlists = _shortlists(shortlist, model.get_output_embeddings())

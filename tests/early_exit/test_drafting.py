@@ -668,6 +668,13 @@ def test_a_profile_refuses_a_bad_argument_before_it_decodes(name, value, monkeyp
     assert len(str(refusal.value)) < 300
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 0), (1, 1, 3)])
+def test_a_profile_refuses_prompts_that_are_not_one_text_each(shape, monkeypatch):
+    model, texts = undecoded(monkeypatch, llama()), [torch.tensor([[5, 6, 7]]), torch.full(shape, 5)]
+    with pytest.raises(ValueError, match=r"`prompts` is of shapes .*; give token ids, \[1, seq\] each"):
+        speculation_profile(model, texts, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("length", [0, -3, 2.5, None, "3"])
 def test_drafts_of_a_round_are_a_whole_number(length):
     with pytest.raises(ValueError, match=f"`length` is {length!r}; give drafts of a round, at least 1"):

@@ -115,8 +115,11 @@ def run(module, tune_args: TuneArguments, model_args: Any, data_args: Any, args:
 def search_space(tune_args: TuneArguments, args: Any) -> dict[str, Sequence[float]]:
     """The ranges of a search: those given, checked against the settings `args`, or the package's for the objective."""
     if tune_args.search_space is None:
-        names = ["learning_rate"] + ["dual_learning_rate"] * (args.objective == "descent")
-        names += ["penalty_coefficient"] * (args.objective in (*PENALTIES, "deep_supervision"))
+        names = ["learning_rate"]
+        if args.objective == "descent":
+            names.append("dual_learning_rate")
+        if args.objective in (*PENALTIES, "deep_supervision"):
+            names.append("penalty_coefficient")
         if args.objective in ("descent", *PENALTIES) and args.layer_rows is not None:
             names.append("descent_strength" if args.follows else "descent_alpha")
         return {name: (RANGES | BASELINES)[name] for name in names}

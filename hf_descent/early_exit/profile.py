@@ -180,7 +180,8 @@ def speculation_profile(
     plain = GenerationConfig(pad_token_id=own.pad_token_id or 0, eos_token_id=own.eos_token_id)
     with evaluating(model) as device, mock.patch.object(model, "generation_config", plain):
         prompts = [prompt.to(device) for prompt in prompts]
-        if Readout.probe(model, {"input_ids": prompts[0][:, -8:]}).num_layers > 1:
+        reader = Readout.probe(model, {"input_ids": prompts[0][:, -8:]})
+        if reader.num_layers > 1:
             check_drafts(model, prompts[0])
 
         def generate(**kwargs):
@@ -188,7 +189,7 @@ def speculation_profile(
             return [model.generate(prompt, attention_mask=torch.ones_like(prompt), **kwargs) for prompt in prompts]
 
         greedy = generate()
-        acceptance, lengths, gains = _by_count(model, prompts, greedy, shortlists)  # [lists, layers - 1] each
+        acceptance, lengths, gains = _by_count(model, reader, prompts, greedy, shortlists)  # [lists, layers - 1] each
         # Timed are all tokens and the shortlist that gives most at its best exit, at the exits where these give most.
         kept = [0, *(1 + np.argsort(gains[1:].max(1, initial=0))[-1:])]
         exits = np.argsort(-gains[kept].max(0), kind="stable")[:TIMED_LAYERS]
@@ -219,10 +220,10 @@ def _shortlists(shortlist, head) -> list[list[int] | None]:
     return [None, *(ranked[: 2**power] for power in range((len(ranked) - 1).bit_length()))]
 
 
-def _by_count(model, prompts, texts, shortlists):
+def _by_count(model, reader, prompts, texts, shortlists):
     """Of drafts from each list of tokens at each exit, `[lists, layers - 1]`: acceptance, the number in a round that
     is best, and what it gives: tokens for the weights that are read, plain decoding being 1."""
-    head, reader = model.get_output_embeddings(), Readout.probe(model, {"input_ids": texts[0][:, -8:]})
+    head = model.get_output_embeddings()
     lists = [range(len(head.weight)) if each is None else sorted(each) for each in shortlists]  # sorted: ties go by id
     choices, hits = [torch.tensor(each, device=model.device) for each in lists], []
     for prompt, text in zip(prompts, texts):

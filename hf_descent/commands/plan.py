@@ -81,7 +81,7 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
         raise ValueError(f"Say how long rows are: set `{'max_length' if is_lm else 'max_seq_length'}`.")
 
     def batch(rows: int) -> dict[str, Any]:
-        ids = torch.arange(rows * length).view(rows, length) % 7  # any tokens do
+        ids = torch.arange(length).repeat(rows, 1) % 7  # any tokens do; some classifiers count those that end a text
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return given | ({"labels": ids, "use_cache": False} if is_lm else {"labels": torch.arange(rows) % 2})
 
@@ -156,7 +156,10 @@ def load(module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig
     """The model that the command trains, with random weights; of what is pretrained `shape` changes the config."""
 
     def without_weights(cls, name, *_, config, dtype=None, **__):
-        return cls._from_config(shape(config), **({} if dtype in (None, "auto") else {"dtype": dtype}))
+        config = shape(config)
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0  # training takes the tokenizer's
+        return cls._from_config(config, **({} if dtype in (None, "auto") else {"dtype": dtype}))
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(without_weights)):
         if hasattr(module, "load_model"):

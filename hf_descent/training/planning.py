@@ -10,7 +10,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,9 +52,10 @@ def _attention(formula, count, *args, **kwargs):
     return formula(*((each.shape[0], heads, *each.shape[2:]) for each in args[:count]))
 
 
-# torch counts neither products that are added in place nor attention on a CPU.
+# torch counts neither products that are added in place or by expert nor attention on a CPU.
 OPERATIONS = flop_registry | {
     _aten.addmm_: flop_registry[_aten.addmm],
+    _aten._grouped_mm: lambda left, right, *_, **__: 2 * left.numel() * right.shape[-1],  # each row by one expert
     _aten._scaled_dot_product_flash_attention_for_cpu: partial(_attention, sdpa_flop_count, 3),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: partial(_attention, sdpa_backward_flop_count, 4),
 }
@@ -92,6 +93,8 @@ class Meter(TorchDispatchMode):
             with fake_tensor.in_kernel_invocation_manager(given[0].fake_mode):
                 out = func(*args, **(kwargs or {}))
             out = fake_tensor.FakeTensor(given[0].fake_mode, out, given[0].fake_device)
+        elif func is _aten._grouped_mm.default:  # whose fake results torch has in bf16 alone
+            out = func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
         else:
             out = func(*args, **(kwargs or {}))
         if (count := OPERATIONS.get(func._overloadpacket)) is not None:
@@ -176,7 +179,9 @@ class PlannedModel:
                 meter.part = "probe"
                 self.layers.readout.read(self._short, output_loss, [1])  # one layer needs what another does
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
-            raise ValueError(f"{type(self.model).__name__} cannot be planned: it goes by values ({error}).") from error
+            remedy = "measure a few steps with `skip_memory_metrics: false` on a GPU"
+            name = type(self.model).__name__
+            raise ValueError(f"{name} cannot be planned, as it goes by values ({error}); {remedy}.") from error
         return meter.peak["probe"]
 
     @contextmanager
@@ -296,12 +301,14 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     """The same architecture, depth and vocabulary, with `HEAD_WIDTH` numbers to each of the heads that share a key."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    heads = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or 1)
+    heads = getattr(text, "num_attention_heads", 1) // (getattr(text, "num_key_value_heads", None) or 1)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": HEAD_WIDTH}
     # Other sizes, such as a pooler's, are equal to the width of the hidden states.
     alike = [name for name, value in vars(text).items() if type(value) is int and value == text.hidden_size]
-    sizes |= dict.fromkeys(["hidden_size", "intermediate_size", *alike], HEAD_WIDTH * heads)
+    alike += ["hidden_size", "intermediate_size", "moe_intermediate_size"]
+    sizes |= dict.fromkeys(alike, HEAD_WIDTH * heads)
     for name, size in sizes.items():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, min(size, getattr(text, name)))
+        with suppress(AttributeError):  # Falcon's `head_dim` follows from others
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, min(size, getattr(text, name)))
     return small

@@ -20,7 +20,8 @@ RECIPES = {
 
 def recipe(kind, tmp_path, vocab_size=50, **settings):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
-    AutoConfig.for_model(kind, vocab_size=vocab_size, **sizes, **CONFIGS[kind]).save_pretrained(tmp_path / "model")
+    sizes = {name: size for name, size in (sizes | CONFIGS[kind]).items() if size is not None}
+    AutoConfig.for_model(kind, vocab_size=vocab_size, **sizes).save_pretrained(tmp_path / "model")
     values = RECIPES[kind] | {"model_name_or_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(values | settings))
@@ -65,6 +66,32 @@ def test_what_the_launchers_rows_hold_is_said(tmp_path, capsys):
 def test_what_does_not_fit_is_said(tmp_path, capsys):
     cli.main(["plan", recipe("llama", tmp_path), "--gpu_memory", "1KiB"])
     assert {row[-1] for row in cells(capsys.readouterr().out).values()} == {"no"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "of", "sizes", "layers"),
+    [
+        ("mixtral", "llama", {"num_key_value_heads": 2, "num_local_experts": 4}, "MixtralForCausalLM: 3 layers"),
+        ("mamba", "llama", {"num_attention_heads": None}, "MambaForCausalLM: 3 layers"),
+        ("falcon", "llama", {}, "FalconForCausalLM: 3 layers"),
+        ("gpt2", "bert", {}, "GPT2ForSequenceClassification: 3 layers"),  # padded with a token of the tokenizer
+        ("qwen3_moe", "bert", {"num_key_value_heads": 1, "num_experts": 8}, "Qwen3MoeForSequenceClassification: 3 la"),
+    ],
+)
+def test_models_of_other_kinds_are_planned(kind, of, sizes, layers, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CONFIGS, kind, sizes)
+    monkeypatch.setitem(RECIPES, kind, RECIPES[of] | ({"pooling": "head"} if of == "bert" else {}))
+    cli.main(["plan", recipe(kind, tmp_path)])
+    printed = capsys.readouterr().out
+    assert printed.startswith(layers) and {row[-1] for row in cells(printed).values()} == {"yes"}
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_classifiers_that_go_by_values_are_refused_by_name(kind, tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS, kind, {"decoder_start_token_id": 0})
+    monkeypatch.setitem(RECIPES, kind, RECIPES["bert"] | {"pooling": "head"})
+    with pytest.raises(ValueError, match=rf"(?i){kind}ForSequenceClassification cannot be planned.*; measure a few steps"):
+        cli.main(["plan", recipe(kind, tmp_path)])
 
 
 @pytest.mark.parametrize(

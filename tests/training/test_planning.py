@@ -15,6 +15,7 @@ from transformers import (
     BertForSequenceClassification,
     DebertaV2ForSequenceClassification,
     LlamaForCausalLM,
+    MixtralForCausalLM,
     T5ForConditionalGeneration,
 )
 
@@ -29,6 +30,7 @@ WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4
 SIZES = {
     "bert": WIDTHS,
     "llama": WIDTHS | {"num_key_value_heads": 2},
+    "mixtral": WIDTHS | {"num_key_value_heads": 2, "num_local_experts": 4},
     "t5": {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "decoder_start_token_id": 0},
 }
 
@@ -68,10 +70,10 @@ class Counted(DescentTrainer):
         return loss
 
 
-def measured(kind, args):
+def measured(kind, args, model=None):
     """Bytes at the peak of a real run, its weights included, and the operations of a step."""
     torch.manual_seed(0)
-    model, inputs = CLASSES[kind](model_config(kind)), batch(kind)
+    model, inputs = model or CLASSES[kind](model_config(kind)), batch(kind)
     rows = [{name: values[row] for name, values in inputs.items()} for row in range(ROWS)]
     rows *= STEPS * args.gradient_accumulation_steps
     trainer = Counted(model, args, train_dataset=rows)
@@ -115,6 +117,27 @@ def test_memory_is_within_a_tenth_of_a_real_run_and_operations_are_equal(kind, a
         read = rows * (LENGTH - 1), 2 * round(arguments.get("readout_token_fraction", 1) * rows * (LENGTH - 1))
         products = 3 * args.gradient_accumulation_steps * (rows * LENGTH if "objective" in arguments else sum(read))
         assert cost.operations["readout"] == products * 2 * VOCAB * SIZES[kind]["hidden_size"]
+    assert cost.memory.total() == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts_trained", [True, False])
+def test_experts_are_planned_as_of_a_real_run(experts_trained, tmp_path):
+    def build(config):
+        model = MixtralForCausalLM(config)
+        for layer in model.model.layers:
+            layer.mlp.experts.requires_grad_(experts_trained)
+        return model
+
+    experts = model_config("mixtral")
+    args = config(tmp_path, per_device_train_batch_size=ROWS, max_steps=STEPS, optim=OPTIMIZER)
+    planned = PlannedModel(lambda shape: build(shape(experts)), batch("llama"))
+    planned.probe()
+    cost = planned.step(batch("llama"), args)
+    peak, _ = measured("llama", args, build(experts))
+    experts._experts_implementation = "eager"  # one after the other, by products that torch counts
+    _, operations = measured("llama", args, build(experts))
+    assert cost.operations.total() == operations
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
 
 
@@ -249,11 +272,16 @@ def test_the_narrow_copy_keeps_depth_and_vocabulary():
     t5 = narrow(AutoConfig.for_model("t5", d_model=512, num_heads=8, d_kv=64))
     assert (t5.d_model, t5.d_kv, t5.num_heads) == (64, 8, 8)
     assert narrow(AutoConfig.for_model("llama", num_attention_heads=8, num_key_value_heads=2)).hidden_size == 32
+    assert narrow(AutoConfig.for_model("mamba", hidden_size=768, num_hidden_layers=5)).hidden_size == 8
+    assert narrow(AutoConfig.for_model("falcon", hidden_size=256, num_attention_heads=4)).head_dim == 8  # computed
+    many = narrow(AutoConfig.for_model("qwen3_moe", num_attention_heads=8, num_key_value_heads=2))
+    assert (many.hidden_size, many.moe_intermediate_size, many.num_experts) == (32, 32, 128)
 
 
 def test_a_model_that_goes_by_values_is_named():
     config = AutoConfig.for_model("deberta-v2", num_hidden_layers=2, vocab_size=VOCAB, **WIDTHS)
-    with pytest.raises(ValueError, match="DebertaV2ForSequenceClassification cannot be planned"):
+    remedy = "DebertaV2ForSequenceClassification cannot be planned.*; measure a few steps with `skip_mem"
+    with pytest.raises(ValueError, match=remedy):
         PlannedModel(lambda shape: DebertaV2ForSequenceClassification(shape(config)), batch("bert")).probe()
 
 

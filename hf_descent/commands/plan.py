@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 import yaml
 from accelerate.utils.modeling import convert_file_size_to_int
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.hf_argparser import HfArg
 
@@ -88,6 +87,8 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     def planned(model_args: Any) -> PlannedModel:
         return PlannedModel(partial(load, module, model_args), batch(rows), token_statistics=is_lm)
 
+    global cost_of  # where a forked process finds it
+
     def cost_of(setting: tuple[str, Any]) -> StepCost | None:
         name, value = setting
         with nullcontext() if name == "objective" else suppress(ValueError):  # not every model can have every setting
@@ -111,14 +112,13 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     settings["plain training (`objective: erm`)"] = "objective", "erm"
     settings |= {f"`{name}: {value}`": (name, value) for name, value in changes.items()}
     forks = sys.platform == "linux" and not torch.accelerator.is_available()  # else autograd fails in a forked process
-    _forked.cost_of = cost_of  # cannot be pickled
     jobs = [*settings.values(), ("processes", plan_args.processes)][::-1]  # the last ones take the longest
-    with ProcessPoolExecutor(2, get_context("fork")) if forks else nullcontext() as pool:
-        cost, plain, *_, fsdp2 = found = [*(pool.map(_forked, jobs) if forks else map(cost_of, jobs))][::-1]
-    costs = dict(zip(settings, found))
-    for name, launched in (model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2}).items():
-        costs[f"`--launch {name}`, {plan_args.processes} processes"] = launched
-    costs = {name: each for name, each in costs.items() if each is not None}
+    # One thread, since a fork leaves the others behind.
+    with ProcessPoolExecutor(2, get_context("fork"), torch.set_num_threads, (1,)) if forks else nullcontext() as pool:
+        cost, plain, *_, fsdp2 = found = [*(pool.map(cost_of, jobs) if forks else map(cost_of, jobs))][::-1]
+    launched = model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2}
+    costs = {f"`--launch {name}`, {plan_args.processes} processes": each for name, each in launched.items()}
+    costs = {name: each for name, each in (dict(zip(settings, found)) | costs).items() if each is not None}
 
     every, trained = (model.model.num_parameters(only_trainable=is_on) / 1e6 for is_on in (False, True))
     print(
@@ -135,11 +135,6 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     )
 
 
-def _forked(setting):
-    torch.set_num_threads(1)  # the others were left behind
-    return _forked.cost_of(setting)
-
-
 def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
     """The costs in Markdown, a row each."""
     lines = [f"| | {' | '.join(PARTS)} | peak | operations: model | readout | fits |", "|---" * (len(PARTS) + 5) + "|"]
@@ -152,13 +147,12 @@ def table(costs: dict[str, StepCost], gpu_memory: str) -> str:
     return "\n".join(lines)
 
 
-def load(module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig]) -> nn.Module:
+def load(module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig]) -> torch.nn.Module:
     """The model that the command trains, with random weights; of what is pretrained `shape` changes the config."""
 
     def without_weights(cls, name, *_, config, dtype=None, **__):
         config = shape(config)
-        if getattr(config, "pad_token_id", None) is None:
-            config.pad_token_id = 0  # training takes the tokenizer's
+        config.pad_token_id = getattr(config, "pad_token_id", None) or 0  # training takes the tokenizer's
         return cls._from_config(config, **({} if dtype in (None, "auto") else {"dtype": dtype}))
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(without_weights)):

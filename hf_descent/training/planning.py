@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,22 +25,21 @@ from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 
 from ..constraints.state import DescentState
 from ..losses import task as task_loss
 from ..losses.layerwise import TiledLosses, find_layer_losses
-from ..losses.task import TaskLoss
 from ..noise.embedding_noise import EmbeddingNoise
 from ..readout import head, tiles
 from ..readout.replay import output_loss, probing
-from ..readout.stack import LayerStack, errors_explained, inner_model
+from ..readout.stack import LayerStack, errors_explained, inner_model, tensors
 from .objective import DescentObjective
 
 
 PARTS = ("weights", "gradients", "optimizer", "hidden states", "readout")
+REFUSAL = "cannot be planned (measure a few steps with `skip_memory_metrics: false`)"
 HEAD_WIDTH = 8  # of an attention head in the narrow copy
 _aten = torch.ops.aten
 # How many tensors the most frequent operations take, for whose results fake tensors need three times as long as torch.
@@ -52,7 +52,7 @@ def _attention(formula, count, *args, **kwargs):
     return formula(*((each.shape[0], heads, *each.shape[2:]) for each in args[:count]))
 
 
-# torch counts neither products that are added in place or by expert nor attention on a CPU.
+# torch counts neither products that are added in place or of experts, nor attention on a CPU.
 OPERATIONS = flop_registry | {
     _aten.addmm_: flop_registry[_aten.addmm],
     _aten._grouped_mm: lambda left, right, *_, **__: 2 * left.numel() * right.shape[-1],  # each row by one expert
@@ -74,43 +74,43 @@ class StepCost:
 
 
 class Meter(TorchDispatchMode):
-    """Counts the memory and the operations of what runs inside, for the part that is named by `part`: the bytes of
-    each part that are `alive` now, those of the moment when they were most in all, its `peak`, and its `operations`.
-    """
+    """Counts memory and operations of what runs inside, for the part that `part` names: the bytes of each part that
+    are `alive` now, those of the moment when they were most in all, its `peak`, and the `operations` of each."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.part, self.peak, self.operations = "weights", Counter(), Counter()
-        self.alive, self._held, self._gathered = Counter(), {}, {}
+        self.part, self.alive, self.peak, self.operations = "weights", Counter(), Counter(), Counter()
+        self._held = {}  # id of a storage -> its part, the bytes counted, and a reference that tells when it is freed
+        self._gathered = {}  # id of a storage -> a tensor that lives on when FSDP2 frees its memory
         for tensor in (*model.parameters(), *model.buffers()):
             self.hold(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
+        kwargs = kwargs or {}
         given = args[: QUICK.get(func._overloadpacket, 0)]
         if given and all(type(each) is fake_tensor.FakeTensor and each.constant is None for each in given):
             with fake_tensor.in_kernel_invocation_manager(given[0].fake_mode):
-                out = func(*args, **(kwargs or {}))
+                out = func(*args, **kwargs)
             out = fake_tensor.FakeTensor(given[0].fake_mode, out, given[0].fake_device)
         elif func is _aten._grouped_mm.default:  # whose fake results torch has in bf16 alone
             out = func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
         else:
-            out = func(*args, **(kwargs or {}))
-        if (count := OPERATIONS.get(func._overloadpacket)) is not None:
-            self.operations[self.part] += count(*args, **(kwargs or {}), out_val=out)
-        cast = func is _aten._to_copy.default and "weights" in self._held.get(id(args[0].untyped_storage()), ())
-        for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.hold(leaf, "weights" if cast and leaf.itemsize == 2 else None)  # as autocast copies them
-        for leaf in tree_leaves((args, kwargs)) if func.namespace == "fsdp" else ():
-            if isinstance(leaf, torch.Tensor):
-                self.hold(leaf, "gradients" if func is torch.ops.fsdp.chunk_cat.default else "weights")
+            out = func(*args, **kwargs)
+        if count := OPERATIONS.get(func._overloadpacket):
+            self.operations[self.part] += count(*args, **kwargs, out_val=out)
+        for tensor in tensors(out):
+            is_cast = func is _aten._to_copy.default and tensor.itemsize == 2 and isinstance(args[0], nn.Parameter)
+            self.hold(tensor, "weights" if is_cast else None)  # which autocast copies
+        if func.namespace == "fsdp":  # its operations write into tensors that they are given
+            for tensor in tensors((args, kwargs)):
+                self.hold(tensor, "gradients" if func is torch.ops.fsdp.chunk_cat.default else "weights")
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self._gathered |= {id(each.untyped_storage()): each for each in kwargs["out"]}
         if self.alive.total() > self.peak.total():
             for tensor in self._gathered.values():
-                self.hold(tensor)  # FSDP2 frees the memory of tensors that live on
+                self.hold(tensor)  # of which some may be freed
             self.peak = max(self.alive.copy(), self.peak, key=Counter.total)
         return out
 
@@ -130,17 +130,16 @@ class Meter(TorchDispatchMode):
     def hold(self, tensor, part=None):
         """Count the memory that a tensor has now; where `part` is given for that part, also if another had it."""
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        key, size = id(storage), storage.nbytes()
-        if key not in self._held:
-            self._held[key] = part or self.part, 0, weakref.ref(storage, partial(self._free, key))
-        before, counted, reference = self._held[key]
-        self._held[key] = part or before, size, reference
-        self.alive[before] -= counted
-        self.alive[part or before] += size
+        if not (held := self._held.get(key := id(storage))):
+            freed = weakref.ref(storage, partial(self._free, key))
+            held = self._held[key] = SimpleNamespace(part=self.part, size=0, freed=freed)
+        self.alive[held.part] -= held.size
+        held.part, held.size = part or held.part, storage.nbytes()
+        self.alive[held.part] += held.size
 
     def _free(self, key, _):
-        part, size, _ = self._held.pop(key)
-        self.alive[part] -= size
+        held = self._held.pop(key)
+        self.alive[held.part] -= held.size
 
 
 class PlannedModel:
@@ -155,16 +154,18 @@ class PlannedModel:
     """
 
     def __init__(self, build: Callable, batch: Mapping[str, Any], token_statistics: bool = False):
+        with errors_explained("The model cannot be built:"), torch.device("meta"):
+            self.model = build(copy.copy).train()
+        if not hasattr(inner_model(self.model).config.get_text_config(), "num_attention_heads"):
+            raise ValueError(f"{type(self.model).__name__} {REFUSAL}: a GPU has other code for what has no attention.")
         with (
-            errors_explained("The plan looks for the layers in a narrow copy of the model, which failed:"),
+            errors_explained(f"The plan looks for the layers in a narrow {type(self.model).__name__}, which failed:"),
             mock.patch.object(task_loss, "PROBED_TOKENS", 8),  # enough; memory is counted below, on all
         ):
             twin = build(narrow)
-            task = TaskLoss.probe(twin, batch)
+            task = task_loss.TaskLoss.probe(twin, batch)
             layers = find_layer_losses(twin, batch, task, token_statistics=token_statistics, trains=True)
         self._short = task.short(batch)
-        with torch.device("meta"):
-            self.model = build(copy.copy).train()
         self._fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         with self._fake:
             self.model.to_empty(device="cpu")
@@ -179,9 +180,7 @@ class PlannedModel:
                 meter.part = "probe"
                 self.layers.readout.read(self._short, output_loss, [1])  # one layer needs what another does
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
-            remedy = "measure a few steps with `skip_memory_metrics: false` on a GPU"
-            name = type(self.model).__name__
-            raise ValueError(f"{name} cannot be planned, as it goes by values ({error}); {remedy}.") from error
+            raise ValueError(f"{type(self.model).__name__} {REFUSAL}: it goes by values ({error}).") from error
         return meter.peak["probe"]
 
     @contextmanager
@@ -231,8 +230,7 @@ class PlannedModel:
         if (args.bf16 or args.fp16) and not units:  # as accelerate wraps it; the backward pass is outside
             autocast = torch.autocast("cpu", torch.float16 if args.fp16 else torch.bfloat16)
             forward = convert_outputs_to_fp32(autocast(forward))
-        # Which positions have a label is no question of shapes.
-        find_labels = fake_tensor.unset_fake_temporarily()(head.labelled_tokens)
+        find_labels = fake_tensor.unset_fake_temporarily()(head.labelled_tokens)  # which are no question of shapes
         noise = EmbeddingNoise(self.model, args.noise_gamma, args.seed, 1.0) if args.gamma_train else nullcontext()
         with (
             mock.patch.object(head, "labelled_tokens", find_labels),
@@ -301,14 +299,12 @@ def narrow(config: PretrainedConfig) -> PretrainedConfig:
     """The same architecture, depth and vocabulary, with `HEAD_WIDTH` numbers to each of the heads that share a key."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    heads = getattr(text, "num_attention_heads", 1) // (getattr(text, "num_key_value_heads", None) or 1)
+    heads = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or 1)
     sizes = {"num_attention_heads": heads, "num_key_value_heads": 1, "head_dim": HEAD_WIDTH}
     # Other sizes, such as a pooler's, are equal to the width of the hidden states.
     alike = [name for name, value in vars(text).items() if type(value) is int and value == text.hidden_size]
-    alike += ["hidden_size", "intermediate_size", "moe_intermediate_size"]
-    sizes |= dict.fromkeys(alike, HEAD_WIDTH * heads)
+    sizes |= dict.fromkeys(["hidden_size", "intermediate_size", "moe_intermediate_size", *alike], HEAD_WIDTH * heads)
     for name, size in sizes.items():
-        with suppress(AttributeError):  # Falcon's `head_dim` follows from others
-            if isinstance(getattr(text, name, None), int):
-                setattr(text, name, min(size, getattr(text, name)))
+        with suppress(AttributeError, TypeError):  # what a config has not, leaves out, or computes
+            setattr(text, name, min(size, getattr(text, name)))
     return small

@@ -156,7 +156,7 @@ class PlannedModel:
     def __init__(self, build: Callable, batch: Mapping[str, Any], token_statistics: bool = False):
         with errors_explained("The model cannot be built:"), torch.device("meta"):
             self.model = build(copy.copy).train()
-        if not hasattr(inner_model(self.model).config.get_text_config(), "num_attention_heads"):
+        if getattr(self.model, "_is_stateful", False) and not hasattr(self.model.config, "num_attention_heads"):
             raise ValueError(f"{type(self.model).__name__} {REFUSAL}: a GPU has other code for what has no attention.")
         with (
             errors_explained(f"The plan looks for the layers in a narrow {type(self.model).__name__}, which failed:"),

@@ -49,6 +49,11 @@ def test_a_recipe_is_planned_from_a_config_alone(kind, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_unrolled_transformer_is_planned(tmp_path, capsys):
+    cli.main(["plan", recipe("bert", tmp_path, pooling="head", unrolled_layers=2)])
+    assert capsys.readouterr().out.startswith("UTForSequenceClassification: 2 layers")
+
+
 def test_micro_batches_are_named(tmp_path, capsys):
     # With a setting that is refused where there is no GPU.
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "tf32": True}

@@ -38,10 +38,7 @@ class ModelArguments(OutputArguments):
     def __post_init__(self):
         check_arguments(self, {"unrolled_layers": 1})
         if self.unrolled_layers is not None and (self.use_peft or self.pooling != "head"):
-            raise ValueError(
-                "`unrolled_layers` takes neither `use_peft` nor another `pooling`: a UT has no layers to adapt, and "
-                "reads out the mean of its tokens."
-            )
+            raise ValueError("`unrolled_layers` takes neither `use_peft` nor `pooling`: a UT has its own readout.")
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)

@@ -50,10 +50,8 @@ class ModelArguments(OutputArguments):
         limits |= {"loss_gamma": SMALLEST, "curvature": SMALLEST, "attention_step": (SMALLEST, 1)}
         check_arguments(self, limits)
         if (self.architecture == "vit") != (self.model_name_or_path is not None):
-            raise ValueError(
-                f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}: a ViT "
-                "needs a pretrained encoder, and the others take none."
-            )
+            given = f"`model_name_or_path` is {self.model_name_or_path!r} and `architecture` {self.architecture!r}"
+            raise ValueError(f"{given}: a ViT needs a pretrained encoder, and the others take none.")
 
 
 argument_types = (ModelArguments, VideoArguments, DescentConfig)

@@ -86,10 +86,8 @@ class DescentState:
             run = find_json(multipliers, "descent_config.json")
             problem, multipliers = DescentProblem.saved_in(run), run.get("multipliers")
             if problem is None:
-                raise ValueError(
-                    f"`fixed_multipliers` is {args.fixed_multipliers!r}, which holds no run with multipliers: give "
-                    "the folder of a constrained run, or a list."
-                )
+                given = f"`fixed_multipliers` is {args.fixed_multipliers!r}, which holds no run with multipliers"
+                raise ValueError(f"{given}: give the folder of a constrained run, or a list.")
             self._take_problem(problem)
         elif bound is not None and (has_rows or (args.objective not in objectives.UNCONSTRAINED and max_steps)):
             names = ("constrained_layers", "descent_strength", "exit_targets", "loss_targets")

@@ -59,10 +59,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
             return DatasetDict({split: _encode_labels(rows, known, split, key) for split, rows in dataset.items()})
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         return dataset
-    raise ValueError(
-        f"The data has the classes {names}, and the model {classes}: give the data that the model was trained on, or "
-        "rename its classes."
-    )
+    raise ValueError(f"The data has the classes {names}, and the model {classes}: give data of these, or rename them.")
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None) -> int:
@@ -94,10 +91,8 @@ def _labelled_rows(rows: Dataset, columns: Mapping[str, str], split: str) -> Dat
     feature = rows.features.get(label)
     is_named = feature is None or isinstance(feature, ClassLabel)  # -1 is not one of its classes
     if not is_named and (marks := {str(each) for each in rows[label]} & {"-1", "-100"}):
-        raise ValueError(
-            f"The column `{label}` of the {split} split holds {marks.pop()}, which may mean 'no label' or be a class: "
-            "drop those rows, or give the class another name."
-        )
+        place = f"The column `{label}` of the {split} split holds {marks.pop()}"
+        raise ValueError(f"{place}, which may mean 'no label' or be a class: drop these rows, or rename the class.")
     remedy = "Name the right ones by `text_column`, `text_pair_column` and `label_column`."
     rows = select_rows(rows, columns, split, remedy)
     check_texts(rows, f"The {split} split", *(columns.keys() - {"labels"}))

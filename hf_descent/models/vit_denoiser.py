@@ -58,10 +58,8 @@ class ViTForDenoising(EncoderModel):
         self.encoder = self.without_unused(AutoModel.from_config(config.encoder_config))
         encoder = config.encoder_config
         if getattr(encoder, "num_detection_tokens", 0):  # YOLOS
-            raise ValueError(
-                f"The patches of a {type(encoder).__name__} are not its last tokens, since detection tokens follow "
-                "them. Use ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP."
-            )
+            remedy = "use ViT, DeiT, DINOv2, DINOv3, CLIP or SigLIP"
+            raise ValueError(f"The patches of a {type(encoder).__name__} are not its last tokens: {remedy}.")
         self.num_channels, self.patch_size, width = encoder.num_channels, encoder.patch_size, encoder.hidden_size
         num_values = self.num_channels * self.patch_size**2
         if config.readout == "patches" and width != num_values:

@@ -38,20 +38,16 @@ def check_supported(trainer: Trainer, loss_method) -> None:
             check_targets(name, getattr(args, name), depth)
         check_constrained_layers(args.constrained_layers, depth)
     if loss_method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
-        raise ValueError(
-            f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. Give it as "
-            "`layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
-        )
+        remedy = "Give it as `layer_loss_fn(outputs, labels, num_items_in_batch=None)`."
+        raise ValueError(f"`{loss_method.__qualname__}` is a loss that cannot be taken at every layer. {remedy}")
     for name, rows in evaluation_sets(trainer).items():
         if has_length(rows) and not len(rows):
             raise ValueError(f"`{name}` has no rows to evaluate on: give some, or leave it out.")
     if getattr(args, "loss_type", "nll") != "nll":
         raise ValueError(f"`loss_type` is {args.loss_type!r}, which no layer has; use 'nll', or `objective='erm'`.")
     if getattr(args, "eval_packing", False) and not trainer.padding_free and args.packing_strategy != "wrapped":
-        raise ValueError(
-            "`eval_packing=True` without `packing` lets documents see those before them, in any model; set "
-            "`padding_free=True`, or `eval_packing=False`."
-        )
+        remedy = "set `padding_free=True`, or `eval_packing=False`"
+        raise ValueError(f"`eval_packing=True` without `packing` lets documents see those before them: {remedy}.")
     if args.n_gpu > 1:
         raise ValueError(
             f"`nn.DataParallel` over {args.n_gpu} devices in one process is not supported: the layer losses of its "

@@ -37,9 +37,7 @@ class Rmse(evaluate.Metric):
         for item, pair in enumerate(zip(predictions, references)):
             ours, theirs = (np.asarray(values, np.float64) for values in pair)
             if ours.shape != theirs.shape:
-                raise ValueError(
-                    f"Item {item} of `predictions` has shape {list(ours.shape)} and of `references` "
-                    f"{list(theirs.shape)}; give both in one shape."
-                )
+                shapes = f"has shape {list(ours.shape)} and of `references` {list(theirs.shape)}"
+                raise ValueError(f"Item {item} of `predictions` {shapes}; give both in one shape.")
             total, count = total + np.square(ours - theirs).sum(), count + ours.size
         return {"rmse": float(scale * np.sqrt(total / count))}

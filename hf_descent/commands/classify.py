@@ -38,7 +38,8 @@ class ModelArguments(OutputArguments):
     def __post_init__(self):
         check_arguments(self, {"unrolled_layers": 1})
         if self.unrolled_layers is not None and (self.use_peft or self.pooling != "head"):
-            raise ValueError("`unrolled_layers` takes neither `use_peft` nor `pooling`: a UT has its own readout.")
+            others = f"`use_peft` (here {self.use_peft}) nor another `pooling` than 'head' (here {self.pooling!r})"
+            raise ValueError(f"`unrolled_layers` takes neither {others}: leave them out.")
 
 
 argument_types = (ModelArguments, DataArguments, DescentConfig)

@@ -152,7 +152,8 @@ def load(module, args: Any, shape: Callable[[PretrainedConfig], PretrainedConfig
 
     def without_weights(cls, name, *_, config, dtype=None, **__):
         config = shape(config)
-        config.pad_token_id = getattr(config, "pad_token_id", None) or 0  # training takes the tokenizer's
+        text = config.get_text_config()
+        text.pad_token_id = getattr(text, "pad_token_id", None) or 0  # training takes the tokenizer's
         return cls._from_config(config, **({} if dtype in (None, "auto") else {"dtype": dtype}))
 
     with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(without_weights)):

@@ -109,11 +109,13 @@ def check_drafts(model, prompt):
 
 def token_ids(shortlist, head) -> torch.Tensor:
     """`shortlist` on the device of `head`, `[short]`; ValueError where it holds anything but tokens, or none."""
-    with errors_explained("`shortlist` takes ids of tokens, not what it holds:"):
-        ids, most = torch.as_tensor(shortlist, device=head.weight.device), len(head.weight) - 1
-    if not (ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) and 0 <= ids.min() <= ids.max() <= most):
-        raise ValueError(f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers in 0..{most}.")
-    return ids
+    most, text = len(head.weight) - 1, f"`shortlist` is {reprlib.repr(shortlist)}; give ids of tokens, whole numbers"
+    with errors_explained(f"{text}:"):
+        ids = torch.as_tensor(shortlist)
+    is_whole = ids.dtype in (torch.int32, torch.int64)
+    if not (is_whole and ids.ndim == 1 and len(ids) and 0 <= ids.min() <= ids.max() <= most):
+        raise ValueError(f"{text} in 0..{most}.")
+    return ids.to(head.weight.device, torch.int64)
 
 
 def costs(stack, head, layer, size):
@@ -294,7 +296,7 @@ def _check_options(model, config, processors, model_kwargs):
     if asked or model.config.is_encoder_decoder or getattr(model_kwargs.get("position_ids"), "ndim", 0) != 2:
         raise ValueError(
             f"`draft_with` decodes texts of decoders with `position_ids` [batch, seq], greedily or by sampling; "
-            f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'decode it plainly'}."
+            f"{type(model).__name__} cannot be decoded so: {', '.join(asked) or 'it is no such decoder'}."
         )
 
 

@@ -58,20 +58,16 @@ def check_supported(trainer: Trainer, loss_method) -> None:
         raise ValueError("`ddp_static_graph=True` leaves gradients of layers that are read unshared: leave it out.")
     dynamo = accelerator.state.dynamo_plugin
     if dynamo.backend != DynamoBackend.NO and args.gradient_checkpointing:
-        raise ValueError(
-            "`torch_compile=True` has no effect on layers that `gradient_checkpointing=True` runs, which torch keeps "
-            "from the compiler: set one of them to `False`."
-        )
+        given = "`torch_compile=True` has no effect on layers that `gradient_checkpointing=True` runs"
+        raise ValueError(f"{given}: set one of them to `False`.")
     # What follows the layers runs once per layer: `find_layers` compiles each layer by itself.
     dynamo.backend = DynamoBackend.NO
     if trainer.is_fsdp_enabled and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) < 2:
         raise ValueError("FSDP1 keeps no parameter whole where layers are read; set `fsdp_version: 2`.")
     for adapter in getattr(trainer.model, "peft_config", {}).values():
         if getattr(adapter, "orth_reg_weight", 0):
-            raise ValueError(
-                "AdaLoRA adds a penalty on its matrices to the loss, which would count as a loss of every layer; set "
-                "`orth_reg_weight=0` in its config, or use LoRA."
-            )
+            remedy = "set `orth_reg_weight=0` in its config, or use LoRA"
+            raise ValueError(f"AdaLoRA's penalty on its matrices would count as a loss of every layer; {remedy}.")
         if adapter.is_prompt_learning and adapter.peft_type != "PREFIX_TUNING":
             raise ValueError(f"{type(adapter).__name__} puts trained embeddings before the tokens: use LoRA.")
     sizes = {"tensor": trainer.get_tp_size(), "context": trainer.get_cp_size(), "sequence": trainer.get_sp_size()}
@@ -207,10 +203,8 @@ def check_positions(trainer: Trainer, dataset, name: str) -> None:
 def check_some_labels(dataset: Dataset, name: str, max_length: int | None) -> None:
     """ValueError where no token of a tokenised data set has a label."""
     if not any(set(row["labels"]) - {IGNORE_INDEX} for row in dataset):
-        raise ValueError(
-            f"The {name} dataset has no token with a label after masking and cutting to `max_length`={max_length}: "
-            "raise `max_length`, or see to the completions."
-        )
+        given = f"The {name} dataset has no token with a label after masking and cutting to `max_length`={max_length}"
+        raise ValueError(f"{given}: raise `max_length`, or see to the completions.")
 
 
 def report_layers_at_chance(readout: Readout, dual: DescentState, step: int) -> None:

@@ -100,9 +100,10 @@ class Meter(TorchDispatchMode):
             out = func(*args, **kwargs)
         if count := OPERATIONS.get(func._overloadpacket):
             self.operations[self.part] += count(*args, **kwargs, out_val=out)
+        source = self._held.get(id(args[0].untyped_storage())) if func is _aten._to_copy.default else None
         for tensor in tensors(out):
-            is_cast = func is _aten._to_copy.default and tensor.itemsize == 2 and isinstance(args[0], nn.Parameter)
-            self.hold(tensor, "weights" if is_cast else None)  # which autocast copies
+            is_copy = source is not None and source.part == "weights" and tensor.itemsize == 2  # as of autocast
+            self.hold(tensor, "weights" if is_copy else None)
         if func.namespace == "fsdp":  # its operations write into tensors that they are given
             for tensor in tensors((args, kwargs)):
                 self.hold(tensor, "gradients" if func is torch.ops.fsdp.chunk_cat.default else "weights")
@@ -156,7 +157,8 @@ class PlannedModel:
     def __init__(self, build: Callable, batch: Mapping[str, Any], token_statistics: bool = False):
         with errors_explained("The model cannot be built:"), torch.device("meta"):
             self.model = build(copy.copy).train()
-        if getattr(self.model, "_is_stateful", False) and not hasattr(self.model.config, "num_attention_heads"):
+        is_stateful = getattr(self.model, "_is_stateful", False)
+        if is_stateful and not hasattr(self.model.config.get_text_config(), "num_attention_heads"):
             raise ValueError(f"{type(self.model).__name__} {REFUSAL}: a GPU has other code for what has no attention.")
         with (
             errors_explained(f"The plan looks for the layers in a narrow {type(self.model).__name__}, which failed:"),

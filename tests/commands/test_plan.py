@@ -12,6 +12,12 @@ from hf_descent.commands import plan
 
 
 CONFIGS = {"llama": {"num_key_value_heads": 2}, "bert": {}}
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 50}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+GEMMA3 = {  # without a padding token in the config of its text
+    "text_config": TEXT | {"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": None},
+    "vision_config": VISION | {"image_size": 28, "patch_size": 14},
+}
 RECIPES = {
     "llama": {"objective": "descent", "max_length": 24, "completion_only_loss": True, "dtype": "float32"},
     "bert": {"pooling": "cls_linear", "max_seq_length": 24, "text_column": "text"},
@@ -80,6 +86,7 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
         ("falcon", "llama", {}, "FalconForCausalLM: 3 layers"),
         ("gpt2", "bert", {}, "GPT2ForSequenceClassification: 3 layers"),  # padded with a token of the tokenizer
         ("qwen3_moe", "bert", {"num_key_value_heads": 1, "num_experts": 8}, "Qwen3MoeForSequenceClassification: 3 la"),
+        ("gemma3", "bert", GEMMA3, "Gemma3ForSequenceClassification: 3 layers"),
     ],
 )
 def test_models_of_other_kinds_are_planned(kind, of, sizes, layers, tmp_path, capsys, monkeypatch):

@@ -614,7 +614,7 @@ def undecoded(monkeypatch, model):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (bart, "BartForCausalLM cannot be decoded so: decode it plainly"),
+        (bart, "BartForCausalLM cannot be decoded so: it is no such decoder"),
         (lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)), "cannot be cropped"),
         # Four hidden states at a time, of which drafts keep one.
         (
@@ -666,6 +666,16 @@ def test_a_profile_refuses_a_bad_argument_before_it_decodes(name, value, monkeyp
     with pytest.raises(ValueError, match=f"`{name}` ") as refusal:
         speculation_profile(model, [torch.tensor([[5, 6, 7]])], **{"max_new_tokens": 4, name: value})
     assert len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64])
+def test_ids_of_a_shortlist_are_whole_numbers_of_any_width(kind):
+    model, shortlist, inputs = spread(llama()), np.arange(5, 25, dtype=kind), prompts(1, 4)
+    profile = speculation_profile(model, [inputs["input_ids"]], max_new_tokens=4, repeats=1, shortlist=shortlist)
+    assert profile.shortlist in (None, [*range(5, 25)])
+    settings = {"do_sample": False, "max_new_tokens": 9, "pad_token_id": 0}
+    drafted = model.generate(**inputs, **settings, custom_generate=draft_with(1, shortlist))
+    assert torch.equal(drafted, model.generate(**inputs, **settings))
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (1, 0), (1, 1, 3)])

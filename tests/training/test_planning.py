@@ -141,6 +141,16 @@ def test_experts_are_planned_as_of_a_real_run(experts_trained, tmp_path):
     assert cost.memory.total() == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.parametrize("objective", ["erm", "descent"])
+def test_half_precision_copies_of_all_products_weights_are_weights(objective, tmp_path):
+    planned = PlannedModel(lambda shape: CLASSES["llama"](shape(model_config("llama"))), batch("llama"))
+    cost = planned.step(batch("llama"), config(tmp_path, bf16=True, objective=objective, optim=OPTIMIZER))
+    held = sum(4 * weight.numel() for weight in planned.model.parameters())
+    held += sum(buffer.nbytes for buffer in planned.model.buffers())
+    copies = sum(2 * each.weight.numel() for each in planned.model.modules() if isinstance(each, torch.nn.Linear))
+    assert cost.moments[0]["weights"] == held + copies
+
+
 def test_layerskip_is_planned_with_all_its_exits(tmp_path):
     planned = PlannedModel(lambda shape: CLASSES["llama"](shape(model_config("llama"))), batch("llama"))
     objectives = ({"objective": "layerskip"}, {"objective": "deep_supervision", "constrained_layers": [2, 3]})

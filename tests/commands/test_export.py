@@ -85,7 +85,7 @@ def test_the_printed_commands_are_whole(language_model, tmp_path, capsys):
 
 
 def test_vllm_takes_the_printed_command(language_model, tmp_path, capsys, monkeypatch):
-    """Where it is installed: version 0.33.0 is, without its dependencies and a device, enough."""
+    """Where it is installed: version 0.33.0 without a device, but with what its parser imports."""
     platforms = pytest.importorskip("vllm.platforms")
     monkeypatch.setattr(platforms, "_current_platform", import_module("vllm.platforms.cpu").CpuPlatform())
     monkeypatch.setattr(platforms, "current_platform", platforms._current_platform, raising=False)
@@ -99,7 +99,7 @@ def test_vllm_takes_the_printed_command(language_model, tmp_path, capsys, monkey
 
 
 def test_sglang_takes_the_printed_command(language_model, tmp_path, capsys):
-    """Where it is installed: version 0.5.23 is, without its dependencies and a device, enough."""
+    """Where it is installed: version 0.5.23 without a device, but with what its parser imports."""
     parser = argparse.ArgumentParser()
     pytest.importorskip("sglang.srt.server_args").ServerArgs.add_cli_args(parser)
     export(language_model, 2, tmp_path / "short")

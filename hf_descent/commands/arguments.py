@@ -37,10 +37,8 @@ def recorded(models: Sequence[str], told: Collection[str]) -> dict[str, Any]:
     for model in models:
         for name, value in record_of(model).items():
             if name not in told and found.setdefault(name, value) != value:
-                raise ValueError(
-                    f"`{name}` was {found[name]!r} in the training of one of {list(models)} and {value!r} in that of "
-                    f"another: say which by `--{name}`."
-                )
+                both = f"{found[name]!r} in the training of one of {list(models)} and {value!r} in that of another"
+                raise ValueError(f"`{name}` was {both}: say which by `--{name}`.")
     return found
 
 

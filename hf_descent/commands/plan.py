@@ -116,9 +116,9 @@ def run(module, plan_args: PlanArguments, model_args: Any, data_args: Any, args:
     # One thread, since a fork leaves the others behind.
     with ProcessPoolExecutor(2, get_context("fork"), torch.set_num_threads, (1,)) if forks else nullcontext() as pool:
         cost, plain, *_, fsdp2 = found = [*(pool.map(cost_of, jobs) if forks else map(cost_of, jobs))][::-1]
-    launched = model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2}
-    costs = {f"`--launch {name}`, {plan_args.processes} processes": each for name, each in launched.items()}
-    costs = {name: each for name, each in (dict(zip(settings, found)) | costs).items() if each is not None}
+    costs, launched = dict(zip(settings, found)), model.launched(cost, plan_args.processes) | {"fsdp2": fsdp2}
+    costs |= {f"`--launch {name}`, {plan_args.processes} processes": each for name, each in launched.items()}
+    costs = {name: each for name, each in costs.items() if each is not None}
 
     every, trained = (model.model.num_parameters(only_trainable=is_on) / 1e6 for is_on in (False, True))
     print(

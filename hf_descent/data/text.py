@@ -59,7 +59,7 @@ def align_classes(dataset: DatasetDict, id2label: Mapping[int, str]) -> DatasetD
             return DatasetDict({split: _encode_labels(rows, known, split, key) for split, rows in dataset.items()})
     if len(names) == len(classes) and classes == [f"LABEL_{number}" for number in numbers]:
         return dataset
-    raise ValueError(f"The data has the classes {names}, and the model {classes}: rename the data's.")
+    raise ValueError(f"The data has the classes {names}, and the model {classes}: rename those of the data.")
 
 
 def most_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, max_seq_length: int | None = None) -> int:

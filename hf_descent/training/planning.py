@@ -131,9 +131,11 @@ class Meter(TorchDispatchMode):
     def hold(self, tensor, part=None):
         """Count the memory that a tensor has now; where `part` is given for that part, also if another had it."""
         storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if not (held := self._held.get(key := id(storage))):
+        key = id(storage)
+        if key not in self._held:
             freed = weakref.ref(storage, partial(self._free, key))
-            held = self._held[key] = SimpleNamespace(part=self.part, size=0, freed=freed)
+            self._held[key] = SimpleNamespace(part=self.part, size=0, freed=freed)
+        held = self._held[key]
         self.alive[held.part] -= held.size
         held.part, held.size = part or held.part, storage.nbytes()
         self.alive[held.part] += held.size

@@ -638,14 +638,10 @@ def test_the_exit_command_keeps_the_layers_of_a_decoder_that_cannot_decode(tmp_p
     flags = ["--text_file", str(tmp_path / "texts.jsonl"), "--max_new_tokens", "4", "--repeats", "1"]
     cli.main(["exit", str(tmp_path / "model"), *flags])
     assert "No speculation profile: `draft_with` decodes" in capsys.readouterr().out
-    profile, ids = (
-        ExitProfile.from_json(str(tmp_path / "model" / "exit_profile.json")),
-        [[5, 6, 7, 8, 9], [10, 11, 3, 4, 5]],
-    )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert profile.losses[-1] == pytest.approx(
-        model(torch.tensor(ids), labels=torch.tensor(ids)).loss.item(), rel=1e-4
-    )
+    profile = ExitProfile.from_json(str(tmp_path / "model" / "exit_profile.json"))
+    ids = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 3, 4, 5]])
+    loss = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(ids, labels=ids).loss
+    assert profile.losses[-1] == pytest.approx(loss.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python docs/results_page.py
 
-The text is docs/results.md.in, in which a line `<!-- table NAME -->` becomes a table.
+The text is docs/results.md.in, in which a line `<!-- table NAME -->` becomes what the runs say.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 
@@ -159,7 +158,18 @@ def holds() -> str:
     """How often the settings that a search found meet the specification with another seed."""
     benchmark = script("runs_to_specification")
     tables = [from_finished(benchmark, benchmark.holds, task, "ours", seeds) for task, seeds in HOLDS.items()]
-    return "\n".join([*tables[0].splitlines()[:2], *(table.splitlines()[-1] for table in tables)])
+    cells = [[cell.strip() for cell in table.splitlines()[-1].strip("|").split("|")] for table in tables]
+    return "; ".join(f"{task}: {met} searches met it, {pairs} pairs hold" for task, _, met, pairs in cells) + "."
+
+
+def deep_classifier() -> str:
+    """Of SmolLM2's 30 layers those that show the course, each cell with one value per seed."""
+    layers, rows = (5, 10, 15, 17, 20, 25, 29, 30), []
+    for name, what in (("losses", "loss"), ("accuracy", "accuracy")):
+        for arm, (rate, runs) in controlled("smollm2").items():
+            cells = [" / ".join(f"{run['test'][name][layer - 1]:.3f}" for run in runs) for layer in layers]
+            rows.append([f"{arm}, {what}", f"{rate:g}", *cells])
+    return markdown(["layer", "learning rate", *map(str, layers)], rows)
 
 
 def defaults() -> str:
@@ -189,13 +199,11 @@ def steps() -> str:
     for name, (file, arm, plain) in STEPS.items():
         found = json.loads((RESULTS / file).read_text())
         if "runs" in found:  # several steps in each round
-            rounds = [[[wall for wall, _ in run["steps"]] for run in found["runs"][each]] for each in (arm, plain)]
-            middle = np.median(np.concatenate(rounds[0])) / np.median(np.concatenate(rounds[1]))
-            ratios = [median(one) / median(other) for one, other in zip(*rounds)]
+            seconds, _ = script("lm_step").rounds_of(found["runs"])
         else:
-            ratios = [one / other for one, other in zip(found["seconds"][arm], found["seconds"][plain])]
-            middle = median(ratios)
-        low, high = np.quantile(ratios, [0.25, 0.75])
+            seconds = found["seconds"]
+        ratios = [one / other for one, other in zip(seconds[arm], seconds[plain])]
+        low, middle, high = script("harness").quartiles(ratios)
         shown = f"{low:.2f} to {high:.2f}" if len(ratios) > 3 else ", ".join(f"{ratio:.2f}" for ratio in ratios)
         rows.append([name, f"{middle:.2f}", f"{len(ratios)}: {shown}"])
     return markdown(
@@ -225,7 +233,7 @@ STEPS = {
 TABLES = {
     "runs to specification": specification, "holds": holds, "defaults": defaults, "steps": steps,
     "photos": partial(denoisers, "photos"), "video": partial(denoisers, "video"), "texts": texts,
-    "other denoisers": partial(denoisers, "dust", "vit"),
+    "other denoisers": partial(denoisers, "dust", "vit"), "deep classifier": deep_classifier,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ BENCHMARKS = DOCS.parent / "recipes" / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 
 
+@cache
 def script(name: str):
     """A benchmark as a module."""
     if str(BENCHMARKS) not in sys.path:  # they import one another
@@ -164,9 +165,9 @@ def holds() -> str:
 
 def deep_classifier() -> str:
     """Of SmolLM2's 30 layers those that show the course, each cell with one value per seed."""
-    layers, rows = (5, 10, 15, 17, 20, 25, 29, 30), []
+    arms, layers, rows = controlled("smollm2"), (5, 10, 15, 17, 20, 25, 29, 30), []
     for name, what in (("losses", "loss"), ("accuracy", "accuracy")):
-        for arm, (rate, runs) in controlled("smollm2").items():
+        for arm, (rate, runs) in arms.items():
             cells = [" / ".join(f"{run['test'][name][layer - 1]:.3f}" for run in runs) for layer in layers]
             rows.append([f"{arm}, {what}", f"{rate:g}", *cells])
     return markdown(["layer", "learning rate", *map(str, layers)], rows)

@@ -178,9 +178,8 @@ def test_the_readme_is_short_and_its_numbers_are_those_of_the_results():
         f"{at('no noise', arm)}; {at('noise 0.15', arm)}" for arm in (*arms, "alpha 0.3, detach")
     )
     errors = plain, f"{default} by default, {asked} if asked", fixed
-    of_smollm2 = {row["layer"]: row for row in results if {"layer", "15", "30"} <= row.keys()}
     names = ("plain training", "descent", "exits at 10 and 15", "deep supervision")
-    found = ("; ".join(of_smollm2[f"{name}, accuracy"][layer] for layer in ("15", "30")) for name in names)
+    found = ("; ".join(at(layer, f"{name}, accuracy") for layer in ("15", "30")) for name in names)
     plain_accuracy, by_default, if_asked, with_weights = found
     accuracies = plain_accuracy, f"{by_default} by default, {if_asked} if asked", with_weights
     asked = {"runs needed, three seeds: MiniLM, one exit": ("minilm", "f_3 <= 1.1 f_L")}
